@@ -1,0 +1,117 @@
+"""The one exception tree.
+
+    ZyncError
+    ├── PipelineFileError      the pipeline file; carries every problem of the file
+    ├── SetupError             this machine: Java, ports, jars, local services
+    ├── KafkaError             the broker or a topic
+    │   ├── BrokerUnavailable      no answer; trying again may help
+    │   ├── TopicMissing
+    │   ├── TopicRecreated         the topic is another one than the pool's
+    │   ├── DataLoss               offsets are gone that were not ingested yet
+    │   ├── ForeignRecord          an output topic holds a record that staging does not
+    │   └── RecordTooLarge
+    ├── RegistryError          the schema registry said no
+    │   └── RegistryUnavailable    no answer; trying again may help
+    ├── SchemaError            a schema that can't be parsed, mapped or merged
+    ├── LakeError              a table of the lake
+    │   ├── CommitConflict         another writer committed first
+    │   └── TableUnsupported       the table asks for a feature that is not known here
+    ├── EtlError               a batch that can't be transformed
+    └── CheckFailed            the account, the numbering or a topic is wrong
+
+Every message names the thing, the place and the cure. A user never sees a stack trace of one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ZyncError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error of a pipeline file. ``line`` counts from 1; ``key`` is the dotted path of the key."""
+
+    line: int
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.key}: {self.message}" if self.key else f"line {self.line}: {self.message}"
+
+
+class PipelineFileError(ZyncError):
+    """All problems of one pipeline file at once."""
+
+    def __init__(self, path: str, problems: Sequence[Problem]) -> None:
+        self.path = path
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{path}, {problem}" for problem in self.problems))
+
+
+class SetupError(ZyncError):
+    """This machine lacks something, or something is in the way."""
+
+
+class KafkaError(ZyncError):
+    """The broker or a topic."""
+
+
+class BrokerUnavailable(KafkaError):
+    """No broker answered in time."""
+
+
+class TopicMissing(KafkaError):
+    """A topic that should be there is not."""
+
+
+class TopicRecreated(KafkaError):
+    """A topic has another id than the one that the pool was made from."""
+
+
+class DataLoss(KafkaError):
+    """Offsets that were not ingested yet are gone."""
+
+
+class ForeignRecord(KafkaError):
+    """An output topic holds a record that differs from staging's at the same offset."""
+
+
+class RecordTooLarge(KafkaError):
+    """A record is larger than its output topic takes."""
+
+
+class RegistryError(ZyncError):
+    """The schema registry refused a request."""
+
+
+class RegistryUnavailable(RegistryError):
+    """The schema registry did not answer."""
+
+
+class SchemaError(ZyncError):
+    """A schema that can't be parsed, mapped to the lake's types, or merged."""
+
+
+class LakeError(ZyncError):
+    """A table of the lake."""
+
+
+class CommitConflict(LakeError):
+    """Another writer committed first; nothing of this commit is visible."""
+
+
+class TableUnsupported(LakeError):
+    """A table uses a feature of the Delta protocol that this package does not know."""
+
+
+class EtlError(ZyncError):
+    """A batch that can't be transformed."""
+
+
+class CheckFailed(ZyncError):
+    """The account, the numbering or a topic is not what it must be."""

@@ -1,0 +1,125 @@
+"""Offset arithmetic: half-open ranges, sets of ranges, partition keys. Pure, no I/O.
+
+Offsets of a Kafka partition may have gaps (compaction, transaction markers), so nothing here takes ``end - first`` for
+a number of records: a range says which offsets are meant, never how many records exist in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+RANGE_SIZE = 1_000_000
+"""Offsets in one partition key of an asset, unless the pipeline says otherwise."""
+
+_KEY = re.compile(r"(\d+):(\d+)-(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class OffsetRange:
+    """The offsets ``first <= offset < end`` of one Kafka partition. Sorts by partition and offset, as numbers."""
+
+    partition: int
+    first: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.partition < 0 or self.first < 0 or self.end < self.first:
+            raise ValueError(f"no offset range: partition {self.partition}, {self.first} to {self.end}")
+
+    @property
+    def empty(self) -> bool:
+        return self.first == self.end
+
+    def __str__(self) -> str:
+        return f"{self.partition}:{self.first}-{self.end - 1}"
+
+
+def split(whole: OffsetRange, size: int) -> list[OffsetRange]:
+    """The range cut into pieces of at most ``size`` offsets, in order."""
+    return [
+        OffsetRange(whole.partition, first, min(first + size, whole.end))
+        for first in range(whole.first, whole.end, size)
+    ]
+
+
+def normalize(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
+    """The same offsets as disjoint, sorted ranges with no two that touch."""
+    merged: list[OffsetRange] = []
+    for item in sorted(ranges):
+        if item.empty:
+            continue
+        if merged and merged[-1].partition == item.partition and item.first <= merged[-1].end:
+            merged[-1] = OffsetRange(item.partition, merged[-1].first, max(merged[-1].end, item.end))
+        else:
+            merged.append(item)
+    return merged
+
+
+def subtract(whole: Iterable[OffsetRange], parts: Iterable[OffsetRange]) -> list[OffsetRange]:
+    """The offsets of ``whole`` that are in none of ``parts``, normalized."""
+    taken = normalize(parts)
+    left: list[OffsetRange] = []
+    for item in normalize(whole):
+        first = item.first
+        for part in taken:
+            if part.partition != item.partition or part.end <= first or part.first >= item.end:
+                continue
+            if part.first > first:
+                left.append(OffsetRange(item.partition, first, part.first))
+            first = part.end
+            if first >= item.end:
+                break
+        if first < item.end:
+            left.append(OffsetRange(item.partition, first, item.end))
+    return left
+
+
+def overlaps(ranges: Iterable[OffsetRange]) -> list[tuple[OffsetRange, OffsetRange]]:
+    """Pairs of neighbours (in sorted order) that share an offset; empty when the ranges are disjoint."""
+    found: list[tuple[OffsetRange, OffsetRange]] = []
+    reach: OffsetRange | None = None
+    for item in sorted(part for part in ranges if not part.empty):
+        if reach is not None and reach.partition == item.partition and item.first < reach.end:
+            found.append((reach, item))
+        if reach is None or reach.partition != item.partition or item.end > reach.end:
+            reach = item
+    return found
+
+
+def format_key(part: OffsetRange) -> str:
+    """The partition key of an asset for a range: ``partition:first-last``, last included (``0:0-999999``)."""
+    return str(part)
+
+
+def parse_key(key: str) -> OffsetRange:
+    """The range of a partition key; ValueError if it is none."""
+    match = _KEY.fullmatch(key)
+    if match is None or int(match[3]) < int(match[2]):
+        raise ValueError(f"{key!r} is no partition key; one looks like 0:0-999999 (partition:first-last)")
+    return OffsetRange(int(match[1]), int(match[2]), int(match[3]) + 1)
+
+
+def key_of(partition: int, offset: int, size: int = RANGE_SIZE) -> OffsetRange:
+    """The fixed range of ``size`` offsets that holds an offset."""
+    first = offset - offset % size
+    return OffsetRange(partition, first, first + size)
+
+
+def keys_over(ranges: Iterable[OffsetRange], size: int = RANGE_SIZE) -> list[OffsetRange]:
+    """The fixed ranges that share an offset with any of ``ranges``, each once, sorted as numbers."""
+    found: set[OffsetRange] = set()
+    for item in ranges:
+        for first in range(item.first - item.first % size, item.end, size):
+            found.add(OffsetRange(item.partition, first, first + size))
+    return sorted(found)
+
+
+def new_ranges(since: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
+    """What lies between two positions (partition → next offset); empty ranges are left out."""
+    return [
+        OffsetRange(partition, since.get(partition, 0), end)
+        for partition, end in sorted(until.items())
+        if end > since.get(partition, 0)
+    ]

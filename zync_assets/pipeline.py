@@ -1,0 +1,148 @@
+"""The model of a pipeline file: what was asked for, checked, with defaults filled in.
+
+``pipeline_file.load`` makes it. Everything here is plain frozen data that pickles, so that Spark's executors can have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
+Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
+OnDataLoss: TypeAlias = Literal["fail", "continue"]
+
+Shape: TypeAlias = "str | Mapping[str, Shape] | None"
+"""One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
+
+
+@dataclass(frozen=True)
+class SideFormat:
+    """How keys or values are encoded. ``ddl``: the Spark DDL type of a ``json`` side; None: one string."""
+
+    format: Format
+    ddl: str | None = None
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """A schema registry with Confluent's API. ``properties``: further properties of confluent-kafka's client."""
+
+    url: str
+    properties: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A source topic and the raw pool that it is read into."""
+
+    topic: str
+    pool: str
+    key: SideFormat
+    value: SideFormat
+    start: Literal["earliest", "latest"] | int = "earliest"
+    """Where a new pool begins; an int is a timestamp in milliseconds since the epoch, UTC."""
+    unmatched: Unmatched = "keep"
+    on_data_loss: OnDataLoss = "fail"
+
+
+@dataclass(frozen=True)
+class CreateTopic:
+    """How to create an output topic that is not there."""
+
+    partitions: int = 1
+    replication_factor: int = 1
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output topic and the staging pool that it is published from."""
+
+    topic: str
+    pool: str
+    key: SideFormat
+    value: SideFormat
+    create: CreateTopic | None = None
+    start_at: Literal["empty", "end"] = "empty"
+    """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
+
+
+@dataclass(frozen=True)
+class Stateless:
+    """A rule that makes one output of one input record."""
+
+    name: str
+    input: str
+    out: str
+    where: str | None
+    key: Shape
+    value: Shape
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        return (self.input,)
+
+
+@dataclass(frozen=True)
+class Denorm:
+    """A rule that makes one output of a pair of records with one join key.
+
+    ``join_on``: pairs of (left-only expression, right-only expression); both refer to their side by its name.
+    """
+
+    name: str
+    left: str
+    right: str
+    join_on: tuple[tuple[str, str], ...]
+    out: str
+    where_left: str | None
+    where_right: str | None
+    key: Shape
+    value: Shape
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        return (self.left, self.right)
+
+
+Rule: TypeAlias = Stateless | Denorm
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A whole pipeline. ``lake`` is an absolute path or an object store's URI."""
+
+    name: str
+    path: Path
+    kafka: Mapping[str, str] = field(repr=False)
+    registry: RegistryConfig | None
+    lake: str
+    spark: Mapping[str, str]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    rules: tuple[Rule, ...]
+    settle_seconds: float = 45.0
+    """How long the high watermark must stand still before a publisher trusts it after an unclean stop."""
+
+    def input(self, topic: str) -> Input:
+        """The input of that name; KeyError if there is none."""
+        return {item.topic: item for item in self.inputs}[topic]
+
+    def output(self, topic: str) -> Output:
+        """The output of that name; KeyError if there is none."""
+        return {item.topic: item for item in self.outputs}[topic]
+
+    @property
+    def staging_pools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(item.pool for item in self.outputs))
+
+    def outputs_of(self, pool: str) -> tuple[Output, ...]:
+        return tuple(item for item in self.outputs if item.pool == pool)
+
+    def rules_of(self, pool: str) -> tuple[Rule, ...]:
+        """The rules whose output topic is in that staging pool, in the file's order."""
+        topics = {item.topic for item in self.outputs_of(pool)}
+        return tuple(rule for rule in self.rules if rule.out in topics)
