@@ -1,0 +1,126 @@
+"""The read half of ingest: a range of offsets becomes typed columns. Runs inside a Spark task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.codecs.decode import BadRecord, Decoder, make_decoder
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.registry import Registry
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import RegistryConfig, SideFormat
+from zync_assets.records import BAD_SCHEMA, HEADERS_TYPE, KAFKA_TYPE, raw_schema
+
+_TIME = pa.timestamp("us", "UTC")
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that a task needs to read a topic. ``key_type`` and ``value_type`` are the raw table's present types, if any."""
+
+    kafka: Mapping[str, str] = field(repr=False)
+    registry: RegistryConfig | None
+    topic: str
+    key: SideFormat
+    value: SideFormat
+    key_type: pa.DataType | None
+    value_type: pa.DataType | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some records of one partition, in offset order: those that could be decoded (columns of ``records.raw_schema``),
+    and those that could not (``records.BAD_SCHEMA``)."""
+
+    records: pa.RecordBatch
+    bad: pa.RecordBatch
+
+
+def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
+    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch.
+
+    Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
+    """
+    registry = Registry(source.registry) if source.registry else None
+    schema_of = registry.schema if registry else _no_registry
+    key = make_decoder(source.key, schema_of, source.key_type)
+    value = make_decoder(source.value, schema_of, source.value_type)
+    highest = 0
+    for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
+        times = _running_times(batch.column("timestamp"), highest, now)
+        highest = int(times[-1])
+        yield _decode(source.topic, part.partition, batch, times, key, value)
+
+
+def _no_registry(schema_id: int) -> str:
+    raise ValueError(f"schema id {schema_id} needs a registry")
+
+
+def _running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
+    """The prefix maximum of the timestamps in milliseconds, starting from ``highest``, none later than ``now``."""
+    millis = pc.fill_null(timestamps, 0).to_numpy(zero_copy_only=False)
+    return np.maximum(np.maximum.accumulate(np.minimum(millis, now)), highest)
+
+
+def _decode(
+    topic: str, partition: int, batch: pa.RecordBatch, times: np.ndarray, key: Decoder, value: Decoder
+) -> Chunk:
+    rows = batch.num_rows
+    kafka = pa.StructArray.from_arrays(
+        [
+            pa.repeat(pa.scalar(topic), rows),
+            pa.repeat(pa.scalar(partition, pa.int32()), rows),
+            batch.column("offset"),
+            _timestamps(batch.column("timestamp")),
+            _timestamps(pa.array(times, pa.int64())),
+            batch.column("headers").cast(HEADERS_TYPE),
+        ],
+        fields=list(KAFKA_TYPE),
+    )
+    keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
+    schema = raw_schema(key.type, value.type)
+    columns = {
+        "kafka": kafka,
+        "key": keys.values,
+        "value": values.values,
+        "key_schema_id": keys.schema_ids,
+        "value_schema_id": values.schema_ids,
+    }
+    records = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+    errors = {item.index: ("value", item) for item in values.bad} | {
+        item.index: ("key", item) for item in keys.bad
+    }
+    if not errors:
+        return Chunk(records, _no_rows())
+    good = np.ones(rows, dtype=bool)
+    good[list(errors)] = False
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors))
+
+
+def _no_rows() -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], item.type) for item in BAD_SCHEMA], schema=BAD_SCHEMA)
+
+
+def _bad_rows(
+    kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadRecord]]
+) -> pa.RecordBatch:
+    index = pa.array(sorted(errors), pa.int64())
+    return pa.RecordBatch.from_arrays(
+        [
+            kafka.take(index),
+            batch.column("key").take(index),
+            batch.column("value").take(index),
+            pa.array([errors[i][0] for i in sorted(errors)], pa.string()),
+            pa.array([errors[i][1].error for i in sorted(errors)], pa.string()),
+        ],
+        schema=BAD_SCHEMA,
+    )
+
+
+def _timestamps(millis: pa.Array) -> pa.Array:
+    return pc.multiply(millis, pa.scalar(1000, pa.int64())).cast(_TIME)

@@ -1,0 +1,131 @@
+"""Raw tables: one a topic, and how far each partition of it has been ingested.
+
+Progress is kept as Delta ``txn`` actions, which survive log clean-up:
+
+    zync:next:<partition>    the next offset to ingest
+    zync:first:<partition>   the offset where the first ingest of the partition began
+    zync:bad:<partition>     how many records of it were quarantined, ever
+    zync:partitions          how many partitions have the two above
+    zync:topic:<topic id>    the topic that this table was made from (its version says nothing)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from zync_assets.errors import CommitConflict
+from zync_assets.lake import storage, tables
+from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.offsets import OffsetRange
+
+@dataclass(frozen=True)
+class RawState:
+    """How far a topic has been ingested, as one version of its raw table says."""
+
+    opened: Opened = field(repr=False)
+    first: Mapping[int, int]
+    """Partition → the offset where its first ingest began."""
+    next: Mapping[int, int]
+    """Partition → the next offset to ingest."""
+    bad: Mapping[int, int]
+    """Partition → records quarantined so far."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.opened.schema
+
+    def made_from(self, topic_id: str) -> bool:
+        return self.opened.number(f"zync:topic:{topic_id}") is not None
+
+
+def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
+    """The state of a raw table; None where there is none yet."""
+    opened = tables.open_table(storage.raw_uri(lake, pool, topic))
+    if opened is None:
+        return None
+    count = opened.number("zync:partitions") or 0
+    found = {name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)} for name in ("first", "next", "bad")}
+    return RawState(
+        opened,
+        {p: n for p, n in found["first"].items() if n is not None},
+        {p: n for p, n in found["next"].items() if n is not None},
+        {p: n or 0 for p, n in found["bad"].items()},
+    )
+
+
+def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
+    """The files that hold an offset of ``ranges`` (all files if None), sorted by partition and offset as numbers."""
+    files = [item for item in tables.list_files(state.opened) if item.partition is not None]
+    files.sort(key=lambda item: (item.partition or 0, item.first or 0))
+    if ranges is None:
+        return files
+    wanted: dict[int, list[OffsetRange]] = {}
+    for part in ranges:
+        wanted.setdefault(part.partition, []).append(part)
+    return [
+        item
+        for item in files
+        if any(
+            (item.first or 0) < part.end and part.first <= (item.last or 0) for part in wanted.get(item.partition or 0, ())
+        )
+    ]
+
+
+def commit_raw(
+    lake: str,
+    pool: str,
+    topic: str,
+    topic_id: str,
+    before: RawState | None,
+    schema: pa.Schema,
+    files: Sequence[DataFile],
+    first: Mapping[int, int],
+    until: Mapping[int, int],
+    bad: Mapping[int, int],
+) -> None:
+    """Commit files and next offsets together.
+
+    ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
+    each partition's next offset after this batch; ``bad`` how many records of it were quarantined in this batch.
+    Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
+    """
+    uri = storage.raw_uri(lake, pool, topic)
+    numbers = {f"zync:next:{p}": end for p, end in until.items()}
+    numbers |= {f"zync:first:{p}": start for p, start in first.items()}
+    known = before.first if before else {}
+    if first:
+        numbers["zync:partitions"] = max([*first, *known]) + 1
+    old_bad = before.bad if before else {}
+    numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
+    if before is None:
+        numbers[f"zync:topic:{topic_id}"] = 0
+        tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)
+        return
+    opened = tables.widen(before.opened, schema)
+    if opened is not before.opened:
+        found = open_raw(lake, pool, topic)
+        if found is None or found.next != before.next or found.first != before.first:
+            raise CommitConflict(f"table {uri}: another writer committed first; run again")
+        opened = found.opened
+    tables.commit(opened, files, numbers)
+
+
+def carried_times(files: Sequence[DataFile]) -> dict[str, int]:
+    """File path → the highest record time of its partition before it, only where that is above the file's lowest.
+
+    Ingest writes a running maximum within a file; across files the log's statistics have it.
+    ``files`` are all files of the table, sorted by partition and offset.
+    """
+    carried: dict[str, int] = {}
+    partition, highest = None, None
+    for item in files:
+        if item.partition != partition:
+            partition, highest = item.partition, None
+        if highest is not None and item.min_time is not None and item.min_time < highest:
+            carried[item.path] = highest
+        if item.max_time is not None:
+            highest = item.max_time if highest is None else max(highest, item.max_time)
+    return carried

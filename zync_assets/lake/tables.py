@@ -1,0 +1,242 @@
+"""Delta tables by their log alone: open, list files, commit. No record is read here.
+
+The protocol (design, section 3): open the table, compare, commit on that same object with the same application ids.
+delta-rs then finds every other commit since that names one of the ids, and refuses. A commit that raised may still have
+happened, since delta-rs works on after it (checkpoints): so the table is opened again and looked at.
+
+Delta protocol: "Transaction Identifiers", "Add File and Remove File", "Per-file Statistics".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+
+from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
+from zync_assets.lake import storage
+
+_READER_FEATURES = frozenset({"timestampNtz"})
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One Parquet file of a table, with the statistics that its log entry carries.
+
+    ``path`` is relative to the table; ``first`` and ``last`` are the lowest and highest offset in it; times are
+    milliseconds since the epoch. ``partition``, ``first``, ``last`` and the times are None where the log has none.
+    """
+
+    path: str
+    size: int
+    records: int
+    partition: int | None = None
+    first: int | None = None
+    last: int | None = None
+    min_time: int | None = None
+    max_time: int | None = None
+    group: str | None = None
+    """The value of the table's partition column ``topic``; None for a table without one."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A table as it was at one version. Commits are made on this object, so that they conflict with what came since."""
+
+    uri: str
+    table: DeltaTable
+
+    @property
+    def version(self) -> int:
+        return self.table.version()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self.table.schema().to_arrow())
+
+    def number(self, name: str) -> int | None:
+        """The last version that was committed with an application id, or None."""
+        return self.table.transaction_version(name)
+
+
+def open_table(uri: str, version: int | None = None) -> Opened | None:
+    """The table at a place, or None where there is none.
+
+    Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost.
+    """
+    system, path = storage.filesystem(uri)
+    if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
+        return None
+    try:
+        table = DeltaTable(uri, version=version)
+    except TableNotFoundError:
+        return None
+    except DeltaError as error:
+        raise LakeError(f"table {uri}: the Delta log can't be read: {error}") from error
+    protocol = table.protocol()
+    features = set(protocol.reader_features or ())
+    if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:
+        raise TableUnsupported(
+            f"table {uri} asks for reader version {protocol.min_reader_version} with {sorted(features)}; files are read here"
+            " past Delta's own reader, which knows none of these. Rewrite the table without them."
+        )
+    if "delta.setTransactionRetentionDuration" in table.metadata().configuration:
+        raise TableUnsupported(
+            f"table {uri} sets delta.setTransactionRetentionDuration, which would remove the record of what was ingested."
+            " Unset that property."
+        )
+    return Opened(uri, table)
+
+
+def list_files(opened: Opened) -> list[DataFile]:
+    """Every file of the table as of the opened version, in no particular order."""
+    actions = pa.table(opened.table.get_add_actions(flatten=True))
+    count = actions.num_rows
+
+    def column(name: str) -> list[Any]:
+        return actions[name].to_pylist() if name in actions.column_names else [None] * count
+
+    return [
+        DataFile(unquote(path), size, records or 0, partition, first, last, _millis(low), _millis(high), group)
+        for path, size, records, partition, first, last, low, high, group in zip(
+            column("path"),
+            column("size_bytes"),
+            column("num_records"),
+            column("min.kafka.partition"),
+            column("min.kafka.offset"),
+            column("max.kafka.offset"),
+            column("min.kafka.time"),
+            column("max.kafka.time"),
+            column("partition.topic"),
+            strict=True,
+        )
+    ]
+
+
+def create_table(
+    uri: str,
+    schema: pa.Schema,
+    description: str,
+    files: Sequence[DataFile],
+    numbers: Mapping[str, int],
+    partition_by: Sequence[str] = (),
+) -> None:
+    """Make a table whose first commit holds files and numbers together; CommitConflict if it is there already."""
+    storage.make_folder(uri)
+    try:
+        create_table_with_add_actions(
+            uri,
+            Schema.from_arrow(schema),
+            [_add(item) for item in files],
+            mode="error",
+            partition_by=list(partition_by),
+            description=description,
+            commit_properties=_properties(numbers),
+        )
+    except DeltaError as error:
+        found = open_table(uri)
+        if found is None:
+            raise LakeError(f"table {uri} could not be created: {error}") from error
+        if not _holds(found, files, numbers):
+            raise CommitConflict(f"table {uri} was created by another writer at the same moment; run again") from error
+
+
+def commit(
+    opened: Opened,
+    files: Sequence[DataFile],
+    numbers: Mapping[str, int],
+    *,
+    removed: Sequence[DataFile] = (),
+    partition_by: Sequence[str] = (),
+) -> None:
+    """Add and remove files and set numbers, in one atomic commit on the opened object.
+
+    Raises CommitConflict if another writer committed one of the numbers since the table was opened.
+    """
+    now = int(time.time() * 1000)
+    try:
+        opened.table.create_write_transaction(
+            [RemoveAction(item.path, True, now, partition_values=_group(item)) for item in removed]
+            + [_add(item) for item in files],
+            mode="append",
+            schema=opened.table.schema(),
+            partition_by=list(partition_by),
+            commit_properties=_properties(numbers),
+        )
+    except (DeltaError, OSError) as error:
+        found = open_table(opened.uri)
+        if found is not None and _holds(found, files, numbers):
+            return
+        if isinstance(error, CommitFailedError):
+            raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
+        raise LakeError(f"table {opened.uri}: the commit failed and nothing of it is visible: {error}") from error
+
+
+def widen(opened: Opened, wanted: pa.Schema) -> Opened:
+    """Add the fields that the table lacks, nested ones too, in a commit of its own; the table opened anew.
+
+    ``create_write_transaction`` leaves a table's schema as it was even when the files are wider.
+    """
+    have = opened.schema
+    missing = [field for field in wanted if field.name not in have.names or have.field(field.name).type != field.type]
+    if not missing:
+        return opened
+    try:
+        opened.table.alter.add_columns([Field.from_arrow(field) for field in missing])
+    except CommitFailedError as error:
+        raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
+    except DeltaError as error:
+        names = ", ".join(field.name for field in missing)
+        raise SchemaError(f"table {opened.uri}: can't add to {names}: {error}") from error
+    found = open_table(opened.uri)
+    if found is None:
+        raise LakeError(f"table {opened.uri} vanished")
+    return found
+
+
+def _holds(found: Opened, files: Sequence[DataFile], numbers: Mapping[str, int]) -> bool:
+    """Whether exactly this commit is in the table: file names carry a random part, so they can't be another writer's."""
+    if any(found.number(name) != value for name, value in numbers.items()):
+        return False
+    return {item.path for item in files} <= {item.path for item in list_files(found)}
+
+
+def _properties(numbers: Mapping[str, int]) -> CommitProperties:
+    return CommitProperties(app_transactions=[Transaction(name, value) for name, value in numbers.items()])
+
+
+def _group(item: DataFile) -> dict[str, str | None]:
+    return {} if item.group is None else {"topic": item.group}
+
+
+def _add(item: DataFile) -> AddAction:
+    low: dict[str, object] = {}
+    high: dict[str, object] = {}
+    if item.partition is not None:
+        low = {"partition": item.partition, "offset": item.first}
+        high = {"partition": item.partition, "offset": item.last}
+    if item.min_time is not None and item.max_time is not None:
+        low["time"], high["time"] = _iso(item.min_time), _iso(item.max_time)
+    stats = {"numRecords": item.records, "minValues": {"kafka": low}, "maxValues": {"kafka": high}}
+    if not low:
+        stats = {"numRecords": item.records}
+    return AddAction(item.path, item.size, _group(item), int(time.time() * 1000), True, json.dumps(stats))
+
+
+def _iso(millis: int) -> str:
+    moment = _EPOCH + timedelta(milliseconds=millis)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{millis % 1000:03d}Z"
+
+
+def _millis(moment: datetime | None) -> int | None:
+    return None if moment is None else (moment - _EPOCH) // timedelta(milliseconds=1)

@@ -1,0 +1,104 @@
+"""The write half of ingest inside a Spark task: record batches become Parquet files that a later commit names."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zync_assets.lake import storage
+from zync_assets.lake.tables import DataFile
+
+MAX_RECORDS = 1_000_000
+"""Records in one file at the most, so that an increment which needs one record never reads much."""
+
+
+class RangeWriter:
+    """Writes the batches of one Kafka partition, in offset order, as sorted files of a table.
+
+    A file has one schema: when a batch is wider than the one before (a record with a newer writer schema came), the next
+    file begins. Files that no commit names are invisible; nothing is removed on failure.
+    """
+
+    def __init__(self, table_uri: str, partition: int) -> None:
+        self._uri = table_uri
+        self._partition = partition
+        self._open: _OpenFile | None = None
+        self._done: list[tuple[DataFile, pa.Schema]] = []
+
+    def __enter__(self) -> RangeWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        current = self._open
+        if current is not None and (not current.schema.equals(batch.schema) or current.records >= MAX_RECORDS):
+            self.close()
+            current = None
+        if current is None:
+            current = self._open = _OpenFile(self._uri, self._partition, batch.schema)
+        current.write(batch)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._done.append((self._open.finish(), self._open.schema))
+            self._open = None
+
+    @property
+    def files(self) -> list[tuple[DataFile, pa.Schema]]:
+        """The finished files, each with the schema that it was written with."""
+        return self._done
+
+
+class _OpenFile:
+    def __init__(self, table_uri: str, partition: int, schema: pa.Schema) -> None:
+        self.schema = schema
+        self.records = 0
+        self._partition = partition
+        self._path = f"part-{partition:05d}-{uuid.uuid4().hex}.parquet"
+        self._uri = storage.join(table_uri, self._path)
+        self._first: int | None = None
+        self._last = 0
+        self._low: int | None = None
+        self._high = 0
+        system, path = storage.filesystem(self._uri)
+        system.create_dir(path.rsplit("/", 1)[0], recursive=True)
+        self._writer = pq.ParquetWriter(path, schema, filesystem=system, compression="snappy")
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        kafka = batch.column("kafka")
+        offsets, times = pc.struct_field(kafka, "offset"), pc.struct_field(kafka, "time")
+        if self._first is None:
+            self._first, self._low = offsets[0].as_py(), times[0].value // 1000
+        self._last, self._high = offsets[-1].as_py(), times[-1].value // 1000
+        self.records += batch.num_rows
+        self._writer.write_batch(batch)
+
+    def finish(self) -> DataFile:
+        self._writer.close()
+        return DataFile(
+            self._path,
+            storage.file_size(self._uri),
+            self.records,
+            self._partition,
+            self._first,
+            self._last,
+            self._low,
+            self._high,
+        )
+
+
+def merged(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """One schema that holds the fields of all, nested ones too; the first that names a field gives its place."""
+    return pa.unify_schemas(list(schemas), promote_options="permissive")

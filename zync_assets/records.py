@@ -1,0 +1,39 @@
+"""The columns of a raw record and of a quarantined one, as Arrow schemas."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+KAFKA_TYPE = pa.struct(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("us", "UTC")),
+        ("time", pa.timestamp("us", "UTC")),
+        ("headers", HEADERS_TYPE),
+    ]
+)
+"""Where a record comes from. ``timestamp`` is the record's own; ``time`` never runs back within a partition: the highest
+timestamp up to the record, a missing one taken from the record before, a future one cut to the time of ingest."""
+
+BAD_SCHEMA = pa.schema(
+    [
+        ("kafka", KAFKA_TYPE),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("stage", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+"""A quarantined record, whole: its bytes and headers as Kafka had them, and why it is here.
+``stage``: ``key`` or ``value`` (could not be decoded), or ``lost`` (``key`` and ``value`` null; offsets that retention took)."""
+
+
+def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
+    """The columns of a raw table. A side of which only nulls were seen has no type yet, and no column."""
+    sides = [pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)]
+    ids = [pa.field("key_schema_id", pa.int32()), pa.field("value_schema_id", pa.int32())]
+    return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])

@@ -1,0 +1,351 @@
+"""Ingest: source topic → raw table.
+
+    plan_ingest   what is new, by comparing watermarks with the table's next offsets (no JVM)
+    read_input    the lazy batch: Spark reads and decodes the ranges when it is asked to
+    commit_raw    files, quarantine and next offsets, once
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
+from zync_assets.kafka.source import Source, read_chunks
+from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
+from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.tables import DataFile
+from zync_assets.lake.writer import RangeWriter, merged
+from zync_assets.offsets import OffsetRange, new_ranges, split
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.records import BAD_SCHEMA, raw_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH_OFFSETS = 8_000_000
+"""Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
+TASK_OFFSETS = 500_000
+"""Offsets in one Spark task at the most."""
+
+
+@dataclass(frozen=True)
+class IngestPlan:
+    """What there is to ingest of one topic. ``state`` is the raw table that the plan was made on (None: not there yet)."""
+
+    input: Input
+    topic_state: TopicState
+    state: RawState | None = field(repr=False)
+    ranges: tuple[OffsetRange, ...]
+    first: Mapping[int, int]
+    """Partitions that are new to the table → where they begin."""
+    lost: tuple[OffsetRange, ...]
+    """What retention took, where the pipeline accepts that."""
+    lag: int
+    """Offsets from the next offsets to the topic's end, over all partitions: at least as many as there are records."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not self.ranges and not self.first
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """A lazy batch of one topic: what to read is fixed, nothing has been read. ``dataframe()`` has the decoded records;
+    committing reads and writes in the same Spark tasks."""
+
+    plan: IngestPlan
+    source: Source = field(repr=False)
+    spark: SparkSession = field(repr=False)
+
+    @property
+    def topic(self) -> str:
+        return self.plan.input.topic
+
+    def dataframe(self) -> DataFrame:
+        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
+        from pyspark.sql.pandas.types import from_arrow_schema
+
+        source, parts, now = self.source, _tasks(self.plan.ranges), _now()
+        if source.key_type is None and source.value_type is None:
+            raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
+        schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+
+        def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for part in _parts_of(batches, parts):
+                for chunk in read_chunks(source, part, now):
+                    yield pa.RecordBatch.from_arrays(
+                        [chunk.records.column(item.name).cast(item.type) for item in schema], schema=schema
+                    )
+
+        return _plan_frame(self.spark, len(parts)).mapInArrow(read, from_arrow_schema(schema))
+
+
+@dataclass(frozen=True)
+class RawCommit:
+    """What one ingest commit did. ``until``: each partition's next offset after it."""
+
+    topic: str
+    ranges: tuple[OffsetRange, ...]
+    records: int
+    quarantined: int
+    until: Mapping[int, int]
+    added_fields: tuple[str, ...]
+    seconds: float
+
+
+def plan_ingest(
+    pipeline: Pipeline,
+    topic: str,
+    *,
+    within: Sequence[OffsetRange] | None = None,
+    limit: int = BATCH_OFFSETS,
+    known: Mapping[str, TopicState] | None = None,
+) -> IngestPlan:
+    """What is new of a topic, at most ``limit`` offsets, narrowed to ``within`` if given (ranges that begin at the
+    partitions' next offsets).
+
+    Raises TopicMissing, TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``), BrokerUnavailable.
+    """
+    item = pipeline.input(topic)
+    found = (known if known is not None else topic_states(pipeline.kafka, [topic])).get(topic)
+    if found is None:
+        raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
+    state = raw.open_raw(pipeline.lake, item.pool, topic)
+    if state is not None and not state.made_from(found.topic_id):
+        raise TopicRecreated(
+            f"topic {topic} is another topic than the one that {item.pool}.{topic} was made from (its id is now"
+            f" {found.topic_id}): it was deleted and created again. Give the input another pool, or remove the table"
+            f" {storage.raw_uri(pipeline.lake, item.pool, topic)} to begin anew."
+        )
+    first = _first_offsets(pipeline, item, found, state)
+    position = dict(state.next if state else {}) | first
+    lost = _lost(item, found, position)
+    position |= {part.partition: part.end for part in lost}
+    ends = {p.partition: p.end for p in found.partitions}
+    ranges = new_ranges(position, ends)
+    lag = sum(part.end - part.first for part in ranges)
+    if within is not None:
+        ranges = [
+            OffsetRange(part.partition, part.first, min(part.end, limit_.end))
+            for part in ranges
+            for limit_ in within
+            if limit_.partition == part.partition and limit_.first <= part.first < limit_.end
+        ]
+    return IngestPlan(item, found, state, tuple(_limited(ranges, limit)), first, lost, lag)
+
+
+def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
+    """The read half: a lazy batch over the plan's ranges."""
+    names = plan.state.schema.names if plan.state else []
+
+    def present(side: str) -> pa.DataType | None:
+        return plan.state.schema.field(side).type if plan.state and side in names else None
+
+    item = plan.input
+    source = Source(pipeline.kafka, pipeline.registry, item.topic, item.key, item.value, present("key"), present("value"))
+    return RawBatch(plan, source, spark)
+
+
+def commit_raw(
+    pipeline: Pipeline, batch: RawBatch, progress: Callable[[int], None] | None = None
+) -> RawCommit:
+    """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
+
+    Raises CommitConflict if another writer got ahead: nothing of the batch is visible then.
+    """
+    started = time.monotonic()
+    plan, item = batch.plan, batch.plan.input
+    lake, pool, topic = pipeline.lake, item.pool, item.topic
+    files, schemas, bad = _write(batch, lake, progress)
+    known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
+    schema = merged([known, *schemas])
+    if plan.state is None:
+        schema = pa.schema([schema.field(name) for name in raw_schema(pa.int8(), pa.int8()).names if name in schema.names])
+    before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
+    until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
+    changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
+    bad_counts: dict[int, int] = {}
+    for found in bad:
+        bad_counts[found.partition or 0] = bad_counts.get(found.partition or 0, 0) + found.records
+    removed = quarantine.replace_uncounted(lake, pool, topic, before, bad)
+    try:
+        raw.commit_raw(
+            lake, pool, topic, plan.topic_state.topic_id, plan.state, schema, files, plan.first, changed, bad_counts
+        )
+    except CommitConflict:
+        now = raw.open_raw(lake, pool, topic)
+        quarantine.restore(lake, pool, topic, now.next if now else {}, removed)
+        raise
+    return RawCommit(
+        topic,
+        plan.ranges,
+        sum(found.records for found in files),
+        sum(bad_counts.values()),
+        until,
+        tuple(_added(known, schema)) if plan.state else (),
+        time.monotonic() - started,
+    )
+
+
+def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
+    """Where partitions that the table does not know yet begin. A partition that was added later begins at its start:
+    its records came after the pipeline began, whatever ``from`` says."""
+    known = state.next if state else {}
+    fresh = [part for part in found.partitions if part.partition not in known]
+    if state is not None or item.start == "earliest" or not fresh:
+        return {part.partition: part.low for part in fresh}
+    if item.start == "latest":
+        return {part.partition: part.end for part in fresh}
+    at = offsets_at(pipeline.kafka, item.topic, item.start)
+    return {part.partition: at.get(part.partition, part.end) for part in fresh}
+
+
+def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[OffsetRange, ...]:
+    lost: list[OffsetRange] = []
+    for part in found.partitions:
+        upcoming = position.get(part.partition, part.low)
+        if part.end < upcoming:
+            raise DataLoss(
+                f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
+                " the topic has lost records that were ingested. Restore the topic, or ingest into another pool."
+            )
+        if part.low > upcoming:
+            if item.on_data_loss == "fail":
+                raise DataLoss(
+                    f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
+                    f" {part.low}; {part.low - upcoming} offsets are gone by retention."
+                    " Set on-data-loss: continue to accept that."
+                )
+            lost.append(OffsetRange(part.partition, upcoming, part.low))
+    return tuple(lost)
+
+
+def _limited(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
+    """At most ``limit`` offsets in all, shared evenly so that no partition holds back the rest."""
+    share = max(1, limit // max(1, len(ranges)))
+    return [replace(part, end=min(part.end, part.first + share)) for part in ranges]
+
+
+def _tasks(ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
+    """The ranges cut to a task's size, longest partitions first in turn, one Spark task each."""
+    total = sum(part.end - part.first for part in ranges)
+    size = max(50_000, min(TASK_OFFSETS, total // 8))
+    return [piece for part in ranges for piece in split(part, size)]
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _plan_frame(spark: SparkSession, count: int) -> DataFrame:
+    return spark.range(0, count, 1, max(1, count))
+
+
+def _parts_of(batches: Iterator[pa.RecordBatch], parts: Sequence[OffsetRange]) -> Iterator[OffsetRange]:
+    for batch in batches:
+        for index in batch.column(0).to_pylist():
+            yield parts[index]
+
+
+_WRITTEN = "kind string, path string, size long, records long, partition int, first long, last long, low long, high long, schema binary"
+
+
+def _write(
+    batch: RawBatch, lake: str, progress: Callable[[int], None] | None
+) -> tuple[list[DataFile], list[pa.Schema], list[DataFile]]:
+    """Read, decode and write in one Spark job. Returns data files, their schemas, and quarantine files."""
+    item, source, parts, now = batch.plan.input, batch.source, _tasks(batch.plan.ranges), _now()
+    uri = storage.raw_uri(lake, item.pool, item.topic)
+    side_uri = storage.quarantine_uri(lake, item.pool, item.topic)
+    lost = _lost_rows(batch.plan)
+    files: list[DataFile] = []
+    schemas: list[pa.Schema] = []
+    bad: list[DataFile] = []
+    if lost:
+        with RangeWriter(side_uri, 0) as writer:
+            for row in lost:
+                writer.write(row)
+                writer.close()
+        bad.extend(found for found, _ in writer.files)
+    if not parts:
+        return files, schemas, bad
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for part in _parts_of(batches, parts):
+            data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
+            with data, side:
+                for chunk in read_chunks(source, part, now):
+                    data.write(chunk.records)
+                    side.write(chunk.bad)
+            yield from (_report("data", found, schema) for found, schema in data.files)
+            yield from (_report("bad", found, schema) for found, schema in side.files)
+
+    for row in _plan_frame(batch.spark, len(parts)).mapInArrow(run, _WRITTEN).toLocalIterator():
+        found = DataFile(row.path, row.size, row.records, row.partition, row.first, row.last, row.low, row.high)
+        if row.kind == "bad":
+            bad.append(found)
+            continue
+        files.append(found)
+        schemas.append(pa.ipc.read_schema(pa.py_buffer(bytes(row.schema))))
+        if progress is not None:
+            progress(found.records)
+    files.sort(key=lambda found: (found.partition or 0, found.first or 0))
+    return files, schemas, bad
+
+
+def _report(kind: str, found: DataFile, schema: pa.Schema) -> pa.RecordBatch:
+    row = {
+        "kind": kind,
+        "path": found.path,
+        "size": found.size,
+        "records": found.records,
+        "partition": found.partition,
+        "first": found.first,
+        "last": found.last,
+        "low": found.min_time,
+        "high": found.max_time,
+        "schema": schema.serialize().to_pybytes(),
+    }
+    types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.int32(), *([pa.int64()] * 4), pa.binary()]
+    return pa.RecordBatch.from_arrays(
+        [pa.array([value], kind_) for value, kind_ in zip(row.values(), types, strict=True)], names=list(row)
+    )
+
+
+def _lost_rows(plan: IngestPlan) -> list[pa.RecordBatch]:
+    return [
+        pa.RecordBatch.from_pylist(
+            [
+                {
+                    "kafka": {"topic": plan.input.topic, "partition": part.partition, "offset": part.first, "time": _now() * 1000},
+                    "stage": "lost",
+                    "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
+                }
+            ],
+            schema=BAD_SCHEMA,
+        )
+        for part in plan.lost
+    ]
+
+
+def _added(old: pa.Schema, new: pa.Schema) -> Iterator[str]:
+    """Dotted names of the fields that ``new`` has and ``old`` has not."""
+    before, after = set(_paths(old)), _paths(new)
+    return (path for path in after if path not in before)
+
+
+def _paths(schema: pa.Schema) -> Iterator[str]:
+    def walk(prefix: str, item: pa.Field) -> Iterator[str]:
+        yield prefix + item.name
+        if pa.types.is_struct(item.type):
+            for child in item.type:
+                yield from walk(f"{prefix}{item.name}.", child)
+
+    for item in schema:
+        yield from walk("", item)
