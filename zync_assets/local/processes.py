@@ -1,0 +1,97 @@
+"""Processes that outlive the one that starts them, and are known again by a token on their command line.
+
+A pid alone proves nothing, since the system gives it to another process later. The token is made for one start, so who
+carries it is the process of that start; it also finds a process whose starter died before it could write the pid down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from zync_assets.errors import SetupError
+
+TOKEN_PROPERTY = "zync.service"
+
+
+def token_option(token: str) -> str:
+    """The JVM option that carries a token."""
+    return f"-D{TOKEN_PROPERTY}={token}"
+
+
+def spawn(command: Sequence[str], *, cwd: Path, log: Path) -> int:
+    """Start a process in a session of its own, its output in ``log``; its pid.
+
+    The previous log is kept as ``<log>.1``. A shell in between makes the process a child of init, so that whoever
+    called this neither has to wait for it nor leaves a zombie.
+    """
+    if log.exists():
+        log.replace(log.with_name(log.name + ".1"))
+    script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & echo $!'
+    answer = subprocess.run(
+        ["/bin/sh", "-c", script, "sh", str(log), *command],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        check=True,
+    )
+    return int(answer.stdout)
+
+
+def find(token: str, pid: int | None) -> psutil.Process | None:
+    """The running process with that token; ``pid`` is where to look first."""
+    if pid is not None and _carries(pid, token):
+        return psutil.Process(pid)
+    return next((psutil.Process(other) for other in psutil.pids() if _carries(other, token)), None)
+
+
+def _carries(pid: int, token: str) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return token_option(token) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def stop(found: Iterable[psutil.Process], *, gently: bool = True, seconds: float = 20.0) -> None:
+    """End these processes: asked first where ``gently``, killed when they don't end in time."""
+    processes = list(found)
+    if gently:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, processes = psutil.wait_procs(processes, timeout=seconds)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    for process in left:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            raise SetupError(
+                f"Process {process.pid} does not end: it waits for the disk, or is another user's."
+            )
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on that port of 127.0.0.1 now."""
+    with socket.socket() as probe:
+        # As Java's server sockets do: connections that were closed a moment ago don't hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now; somebody may a moment later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,184 @@
+"""A Kafka broker and a schema registry of one's own on 127.0.0.1: started, found again, stopped, removed.
+
+All that they have lies in one folder, the state folder. Processes that were not started for it are never touched, and
+neither are files that were there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+from filelock import FileLock
+
+from zync_assets.errors import SetupError
+from zync_assets.local import jars, java, processes, registry
+from zync_assets.local.start import LABELS, Setup, await_ready, check_free, launch, running, settle
+from zync_assets.local.state import FILE, NAMES, Name, State, load, save
+
+LOCK = "services.lock"
+NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Services:
+    """Where the services are. A pid is None while that service does not run; its address is then the last one.
+
+    ``lake`` is the folder that ``down(clean=True)`` removes together with them.
+    """
+
+    bootstrap_servers: str
+    registry_url: str
+    state_dir: Path
+    lake: Path
+    kafka_pid: int | None
+    registry_pid: int | None
+
+    @property
+    def running(self) -> bool:
+        """Whether both run."""
+        return self.kafka_pid is not None and self.registry_pid is not None
+
+
+def up(
+    state_dir: Path,
+    *,
+    kafka_port: int | None = None,
+    registry_port: int | None = None,
+    lake: Path | None = None,
+    broker_properties: Mapping[str, str] = NO_PROPERTIES,
+) -> Services:
+    """Start what does not run yet, and return once both services answer.
+
+    Ports: the given ones, else those of the last time if they are free, else free ones. ``lake`` is the folder that
+    belongs to the services (``lake`` in the state folder by default); it must be missing or empty the first time.
+    ``broker_properties`` are further Kafka broker settings.
+
+    Raises SetupError: no fit Java, no jars and no network, a given port that is occupied, a service that does not
+    start (with its last log lines). What a failed call started is stopped again.
+    """
+    home = state_dir.expanduser().resolve()
+    chosen: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
+    with _locked(home):
+        state = _open(home, lake)
+        missing = [name for name in NAMES if not _runs(state, name, chosen[name])]
+        for name in NAMES:
+            if name not in missing:
+                await_ready(home, state, name)
+        if not missing:
+            return _services(home, state)
+        for name in missing:
+            check_free(name, chosen[name])
+        tool = java.find_java()
+        setup = Setup(home, tool, jars.resolve(tool), chosen, broker_properties)
+        try:
+            for name in missing:
+                state = launch(setup, state, name)
+            for name in missing:
+                state = settle(setup, state, name)
+        except BaseException:
+            _stop(load(home), missing, gently=True)
+            raise
+        return _services(home, state)
+
+
+def status(state_dir: Path) -> Services | None:
+    """What runs of the services of that folder; None where there never were any."""
+    home = state_dir.expanduser().resolve()
+    state = load(home)
+    return None if state is None else _services(home, state)
+
+
+def down(state_dir: Path, *, clean: bool = False) -> bool:
+    """Stop the services of that folder, and with ``clean`` remove their topics, their schemas and their lake.
+
+    Returns whether there was something to stop or to remove. Raises SetupError when it can't be done.
+    """
+    home = state_dir.expanduser().resolve()
+    if load(home) is None:
+        return False
+    with _locked(home):
+        state = load(home)
+        stopped = _stop(state, NAMES, gently=not clean)
+        if state is not None and clean:
+            _remove(home, state)
+    if clean:
+        # The lock's file goes last, and the folder only when nobody put anything else there.
+        (home / LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            home.rmdir()
+    return stopped or clean
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One ``up`` or ``down`` of a folder at a time."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / LOCK):
+            yield
+    except OSError as error:
+        raise SetupError(f"The folder {home} can't be used for the local services: {error}.") from error
+
+
+def _open(home: Path, lake: Path | None) -> State:
+    """The state of the folder; a new one after a look that nothing of somebody else's is in the way."""
+    wanted = None if lake is None else str(lake.expanduser().resolve())
+    state = load(home)
+    if state is None:
+        state = State(lake=wanted or str(home / "lake"))
+        for path in (home / "kafka", home / "registry", Path(state.lake)):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise SetupError(
+                    f"{path} holds something that was not made by these services: choose another folder, or move it."
+                )
+        save(home, state)
+    elif wanted not in (None, state.lake):
+        raise SetupError(
+            f"The services in {home} belong to the lake {state.lake}, not to {wanted}: "
+            "choose another folder for another lake, or remove them with `zync local down --clean`."
+        )
+    return state
+
+
+def _runs(state: State, name: Name, chosen: int | None) -> bool:
+    entry = state.entry(name)
+    if entry is None or running(state, name) is None:
+        return False
+    if chosen not in (None, entry.port):
+        raise SetupError(
+            f"{LABELS[name]} runs already, on port {entry.port} and not on {chosen}: stop it with `zync local down`."
+        )
+    return True
+
+
+def _stop(state: State | None, names: Iterable[Name], *, gently: bool) -> bool:
+    """Stop these services at the same time; whether any of them ran."""
+    pids = [running(state, name) for name in names] if state else []
+    found = [psutil.Process(pid) for pid in pids if pid is not None]
+    processes.stop(found, gently=gently)
+    return bool(found)
+
+
+def _remove(home: Path, state: State) -> None:
+    """Remove everything of the services; what says that it is ours goes last."""
+    for path in (Path(state.lake), home / "kafka", home / "registry"):
+        if path.exists():
+            shutil.rmtree(path)
+    (home / FILE).unlink()
+
+
+def _services(home: Path, state: State) -> Services:
+    return Services(
+        bootstrap_servers=f"127.0.0.1:{state.kafka.port}" if state.kafka else "",
+        registry_url=registry.url(state.registry.port) if state.registry else "",
+        state_dir=home,
+        lake=Path(state.lake),
+        kafka_pid=running(state, "kafka"),
+        registry_pid=running(state, "registry"),
+    )

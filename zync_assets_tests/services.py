@@ -1,0 +1,47 @@
+"""A broker and a registry of the test run's own, started by the code that is tested.
+
+Each pytest process has its own pair (so each worker of pytest-xdist too). A run that was killed leaves processes and a
+folder behind; the next run removes those whose pytest process is gone.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zync_assets.local.services import Services, down, up
+
+HOME = Path(tempfile.gettempdir()) / f"zync-tests-{getpass.getuser()}"
+
+# The broker's housekeeping at once instead of after minutes, for tests of compaction and retention.
+HASTY = {
+    "log.initial.task.delay.ms": "500",
+    "log.cleaner.backoff.ms": "500",
+    "log.retention.check.interval.ms": "1000",
+}
+
+
+@pytest.fixture(scope="session")
+def services() -> Iterator[Services]:
+    """A running Kafka broker and schema registry for the whole run, removed at its end."""
+    for folder in HOME.glob("*"):
+        if folder.name.isdigit() and not psutil.pid_exists(int(folder.name)):
+            down(folder, clean=True)
+    home = HOME / str(os.getpid())
+    try:
+        yield up(home, broker_properties=HASTY)
+    finally:
+        down(home, clean=True)
+
+
+@pytest.fixture
+def unique() -> str:
+    """A prefix for the topics and subjects of one test, so that tests share a broker without meeting."""
+    return "t" + secrets.token_hex(4)
