@@ -117,6 +117,7 @@ def _bad_rows(
             batch.column("value").take(index),
             pa.array([errors[i][0] for i in sorted(errors)], pa.string()),
             pa.array([errors[i][1].error for i in sorted(errors)], pa.string()),
+            pc.add(batch.column("offset").take(index), pa.scalar(1, pa.int64())),
         ],
         schema=BAD_SCHEMA,
     )

@@ -21,6 +21,7 @@ from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange
 
+
 @dataclass(frozen=True)
 class RawState:
     """How far a topic has been ingested, as one version of its raw table says."""
@@ -47,7 +48,10 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     if opened is None:
         return None
     count = opened.number("zync:partitions") or 0
-    found = {name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)} for name in ("first", "next", "bad")}
+    found = {
+        name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
+        for name in ("first", "next", "bad")
+    }
     return RawState(
         opened,
         {p: n for p, n in found["first"].items() if n is not None},
@@ -69,7 +73,8 @@ def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> l
         item
         for item in files
         if any(
-            (item.first or 0) < part.end and part.first <= (item.last or 0) for part in wanted.get(item.partition or 0, ())
+            (item.first or 0) < part.end and part.first <= (item.last or 0)
+            for part in wanted.get(item.partition or 0, ())
         )
     ]
 

@@ -1,14 +1,14 @@
 """Ingest: source topic → raw table.
 
-    plan_ingest   what is new, by comparing watermarks with the table's next offsets (no JVM)
-    read_input    the lazy batch: Spark reads and decodes the ranges when it is asked to
-    commit_raw    files, quarantine and next offsets, once
+plan_ingest   what is new, by comparing watermarks with the table's next offsets (no JVM)
+read_input    the lazy batch: Spark reads and decodes the ranges when it is asked to
+commit_raw    files, quarantine and next offsets, once
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,9 @@ class RawBatch:
 
         source, parts, now = self.source, _tasks(self.plan.ranges), _now()
         if source.key_type is None and source.value_type is None:
-            raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
+            raise TopicMissing(
+                f"topic {self.topic}: no schema is known before the first ingest. Ingest it first."
+            )
         schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
 
         def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -148,13 +150,13 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
         return plan.state.schema.field(side).type if plan.state and side in names else None
 
     item = plan.input
-    source = Source(pipeline.kafka, pipeline.registry, item.topic, item.key, item.value, present("key"), present("value"))
+    source = Source(
+        pipeline.kafka, pipeline.registry, item.topic, item.key, item.value, present("key"), present("value")
+    )
     return RawBatch(plan, source, spark)
 
 
-def commit_raw(
-    pipeline: Pipeline, batch: RawBatch, progress: Callable[[int], None] | None = None
-) -> RawCommit:
+def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
 
     Raises CommitConflict if another writer got ahead: nothing of the batch is visible then.
@@ -162,13 +164,17 @@ def commit_raw(
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     lake, pool, topic = pipeline.lake, item.pool, item.topic
-    files, schemas, bad = _write(batch, lake, progress)
+    files, schemas, bad = _write(batch, lake)
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     schema = merged([known, *schemas])
     if plan.state is None:
-        schema = pa.schema([schema.field(name) for name in raw_schema(pa.int8(), pa.int8()).names if name in schema.names])
+        schema = pa.schema(
+            [schema.field(name) for name in raw_schema(pa.int8(), pa.int8()).names if name in schema.names]
+        )
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
-    until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
+    until = (
+        before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
+    )
     changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
     bad_counts: dict[int, int] = {}
     for found in bad:
@@ -176,7 +182,16 @@ def commit_raw(
     removed = quarantine.replace_uncounted(lake, pool, topic, before, bad)
     try:
         raw.commit_raw(
-            lake, pool, topic, plan.topic_state.topic_id, plan.state, schema, files, plan.first, changed, bad_counts
+            lake,
+            pool,
+            topic,
+            plan.topic_state.topic_id,
+            plan.state,
+            schema,
+            files,
+            plan.first,
+            changed,
+            bad_counts,
         )
     except CommitConflict:
         now = raw.open_raw(lake, pool, topic)
@@ -193,7 +208,9 @@ def commit_raw(
     )
 
 
-def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
+def _first_offsets(
+    pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None
+) -> dict[int, int]:
     """Where partitions that the table does not know yet begin. A partition that was added later begins at its start:
     its records came after the pipeline began, whatever ``from`` says."""
     known = state.next if state else {}
@@ -256,9 +273,7 @@ def _parts_of(batches: Iterator[pa.RecordBatch], parts: Sequence[OffsetRange]) -
 _WRITTEN = "kind string, path string, size long, records long, partition int, first long, last long, low long, high long, schema binary"
 
 
-def _write(
-    batch: RawBatch, lake: str, progress: Callable[[int], None] | None
-) -> tuple[list[DataFile], list[pa.Schema], list[DataFile]]:
+def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema], list[DataFile]]:
     """Read, decode and write in one Spark job. Returns data files, their schemas, and quarantine files."""
     item, source, parts, now = batch.plan.input, batch.source, _tasks(batch.plan.ranges), _now()
     uri = storage.raw_uri(lake, item.pool, item.topic)
@@ -286,15 +301,15 @@ def _write(
             yield from (_report("data", found, schema) for found, schema in data.files)
             yield from (_report("bad", found, schema) for found, schema in side.files)
 
-    for row in _plan_frame(batch.spark, len(parts)).mapInArrow(run, _WRITTEN).toLocalIterator():
-        found = DataFile(row.path, row.size, row.records, row.partition, row.first, row.last, row.low, row.high)
+    for row in _plan_frame(batch.spark, len(parts)).mapInArrow(run, _WRITTEN).collect():
+        found = DataFile(
+            row.path, row.size, row.records, row.partition, row.first, row.last, row.low, row.high
+        )
         if row.kind == "bad":
             bad.append(found)
             continue
         files.append(found)
         schemas.append(pa.ipc.read_schema(pa.py_buffer(bytes(row.schema))))
-        if progress is not None:
-            progress(found.records)
     files.sort(key=lambda found: (found.partition or 0, found.first or 0))
     return files, schemas, bad
 
@@ -323,8 +338,14 @@ def _lost_rows(plan: IngestPlan) -> list[pa.RecordBatch]:
         pa.RecordBatch.from_pylist(
             [
                 {
-                    "kafka": {"topic": plan.input.topic, "partition": part.partition, "offset": part.first, "time": _now() * 1000},
+                    "kafka": {
+                        "topic": plan.input.topic,
+                        "partition": part.partition,
+                        "offset": part.first,
+                        "time": _now() * 1000,
+                    },
                     "stage": "lost",
+                    "end": part.end,
                     "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
                 }
             ],

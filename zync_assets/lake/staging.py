@@ -1,0 +1,314 @@
+"""The staging table: all output topics of a pool and the whole account, since a Delta commit is atomic for one table only.
+
+Files lie in three groups (the table's partition column is ``topic``):
+
+    topic=<output topic>                 output records, sorted by offset
+    topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
+    topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
+
+Every commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict.
+
+The account column:
+
+    kind         topic, partition   first, end                    rule, hash, count, text
+    seen         input              where the account begins,     count: records seen
+                                    the next offset to look at
+    counted      input                                            rule: the class, count: records in it now
+    waiting      input                                            rule, count: records pending for the rule
+    output       output             base, next offset             text: the topic's id when numbering began, count: partitions
+    schema       output                                           rule: the fingerprint, text: the output schema
+    done, unmatched, dropped, quarantined, expired
+                 input              offsets of the class          count: records, where it is known
+    pending      input              one offset                    rule, hash of the join key (null: a null key)
+    completed    input              one offset that was pending and is done since
+
+All but the first five are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.lake import storage, tables
+from zync_assets.lake.tables import DataFile, Opened
+
+ACCOUNT = "#account"
+ACCOUNT_FOLDER = "topic=%23account"
+_HEAD = f"{ACCOUNT_FOLDER}/head-"
+
+ACCOUNT_TYPE = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("first", pa.int64()),
+        ("end", pa.int64()),
+        ("rule", pa.string()),
+        ("hash", pa.int64()),
+        ("count", pa.int64()),
+        ("text", pa.string()),
+    ]
+)
+SOURCE_TYPE = pa.list_(pa.struct([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())]))
+BASE_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("kafka", pa.struct([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())])),
+        ("rule", pa.string()),
+        ("source", SOURCE_TYPE),
+        ("schema", pa.string()),
+        ("left_out", pa.list_(pa.string())),
+        ("account", ACCOUNT_TYPE),
+    ]
+)
+
+
+def key_column(topic: str) -> str:
+    """The staging column that holds the keys of an output topic."""
+    return f"key:{topic}"
+
+
+def value_column(topic: str) -> str:
+    """The staging column that holds the values of an output topic."""
+    return f"value:{topic}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an input partition stands: the account covers ``first <= offset < seen``; ``records`` exist there."""
+
+    first: int
+    seen: int
+    records: int = 0
+
+
+@dataclass(frozen=True)
+class OutputPosition:
+    """Where an output partition stands: offsets ``base`` to before ``next`` are numbered.
+
+    ``topic_id`` and ``partitions`` are the topic's when numbering began; None where it was not there yet.
+    """
+
+    base: int
+    next: int
+    topic_id: str | None
+    partitions: int | None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The account's positions, counters and schemas after one batch."""
+
+    batch: int = 0
+    inputs: Mapping[tuple[str, int], Position] = field(default_factory=dict)
+    """(input topic, partition) → position."""
+    outputs: Mapping[tuple[str, int], OutputPosition] = field(default_factory=dict)
+    """(output topic, partition) → position."""
+    counts: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
+    """(input topic, partition, class) → records that are in the class now."""
+    waiting: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """(rule, input topic) → records that are pending for the rule."""
+    schemas: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Fingerprint → (output topic, output schema as JSON)."""
+
+    def seen(self, topic: str) -> dict[int, int]:
+        return {
+            partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic
+        }
+
+
+@dataclass(frozen=True)
+class StagingState:
+    """One version of a staging table."""
+
+    opened: Opened = field(repr=False)
+    head: Head
+    files: tuple[DataFile, ...] = field(repr=False)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.opened.schema
+
+    def output_files(self, topic: str) -> list[DataFile]:
+        """Files of an output topic, sorted by partition and offset as numbers."""
+        found = [item for item in self.files if item.group == topic]
+        return sorted(found, key=lambda item: (item.partition or 0, item.first or 0))
+
+    @property
+    def ledger_files(self) -> list[DataFile]:
+        return [item for item in self.files if item.group == ACCOUNT and not item.path.startswith(_HEAD)]
+
+    def uri(self, item: DataFile) -> str:
+        return storage.join(self.opened.uri, item.path)
+
+
+def open_staging(lake: str, pool: str) -> StagingState | None:
+    """The state of a staging table; None where there is none yet."""
+    opened = tables.open_table(storage.staging_uri(lake, pool))
+    if opened is None or "account" not in opened.schema.names:
+        return None
+    files = tuple(tables.list_files(opened))
+    batch = opened.number("zync:batch")
+    heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
+    if batch is None or len(heads) != 1:
+        raise LakeError(
+            f"table {opened.uri}: {len(heads)} head files and batch {batch}: the account was changed by another program."
+            " Restore the table to the version before that."
+        )
+    rows = _read(storage.join(opened.uri, heads[0].path)).to_pylist()
+    return StagingState(opened, _parse_head(batch, rows), files)
+
+
+def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:
+    """Ledger entries as a table with the fields of the account column; of some kinds only if named. No JVM."""
+    parts = [_read(state.uri(item)) for item in state.ledger_files]
+    table = pa.concat_tables(parts) if parts else pa.table(_columns([]))
+    if kinds is None:
+        return table
+    return table.filter(pc.is_in(table["kind"], pa.array(list(kinds), pa.string())))
+
+
+def commit_batch(
+    lake: str,
+    pool: str,
+    before: StagingState | None,
+    head: Head,
+    schema: pa.Schema,
+    files: Sequence[DataFile],
+    removed: Sequence[DataFile] = (),
+) -> None:
+    """Commit one batch: outputs, ledger entries and the new head, atomically.
+
+    ``schema``: the table's columns, widened for this batch. Raises CommitConflict if another batch came first.
+    """
+    for topic in {item.group for item in files if item.group not in (None, ACCOUNT)}:
+        _check_numbering(topic or "", [item for item in files if item.group == topic], before, head)
+    uri = storage.staging_uri(lake, pool)
+    all_files = [*files, _write_head(uri, head)]
+    numbers = {"zync:batch": head.batch}
+    if before is None:
+        tables.create_table(uri, schema, f"Staging pool {pool}", all_files, numbers, partition_by=["topic"])
+        return
+    old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
+    opened = tables.widen(before.opened, schema)
+    if opened is not before.opened and opened.number("zync:batch") != before.head.batch:
+        raise CommitConflict(f"table {uri}: another writer committed first; run again")
+    tables.commit(opened, all_files, numbers, removed=[*removed, *old_heads], partition_by=["topic"])
+
+
+def staged_file(uri: str, path: str, group: str) -> DataFile:
+    """The log entry of an output file that Spark wrote, its statistics read from the Parquet footer."""
+    system, full = storage.filesystem(storage.join(uri, path))
+    footer = pq.read_metadata(full, filesystem=system)
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    partitions, offsets = (_span(footer, names.index(name)) for name in ("kafka.partition", "kafka.offset"))
+    return DataFile(
+        path,
+        storage.file_size(storage.join(uri, path)),
+        footer.num_rows,
+        partitions[0],
+        offsets[0],
+        offsets[1],
+        group=group,
+    )
+
+
+def ledger_file(uri: str, path: str) -> DataFile:
+    """The log entry of a ledger file that Spark wrote."""
+    system, full = storage.filesystem(storage.join(uri, path))
+    rows = pq.read_metadata(full, filesystem=system).num_rows
+    return DataFile(path, storage.file_size(storage.join(uri, path)), rows, group=ACCOUNT)
+
+
+def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState | None, head: Head) -> None:
+    """Refuse a batch whose files don't number base..m without a gap; a guard, since nothing can mend it later."""
+    ordered = sorted(files, key=lambda item: item.first or 0)
+    start = head.outputs[topic, 0].base if before is None else _old_next(before, head, topic)
+    edges = [start - 1, *[edge for item in ordered for edge in (item.first or 0, item.last or 0)]]
+    whole = all((item.last or 0) - (item.first or 0) + 1 == item.records for item in ordered)
+    joined = all(b == a + 1 for a, b in list(pairwise(edges))[::2])
+    if not whole or not joined or edges[-1] + 1 != head.outputs[topic, 0].next:
+        raise LakeError(
+            f"topic {topic}: this batch would number its outputs with a gap; nothing was committed"
+        )
+
+
+def _old_next(before: StagingState, head: Head, topic: str) -> int:
+    found = before.head.outputs.get((topic, 0))
+    return found.next if found else head.outputs[topic, 0].base
+
+
+def _span(footer: pq.FileMetaData, column: int) -> tuple[int, int]:
+    found = [footer.row_group(i).column(column).statistics for i in range(footer.num_row_groups)]
+    return min(item.min for item in found), max(item.max for item in found)
+
+
+def _read(uri: str) -> pa.Table:
+    system, path = storage.filesystem(uri)
+    table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
+    return pa.table(dict(zip(ACCOUNT_TYPE.names, _flatten(table), strict=True)))
+
+
+def _flatten(table: pa.Table) -> list[pa.Array]:
+    column = table["account"].combine_chunks()
+    array = column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks else column
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.array([], ACCOUNT_TYPE)
+    return array.cast(ACCOUNT_TYPE).flatten()
+
+
+def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, pa.Array]:
+    return {item.name: pa.array([row.get(item.name) for row in rows], item.type) for item in ACCOUNT_TYPE}
+
+
+def _write_head(uri: str, head: Head) -> DataFile:
+    path = f"{_HEAD}{head.batch:012d}-{uuid.uuid4().hex}.parquet"
+    rows = _head_rows(head)
+    table = pa.table({"account": pa.array(rows, ACCOUNT_TYPE)})
+    storage.make_folder(storage.join(uri, ACCOUNT_FOLDER))
+    system, full = storage.filesystem(storage.join(uri, path))
+    pq.write_table(table, full, filesystem=system)
+    return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
+
+
+def _head_rows(head: Head) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for (topic, partition), item in sorted(head.inputs.items()):
+        place = {"topic": topic, "partition": partition}
+        rows.append({"kind": "seen", **place, "first": item.first, "end": item.seen, "count": item.records})
+    for (topic, partition, name), count in sorted(head.counts.items()):
+        rows.append({"kind": "counted", "topic": topic, "partition": partition, "rule": name, "count": count})
+    for (rule, topic), count in sorted(head.waiting.items()):
+        rows.append({"kind": "waiting", "topic": topic, "rule": rule, "count": count})
+    for (topic, partition), out in sorted(head.outputs.items()):
+        place = {"topic": topic, "partition": partition, "first": out.base, "end": out.next}
+        rows.append({"kind": "output", **place, "text": out.topic_id, "count": out.partitions})
+    for name, (topic, text) in sorted(head.schemas.items()):
+        rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
+    return rows
+
+
+def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
+    def of(kind: str) -> list[Mapping[str, Any]]:
+        return [row for row in rows if row["kind"] == kind]
+
+    return Head(
+        batch,
+        {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"]) for r in of("seen")},
+        {
+            (r["topic"], r["partition"]): OutputPosition(r["first"], r["end"], r["text"], r["count"])
+            for r in of("output")
+        },
+        {(r["topic"], r["partition"], r["rule"]): r["count"] for r in of("counted")},
+        {(r["rule"], r["topic"]): r["count"] for r in of("waiting")},
+        {r["rule"]: (r["topic"], r["text"]) for r in of("schema")},
+    )
