@@ -1,6 +1,6 @@
 """A broker and a registry of the test run's own, started by the code that is tested.
 
-Each pytest process has its own pair (so each worker of pytest-xdist too). A run that was killed leaves processes and a
+Each pytest process has its own pair, each worker of pytest-xdist too. A run that was killed leaves processes and a
 folder behind; the next run removes those whose pytest process is gone.
 """
 
@@ -32,7 +32,7 @@ HASTY = {
 def services() -> Iterator[Services]:
     """A running Kafka broker and schema registry for the whole run, removed at its end."""
     for folder in HOME.glob("*"):
-        if folder.name.isdigit() and not psutil.pid_exists(int(folder.name)):
+        if folder.name == str(os.getpid()) or not psutil.pid_exists(int(folder.name)):
             down(folder, clean=True)
     home = HOME / str(os.getpid())
     try:

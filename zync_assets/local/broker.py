@@ -15,9 +15,10 @@ from zync_assets.local.processes import token_option
 
 LOG = "broker.log"
 
-# A development broker for one machine. Internal topics have one replica and few partitions, since fifty of each
-# would cost most of the start; a mistyped topic is an error, not a new topic; nothing is deleted by age, since a local
-# broker is emptied as a whole, together with the lake that was made from it; the cleaner's buffer fits a small heap.
+# A development broker for one machine. Internal topics have one replica and few partitions, since fifty of
+# each would cost most of the start; a mistyped topic is an error, not a new topic; nothing is deleted by age,
+# since a local broker is emptied as a whole, together with the lake that was made from it; the cleaner's buffer
+# fits a small heap.
 SETTINGS = {
     "process.roles": "broker,controller",
     "node.id": "1",
@@ -39,9 +40,7 @@ SETTINGS = {
 }
 
 
-def prepare(
-    folder: Path, *, java: Path, jars: Path, port: int, controller_port: int, extra: Mapping[str, str]
-) -> None:
+def prepare(folder: Path, *, java: Path, jars: Path, port: int, controller_port: int, extra: Mapping[str, str]) -> None:
     """Write the broker's settings for these ports and format its storage where that was not done."""
     addresses = {
         "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
@@ -49,9 +48,7 @@ def prepare(
         "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
     }
     settings = {**SETTINGS, **extra, **addresses}
-    (folder / "server.properties").write_text(
-        "".join(f"{name}={value}\n" for name, value in settings.items())
-    )
+    (folder / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     done = folder / "formatted"
     if done.exists():
         return
@@ -68,9 +65,7 @@ def prepare(
         check=False,
     )
     if answer.returncode != 0:
-        raise SetupError(
-            f"Kafka could not format its storage in {folder}: {answer.stdout.strip().splitlines()[-1:]}"
-        )
+        raise SetupError(f"Kafka could not format its storage in {folder}: {answer.stdout.strip().splitlines()[-1:]}")
     done.write_text(cluster)
 
 
@@ -94,7 +89,7 @@ def _class_path(jars: Path, *, level: str) -> list[str]:
 
 
 def ready(folder: Path, port: int) -> bool:
-    """Whether the broker says that it has started, which it does once it is registered and unfenced, and listens."""
+    """Whether the broker says that it has started (it is registered and unfenced then) and listens."""
     try:
         started = "Kafka Server started" in (folder / LOG).read_text(errors="replace")
     except FileNotFoundError:

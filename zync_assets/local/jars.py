@@ -1,7 +1,7 @@
 """The broker and the registry, from Maven Central, once per user.
 
-The Ivy that PySpark carries resolves them into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). A finished folder appears
-there by one rename, so a kill in the middle leaves nothing that looks finished.
+The Ivy that PySpark carries resolves them into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). A finished folder
+appears there by one rename, so a kill in the middle leaves nothing that looks finished.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def resolve(java: Path) -> Jars:
                 if not home.is_dir():
                     _fetch(java, cache, home)
         except OSError as error:
-            raise SetupError(
-                f"The broker and the registry could not be stored in {cache}: {error}."
-            ) from error
+            raise SetupError(f"The broker and the registry could not be stored in {cache}: {error}.") from error
     return Jars(kafka=home / "kafka", registry=next((home / "registry").glob("*-runner.jar")))
 
 
@@ -128,15 +126,11 @@ def _run_ivy(java: Path, work: Path) -> None:
         check=False,
     )
     if answer.returncode != 0:
-        reasons = [
-            line.strip()
-            for line in answer.stdout.splitlines()
-            if "not found" in line or "SERVER ERROR" in line
-        ]
+        reasons = [line.strip() for line in answer.stdout.splitlines() if "not found" in line or "SERVER ERROR" in line]
         detail = f" ({reasons[0]})" if reasons else ""
         raise SetupError(
-            f"Kafka and the schema registry could not be fetched from {_without_login(root)}{detail}: this takes a "
-            "network the first time. Behind a proxy set HTTPS_PROXY; for a mirror set DEFAULT_ARTIFACT_REPOSITORY."
+            f"Kafka and the schema registry could not be fetched from {_without_login(root)}{detail}: the first "
+            "start takes a network. Behind a proxy set HTTPS_PROXY, for a mirror DEFAULT_ARTIFACT_REPOSITORY."
         )
 
 
@@ -151,9 +145,7 @@ def _ivy_jar() -> Path:
     for location in (spec.submodule_search_locations or ()) if spec else ():
         for jar in Path(location, "jars").glob("ivy-*.jar"):
             return jar
-    raise SetupError(
-        "PySpark carries no ivy-*.jar here: install it whole (pip install --force-reinstall pyspark)."
-    )
+    raise SetupError("PySpark carries no ivy-*.jar here: install it whole (pip install --force-reinstall pyspark).")
 
 
 def _proxies() -> list[str]:

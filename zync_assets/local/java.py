@@ -1,7 +1,7 @@
 """Which Java runs the broker, the registry and Spark.
 
-Spark 4 needs Java 17 or 21 with the module ``jdk.incubator.vector``, which trimmed runtimes leave out; Kafka and the
-registry are content with the same.
+Spark 4 needs Java 17 or 21 with the module ``jdk.incubator.vector``, which trimmed runtimes leave out; Kafka and
+the registry are content with the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ INSTALL = (
 def find_java() -> Path:
     """The ``java`` of JAVA_HOME, else the one on PATH, as a resolved path.
 
-    Raises SetupError where there is none, where it is neither 17 nor 21, or where it lacks a module that Spark needs.
-    No JVM is started when the installation has a ``release`` file, as all OpenJDK builds do.
+    Raises SetupError where there is none, where it is neither 17 nor 21, or where it lacks a module that Spark
+    needs. No JVM is started when the installation has a ``release`` file, as all OpenJDK builds do.
     """
     home = os.environ.get("JAVA_HOME")
     executable = _of_home(Path(home)) if home else _on_path()
@@ -35,13 +35,11 @@ def find_java() -> Path:
     major = int(said.group(1)) if said else 0
     if major not in SUPPORTED:
         fault = "too old" if major < SUPPORTED[0] else "too new" if major > SUPPORTED[-1] else "not supported"
-        raise SetupError(
-            f"Java {version} at {executable} is {fault}: a full Java 17 or 21 is needed. {_cure(home)}"
-        )
+        raise SetupError(f"Java {version} at {executable} is {fault}: a full Java 17 or 21 is needed. {_cure(home)}")
     modules = _release(executable).get("MODULES")
     if modules is not None and VECTOR_MODULE not in modules.split():
         raise SetupError(
-            f"Java {version} at {executable} is no full Java, it lacks the module {VECTOR_MODULE} that Spark needs: "
+            f"Java {version} at {executable} lacks the module {VECTOR_MODULE} that Spark needs: "
             f"a full Java 17 or 21 is needed. {_cure(home)}"
         )
     return executable
@@ -60,8 +58,8 @@ def _of_home(home: Path) -> Path:
     executable = home / "bin" / "java"
     if not os.access(executable, os.X_OK):
         raise SetupError(
-            f"JAVA_HOME is {home}, which holds no bin/java: set it to the folder of a full Java 17 or 21, or unset it. "
-            f"{INSTALL}."
+            f"JAVA_HOME is {home}, which holds no bin/java: set it to the folder of a full Java 17 or 21, "
+            f"or unset it. {INSTALL}."
         )
     return executable.resolve()
 
@@ -84,9 +82,7 @@ def _release(executable: Path) -> dict[str, str]:
 
 def _ask(executable: Path) -> str:
     try:
-        answer = subprocess.run(
-            [executable, "-version"], capture_output=True, text=True, timeout=60, check=False
-        )
+        answer = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SetupError(f"Java at {executable} does not run ({error}). {INSTALL}.") from error
     match = re.search(r'version "([^"]+)"', answer.stderr + answer.stdout)

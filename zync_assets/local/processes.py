@@ -1,7 +1,8 @@
 """Processes that outlive the one that starts them, and are known again by a token on their command line.
 
-A pid alone proves nothing, since the system gives it to another process later. The token is made for one start, so who
-carries it is the process of that start; it also finds a process whose starter died before it could write the pid down.
+A pid alone proves nothing, since the system gives it to another process later. The token is made for one start, so
+who carries it is the process of that start; it also finds a process whose starter died before it could write the
+pid down.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def token_option(token: str) -> str:
 def spawn(command: Sequence[str], *, cwd: Path, log: Path) -> int:
     """Start a process in a session of its own, its output in ``log``; its pid.
 
-    The previous log is kept as ``<log>.1``. A shell in between makes the process a child of init, so that whoever
-    called this neither has to wait for it nor leaves a zombie.
+    The previous log is kept as ``<log>.1``. A shell in between makes the process a child of init, so that
+    whoever called this neither has to wait for it nor leaves a zombie.
     """
     if log.exists():
         log.replace(log.with_name(log.name + ".1"))
@@ -73,9 +74,7 @@ def stop(found: Iterable[psutil.Process], *, gently: bool = True, seconds: float
     _, left = psutil.wait_procs(processes, timeout=seconds)
     for process in left:
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            raise SetupError(
-                f"Process {process.pid} does not end: it waits for the disk, or is another user's."
-            )
+            raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
 
 
 def port_is_free(port: int) -> bool:

@@ -10,8 +10,8 @@ from zync_assets.local.processes import token_option
 
 LOG = "registry.log"
 
-# In memory, Apicurio's default, schema ids end with the process while the records that carry them don't. And an id that
-# was given out must not be lost by a kill: by default H2 writes up to half a second later.
+# In memory, Apicurio's default, schema ids end with the process while the records that carry them don't. And an id
+# that was given out must not be lost by a kill: by default H2 writes up to half a second later.
 DATABASE = "jdbc:h2:file:./registry;WRITE_DELAY=0"
 
 
@@ -31,8 +31,13 @@ def command(java: Path, jar: Path, token: str, port: int) -> list[str]:
     return [str(java), *heap, token_option(token), *settings, "-jar", str(jar)]
 
 
-def ready(port: int) -> bool:
-    """Whether the registry answers for its subjects."""
+def ready(folder: Path, port: int) -> bool:
+    """Whether the registry says that it listens, so that no other server answers in its place, and does answer."""
+    try:
+        if f"Listening on: http://127.0.0.1:{port}" not in (folder / LOG).read_text(errors="replace"):
+            return False
+    except FileNotFoundError:
+        return False
     # No proxy of the environment stands between this machine and itself.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

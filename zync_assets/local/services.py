@@ -1,14 +1,14 @@
 """A Kafka broker and a schema registry of one's own on 127.0.0.1: started, found again, stopped, removed.
 
-All that they have lies in one folder, the state folder. Processes that were not started for it are never touched, and
-neither are files that were there before.
+All that they have lies in one folder, the state folder. Processes that were not started for it are never touched,
+and neither are files that were there before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from filelock import FileLock
 from zync_assets.errors import SetupError
 from zync_assets.local import jars, java, processes, registry
 from zync_assets.local.start import LABELS, Setup, await_ready, check_free, launch, running, settle
-from zync_assets.local.state import FILE, NAMES, Name, State, load, save
+from zync_assets.local.state import FILE, NAMES, Name, State, load
 
 LOCK = "services.lock"
 NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
@@ -27,7 +27,7 @@ NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Services:
-    """Where the services are. A pid is None while that service does not run; its address is then the last one.
+    """Where the services are. A pid is None while a service does not run; its address is then the last one.
 
     ``lake`` is the folder that ``down(clean=True)`` removes together with them.
     """
@@ -55,18 +55,18 @@ def up(
 ) -> Services:
     """Start what does not run yet, and return once both services answer.
 
-    Ports: the given ones, else those of the last time if they are free, else free ones. ``lake`` is the folder that
-    belongs to the services (``lake`` in the state folder by default); it must be missing or empty the first time.
-    ``broker_properties`` are further Kafka broker settings.
+    Ports: the given ones, else those of the last time if they are free, else free ones. ``lake`` is the folder
+    that belongs to the services (``lake`` in the state folder by default); it must be missing or empty the first
+    time. ``broker_properties`` are further Kafka broker settings.
 
-    Raises SetupError: no fit Java, no jars and no network, a given port that is occupied, a service that does not
-    start (with its last log lines). What a failed call started is stopped again.
+    Raises SetupError: no fit Java, no jars and no network, a given port that is occupied, a service that does
+    not start (with its last log lines). What a failed call started is stopped again.
     """
     home = state_dir.expanduser().resolve()
     chosen: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
     with _locked(home):
         state = _open(home, lake)
-        missing = [name for name in NAMES if not _runs(state, name, chosen[name])]
+        missing: list[Name] = [name for name in NAMES if not _runs(state, name, chosen[name])]
         for name in NAMES:
             if name not in missing:
                 await_ready(home, state, name)
@@ -107,16 +107,17 @@ def down(state_dir: Path, *, clean: bool = False) -> bool:
         stopped = _stop(state, NAMES, gently=not clean)
         if state is not None and clean:
             _remove(home, state)
+            stopped = True
     if clean:
         # The lock's file goes last, and the folder only when nobody put anything else there.
         (home / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             home.rmdir()
-    return stopped or clean
+    return stopped
 
 
 @contextlib.contextmanager
-def _locked(home: Path) -> Iterator[None]:
+def _locked(home: Path) -> Generator[None]:
     """One ``up`` or ``down`` of a folder at a time."""
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -135,9 +136,8 @@ def _open(home: Path, lake: Path | None) -> State:
         for path in (home / "kafka", home / "registry", Path(state.lake)):
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise SetupError(
-                    f"{path} holds something that was not made by these services: choose another folder, or move it."
+                    f"{path} holds something that these services did not make: choose another folder, or move it."
                 )
-        save(home, state)
     elif wanted not in (None, state.lake):
         raise SetupError(
             f"The services in {home} belong to the lake {state.lake}, not to {wanted}: "
@@ -152,7 +152,8 @@ def _runs(state: State, name: Name, chosen: int | None) -> bool:
         return False
     if chosen not in (None, entry.port):
         raise SetupError(
-            f"{LABELS[name]} runs already, on port {entry.port} and not on {chosen}: stop it with `zync local down`."
+            f"{LABELS[name]} runs already, on port {entry.port} and not on {chosen}: "
+            "stop it with `zync local down` first."
         )
     return True
 

@@ -74,7 +74,7 @@ def launch(setup: Setup, state: State, name: Name) -> State:
 
 
 def settle(setup: Setup, state: State, name: Name) -> State:
-    """Wait for a service that was launched; on other ports, should somebody have taken its free one meanwhile."""
+    """Wait for a service that was launched; on another port, should somebody have taken its free one meanwhile."""
     for _ in range(3):
         try:
             await_ready(setup.home, state, name)
@@ -99,11 +99,10 @@ def await_ready(home: Path, state: State, name: Name) -> None:
         alive = running(state, name) is not None
         if not alive:
             log = _read_log(home, name).lower()
-            taken = any(
-                sign in log for sign in ("address already in use", "already bound", "in use by another")
-            )
+            taken = any(sign in log for sign in ("address already in use", "already bound", "in use by another"))
             raise Died(f"{LABELS[name]} ended while starting.{_tail(home, name)}", port_taken=taken)
-        if broker.ready(home / name, entry.port) if name == "kafka" else registry.ready(entry.port):
+        ready = broker.ready if name == "kafka" else registry.ready
+        if ready(home / name, entry.port):
             return
         time.sleep(0.1)
     raise SetupError(f"{LABELS[name]} did not answer within {START_SECONDS:.0f} s.{_tail(home, name)}")
@@ -137,9 +136,5 @@ def _read_log(home: Path, name: Name) -> str:
 
 def _tail(home: Path, name: Name) -> str:
     """The last lines of the log without Java's stack frames, as the end of a message."""
-    lines = [
-        line for line in _read_log(home, name).splitlines() if line.strip() and not line.startswith("\t")
-    ]
-    return f" The end of {home / name / LOGS[name]}:\n" + "\n".join(
-        f"  {line}" for line in lines[-TAIL_LINES:]
-    )
+    lines = [line for line in _read_log(home, name).splitlines() if line.strip() and not line.startswith("\t")]
+    return f" The end of {home / name / LOGS[name]}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])

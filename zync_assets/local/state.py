@@ -1,6 +1,7 @@
 """What is known of the local services between two commands: ``services.json`` in their folder.
 
-It is there from before the first file is made until after the last one is removed, so what lies beside it is ours.
+It is there from before the first file is made until after the last one is removed, so what lies beside it is
+ours.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class State:
 
 
 def load(home: Path) -> State | None:
-    """The state of that folder; None where no services were ever started. SetupError when the file is damaged."""
+    """The state of that folder; None where there never were services. SetupError when the file is damaged."""
     path = home / FILE
     try:
         text = path.read_text()
@@ -61,9 +62,7 @@ def load(home: Path) -> State | None:
         entries = {name: Entry(**data[name]) if data[name] else None for name in NAMES}
         return State(lake=data["lake"], controller_port=data["controller_port"], **entries)
     except (ValueError, KeyError, TypeError) as error:
-        raise SetupError(
-            f"{path} can't be read ({error}): remove {home} or choose another folder."
-        ) from error
+        raise SetupError(f"{path} can't be read ({error}): remove {home} or choose another folder.") from error
 
 
 def save(home: Path, state: State) -> None:

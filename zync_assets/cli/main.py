@@ -1,0 +1,81 @@
+"""The command ``zync``: its subcommands by name, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from zync_assets.errors import ZyncError
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """``target`` is ``module:attribute``. ``help`` is said here too, so that the overview imports no command."""
+
+    target: str
+    help: str
+
+
+COMMANDS: Mapping[str, Lazy] = {
+    "validate": Lazy("zync_assets.cli.validate:validate", "Report every error of a pipeline file."),
+    "from-kafka": Lazy("zync_assets.cli.run:from_kafka", "Read the input topics into the raw pools."),
+    "etl": Lazy("zync_assets.cli.run:etl", "Transform raw records into the staging pools."),
+    "to-kafka": Lazy("zync_assets.cli.run:to_kafka", "Publish the staging pools to the output topics."),
+    "run": Lazy("zync_assets.cli.run:run", "All three steps, again and again."),
+    "status": Lazy("zync_assets.cli.status:status", "How far every topic and partition is."),
+    "check": Lazy("zync_assets.cli.check:check", "Verify the pools and the output topics."),
+    "query": Lazy("zync_assets.cli.query:query", "SQL over the pools."),
+    "pending": Lazy("zync_assets.cli.trace:pending", "The raw records that wait, and why."),
+    "trace": Lazy("zync_assets.cli.trace:trace", "The raw records that made an output."),
+    "ls": Lazy("zync_assets.cli.topics:ls", "The subjects of the schema registry."),
+    "info": Lazy("zync_assets.cli.topics:info", "The watermarks of a topic."),
+    "consume": Lazy("zync_assets.cli.topics:consume", "The records of a topic as JSON lines."),
+    "produce": Lazy("zync_assets.cli.topics:produce", "JSON lines into a topic."),
+    "local": Lazy("zync_assets.cli.local:local", "A Kafka broker and a schema registry on this machine."),
+    "demo": Lazy("zync_assets.cli.demo:demo", "The demo, from nothing to its result."),
+    "version": Lazy("zync_assets.cli.version:version", "The versions of everything that matters."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name, and says an error of ours in one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.target.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ZyncError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for more.")
+def main(verbose: int) -> None:
+    """Topics in, denormalised topics out: Kafka through a Delta lake and back, exactly once."""
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
