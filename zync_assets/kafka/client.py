@@ -1,0 +1,131 @@
+"""librdkafka's clients: their configuration, their log, and their errors as this package's own.
+
+A pipeline's ``kafka:`` mapping holds any librdkafka property. Where and how to connect is the user's; what a
+reader's or a writer's promise stands on is ours, and overrides it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, libversion
+
+from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
+
+log = logging.getLogger(__name__)
+
+ALIASES: Mapping[str, str] = {
+    "bootstrap.servers": "metadata.broker.list",
+    "acks": "request.required.acks",
+    "message.timeout.ms": "delivery.timeout.ms",
+    "max.in.flight": "max.in.flight.requests.per.connection",
+    "max.partition.fetch.bytes": "fetch.message.max.bytes",
+    "retries": "message.send.max.retries",
+    "linger.ms": "queue.buffering.max.ms",
+}
+"""Properties that librdkafka knows by two names: who overrides one must drop the other."""
+
+RECONNECT: Mapping[str, str] = {"reconnect.backoff.ms": "100", "reconnect.backoff.max.ms": "1000"}
+"""librdkafka waits up to 10 s before it tries again; a sensor asks every 5 s."""
+
+UNREACHABLE = frozenset(
+    {
+        ClientError._TRANSPORT,
+        ClientError._ALL_BROKERS_DOWN,
+        ClientError._RESOLVE,
+        ClientError._TIMED_OUT,
+        ClientError._TIMED_OUT_QUEUE,
+        ClientError._MSG_TIMED_OUT,
+        ClientError._WAIT_COORD,
+        ClientError._AUTHENTICATION,
+        ClientError._SSL,
+        ClientError.REQUEST_TIMED_OUT,
+        ClientError.BROKER_NOT_AVAILABLE,
+        ClientError.NETWORK_EXCEPTION,
+    }
+)
+
+UNKNOWN_TOPIC = frozenset(
+    {ClientError.UNKNOWN_TOPIC_OR_PART, ClientError._UNKNOWN_TOPIC, ClientError._UNKNOWN_PARTITION}
+)
+
+
+def librdkafka_version() -> str:
+    """The version of the C library below, such as ``2.16.0``."""
+    return str(libversion()[0])
+
+
+def servers(kafka: Mapping[str, str]) -> str:
+    """What a message calls the broker."""
+    return kafka.get("bootstrap.servers") or kafka.get("metadata.broker.list") or "(no bootstrap.servers given)"
+
+
+class Connection:
+    """One client's configuration, and the last trouble that it reported.
+
+    librdkafka reports trouble with a broker to a callback and goes on trying; only who waits knows when it
+    has waited for long enough, and then wants to say why.
+    """
+
+    def __init__(
+        self,
+        kafka: Mapping[str, str],
+        owned: Mapping[str, Any],
+        defaults: Mapping[str, str] | None = None,
+    ) -> None:
+        """``owned`` overrides the user's ``kafka``, which overrides ``defaults``."""
+        self.servers = servers(kafka)
+        self.trouble: ClientError | None = None
+        dropped = set(owned) | {ALIASES[name] for name in owned if name in ALIASES}
+        users = {name: value for name, value in kafka.items() if name not in dropped}
+        self.properties: dict[str, Any] = {
+            **RECONNECT,
+            **(defaults or {}),
+            **users,
+            **owned,
+            "error_cb": self._note,
+            "logger": _LOG,
+        }
+
+    def _note(self, error: ClientError) -> None:
+        self.trouble = error
+        log.debug("%s: %s", self.servers, error.str())
+
+    def unavailable(self, doing: str) -> BrokerUnavailable:
+        """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
+        why = f" ({self.trouble.str()})" if self.trouble is not None else ""
+        return BrokerUnavailable(
+            f"no Kafka broker answered at {self.servers} while {doing}{why}; "
+            "check bootstrap.servers and that the broker is up"
+        )
+
+    def error(self, error: ClientError | KafkaException, doing: str, topic: str | None = None) -> KafkaError:
+        """librdkafka's error as one of this package's, for the caller to raise."""
+        cause = error.args[0] if isinstance(error, KafkaException) and error.args else error
+        if not isinstance(cause, ClientError):
+            return KafkaError(f"{doing} at {self.servers}: {cause}")
+        if cause.code() in UNREACHABLE:
+            if self.trouble is None:
+                self.trouble = cause
+            return self.unavailable(doing)
+        if topic is not None and cause.code() in UNKNOWN_TOPIC:
+            return missing(topic, self.servers)
+        return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
+
+
+def missing(topic: str, at: str) -> TopicMissing:
+    """The error for a topic that ``at`` does not have."""
+    return TopicMissing(f"topic {topic} does not exist at {at}; create it, or correct the name")
+
+
+class _DebugLog:
+    """librdkafka's own log lines, which go to stderr by default, as debug lines of Python's logging."""
+
+    def log(self, level: int, message: str, *args: object) -> None:
+        log.debug(message, *args)
+
+
+_LOG = _DebugLog()

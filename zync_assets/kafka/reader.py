@@ -1,0 +1,265 @@
+"""Reads a range of offsets of one partition into Arrow, read-committed and in order.
+
+Offsets have legal gaps (compaction, transaction markers, aborted transactions), so a range ends with the
+first record at or past its end, or with the end of the partition: never with a count, and never by waiting
+for the offset ``end - 1``. Arguments are plain data, so that a Spark task can make the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pyarrow as pa
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+
+from zync_assets.errors import DataLoss, TopicMissing
+from zync_assets.kafka.client import UNREACHABLE, Connection
+
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+RECORD_SCHEMA = pa.schema(
+    [
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("timestamp", pa.int64()),
+        pa.field("headers", HEADERS),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+    ]
+)
+"""``timestamp``: milliseconds since the epoch, null where the record has none. ``headers``: null where there
+are none. ``key`` and ``value`` are the record's bytes; null and empty differ, and a null value is a
+tombstone."""
+
+STALLED = 60.0
+"""Seconds without any progress after which the broker counts as gone."""
+
+CHUNK = 1000
+"""Messages asked for at once: large enough that a call costs nothing, small enough to see how large they
+are."""
+
+POLL = 0.05
+"""Seconds that one call waits for a chunk to fill."""
+
+TUNING: Mapping[str, Any] = {
+    # By default a full local queue makes the fetcher pause for a second.
+    "fetch.queue.backoff.ms": 5,
+    "max.partition.fetch.bytes": 16 << 20,
+    "fetch.max.bytes": 50 << 20,
+    "queued.min.messages": 200_000,
+    "queued.max.messages.kbytes": 64 << 10,
+}
+
+_PROMISES: Mapping[str, Any] = {
+    "isolation.level": "read_committed",
+    "enable.partition.eof": True,
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    # A position that is gone is data loss, to be reported; never a reset.
+    "auto.offset.reset": "error",
+    "allow.auto.create.topics": False,
+}
+
+_GROUP: Mapping[str, str] = {"group.id": "zync"}
+"""A consumer needs a group's name; partitions are assigned here and nothing is committed, so that it is only
+a name."""
+
+
+def read_range(
+    kafka: Mapping[str, str],
+    topic: str,
+    partition: int,
+    first: int,
+    end: int,
+    *,
+    batch_records: int = 50_000,
+    batch_bytes: int = 64 << 20,
+) -> Iterator[pa.RecordBatch]:
+    """The visible records with ``first <= offset < end``, as batches of RECORD_SCHEMA, in order.
+
+    A batch has up to ``batch_records`` records, and little more than ``batch_bytes`` of keys and values.
+    ``end`` must not be past the partition's last stable offset at the time of the call.
+
+    Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without
+    progress.
+    """
+    if first >= end:
+        return
+    doing = f"reading {topic}/{partition} from offset {first}"
+    with open_consumer(kafka, doing) as (consumer, connection):
+        check_range(consumer, connection, topic, partition, first, end)
+        consumer.assign([TopicPartition(topic, partition, first)])
+        columns = _Columns()
+        position = first
+        chunk = min(CHUNK, batch_records)
+        progress = time.monotonic()
+        while position < end:
+            messages = consumer.consume(min(chunk, end - position), POLL)
+            if not messages:
+                if time.monotonic() - progress > STALLED:
+                    raise connection.unavailable(doing)
+                continue
+            progress = time.monotonic()
+            if any(map(Message.error, messages)):
+                messages, reached = _split(messages, connection, topic, partition, position, end)
+                position = max(position, reached)
+            # An int for every record; the stubs also think of messages that were not sent yet.
+            offsets = cast("list[int]", list(map(Message.offset, messages)))
+            if offsets:
+                position = max(position, offsets[-1] + 1)
+                if position > end:
+                    offsets = [offset for offset in offsets if offset < end]
+                    messages = messages[: len(offsets)]
+                size = columns.add(offsets, messages)
+                # Large records: ask for fewer at once, so that a batch stays near its limit.
+                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(messages) // (8 * size + 1) + 1))
+            if len(columns) >= batch_records or columns.bytes >= batch_bytes:
+                yield columns.take()
+                progress = time.monotonic()
+        if len(columns):
+            yield columns.take()
+
+
+@contextmanager
+def open_consumer(kafka: Mapping[str, str], doing: str) -> Generator[tuple[Consumer, Connection]]:
+    """A consumer that commits nothing and resets nothing, closed at the end."""
+    connection = Connection(kafka, {**TUNING, **_PROMISES}, _GROUP)
+    try:
+        consumer = Consumer(connection.properties)
+    except (KafkaException, ValueError) as error:
+        cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
+        raise connection.error(cause, "setting up a consumer") from None
+    try:
+        yield consumer, connection
+    except KafkaException as error:
+        raise connection.error(error, doing) from None
+    finally:
+        consumer.close()
+
+
+def check_range(consumer: Consumer, connection: Connection, topic: str, partition: int, first: int, end: int) -> None:
+    """Raise DataLoss unless the partition still holds ``first`` and already holds ``end - 1``."""
+    doing = f"reading {topic}/{partition} from offset {first}"
+    try:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=STALLED)
+    except KafkaException as error:
+        failure = connection.error(error, doing, topic)
+        if isinstance(failure, TopicMissing):
+            failure = TopicMissing(
+                f"topic {topic} at {connection.servers} does not exist or has no partition {partition}; "
+                "create it, or correct the name"
+            )
+        raise failure from None
+    if first < low:
+        raise DataLoss(
+            f"records of {topic}/{partition} are gone that were not read: wanted from offset {first}, "
+            f"the topic begins at {low}; set on-data-loss: continue on the input to go on at {low}, "
+            "and raise the topic's retention"
+        )
+    if end > high:
+        raise DataLoss(
+            f"{topic}/{partition} ends at offset {high}, before the wanted end {end}: "
+            "it was truncated or created again; start a new pool for it if that is meant"
+        )
+
+
+class _Columns:
+    """The columns of the next batch."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.bytes = 0
+        self._offsets: list[int] = []
+        self._timestamps: list[tuple[int, int]] = []
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        self._headers: list[Any] = []
+        self._any_headers = False
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, offsets: Sequence[int], messages: Sequence[Message]) -> int:
+        """Append ``messages``, whose offsets are ``offsets``; return their size in bytes."""
+        keys = list(map(Message.key, messages))
+        values = list(map(Message.value, messages))
+        headers = list(map(Message.headers, messages))
+        self._offsets += offsets
+        self._timestamps += map(Message.timestamp, messages)
+        self._keys += keys  # type: ignore[arg-type]  # bytes: no deserialiser is set
+        self._values += values  # type: ignore[arg-type]
+        self._headers += headers
+        self._any_headers = self._any_headers or any(headers)
+        size = sum(map(len, filter(None, keys))) + sum(map(len, filter(None, values)))
+        self.bytes += size
+        return size
+
+    def take(self) -> pa.RecordBatch:
+        """The batch; the columns are empty again."""
+        count = len(self)
+        batch = pa.RecordBatch.from_arrays(
+            [
+                pa.array(self._offsets, pa.int64()),
+                timestamps(self._timestamps),
+                headers_array(self._headers) if self._any_headers else pa.nulls(count, HEADERS),
+                pa.array(self._keys, pa.binary()),
+                pa.array(self._values, pa.binary()),
+            ],
+            schema=RECORD_SCHEMA,
+        )
+        self._clear()
+        return batch
+
+
+def timestamps(pairs: Sequence[tuple[int, int]]) -> pa.Array:
+    """librdkafka's (type, milliseconds) as int64; null where the type is "not available" or the time is
+    -1."""
+    return pa.array([time if kind and time >= 0 else None for kind, time in pairs], pa.int64())
+
+
+def headers_array(headers: Sequence[Sequence[tuple[str, bytes | None]] | None]) -> pa.Array:
+    """Headers as lists of (key, value) structs; null for a record without any."""
+    return pa.array(
+        [[{"key": key, "value": value} for key, value in each] if each else None for each in headers], HEADERS
+    )
+
+
+def _split(
+    messages: Sequence[Message],
+    connection: Connection,
+    topic: str,
+    partition: int,
+    position: int,
+    end: int,
+) -> tuple[list[Message], int]:
+    """The records among ``messages``, and the offset up to which the partition is known to hold no further
+    ones.
+
+    Raises what the others report, unless it is the end of the partition.
+    """
+    records: list[Message] = []
+    reached = position
+    for message in messages:
+        error = message.error()
+        if error is None:
+            records.append(message)
+            position = (message.offset() or 0) + 1
+        elif error.code() == ClientError._PARTITION_EOF:
+            reached = max(reached, message.offset() or 0)
+        elif error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
+            raise DataLoss(
+                f"{topic}/{partition} no longer holds offset {max(reached, position)} (wanted up to {end}): "
+                "retention has deleted it, or the topic was created again; raise the topic's retention, "
+                "and set on-data-loss: continue on the input to go on after the gap"
+            )
+        elif not error.fatal() and (message.topic() is None or error.code() in UNREACHABLE):
+            # Of the connection or of the unused group: librdkafka goes on trying.
+            connection.trouble = error
+        else:
+            raise connection.error(error, f"reading {topic}/{partition}", topic)
+    return records, reached

@@ -1,0 +1,151 @@
+"""The schema registry: Avro schemas by id and by subject, over the API that Confluent's registry speaks.
+
+Two addresses count here: ``GET /schemas/ids/{id}``, which a consumer needs for every id once, and
+``POST /subjects/{subject}/versions``, which a producer needs for every schema once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from zync_assets.errors import RegistryError, RegistryUnavailable
+from zync_assets.kafka.references import inline
+from zync_assets.pipeline import RegistryConfig
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+
+T = TypeVar("T")
+
+DEFAULTS: Mapping[str, float | int] = {
+    "timeout": 10.0,
+    # Waits of up to 0.25, 0.5, 1, 2 and 4 seconds: a registry that restarts is back by then.
+    "max.retries": 5,
+    "retries.wait.ms": 250,
+    "retries.max.wait.ms": 4000,
+}
+
+_NUMBERS = frozenset({*DEFAULTS, "cache.capacity", "cache.latest.ttl.sec"})
+
+_schemas: dict[tuple[str, int], str] = {}
+"""Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
+
+_lock = threading.Lock()
+
+
+class Registry:
+    """A schema registry. It holds its configuration only until it is asked, and pickles as that."""
+
+    def __init__(self, config: RegistryConfig) -> None:
+        self._config = config
+        self._client: SchemaRegistryClient | None = None
+
+    def __reduce__(self) -> tuple[type[Registry], tuple[RegistryConfig]]:
+        return Registry, (self._config,)
+
+    @property
+    def url(self) -> str:
+        """The address without a user or a password."""
+        return ",".join(_public(url) for url in self._config.url.split(","))
+
+    def schema(self, id: int) -> str:
+        """The Avro schema of that id as one JSON document that needs no other.
+
+        RegistryError for an id that is not known, or is of another kind than Avro; RegistryUnavailable for an
+        outage.
+        """
+        place = (self._config.url, id)
+        if place not in _schemas:
+            found = self._ask(lambda client: client.get_schema(id), f"schema id {id}")
+            text = self._whole(found, f"schema id {id}")
+            with _lock:
+                _schemas[place] = text
+        return _schemas[place]
+
+    def latest(self, subject: str) -> tuple[int, str] | None:
+        """The id and the schema of a subject's latest version; None if there is no such subject."""
+        try:
+            found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
+        except _NotFound:
+            return None
+        return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
+
+    def register(self, subject: str, schema_json: str) -> int:
+        """Register a schema under ``subject`` and return its id; the same schema again gives the same id.
+
+        RegistryError, in the registry's own words, for a schema that is not compatible.
+        """
+        from confluent_kafka.schema_registry import Schema
+
+        schema = Schema(schema_json, "AVRO")
+        return self._ask(lambda client: client.register_schema(subject, schema), f"registering subject {subject}")
+
+    def subjects(self) -> list[str]:
+        """The names of all subjects, sorted."""
+        return sorted(self._ask(lambda client: client.get_subjects(), "listing subjects"))
+
+    def versions(self, subject: str) -> list[int]:
+        """The versions of a subject, ascending; RegistryError if there is no such subject."""
+        return sorted(self._ask(lambda client: client.get_versions(subject), f"subject {subject}"))
+
+    def _whole(self, schema: Schema, what: str) -> str:
+        if (schema.schema_type or "AVRO") != "AVRO":
+            raise RegistryError(f"{what} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
+        if not schema.references:
+            return str(schema.schema_str)
+        return inline(str(schema.schema_str), self._referenced(schema, what))
+
+    def _referenced(self, schema: Schema, what: str) -> list[str]:
+        """The schemas that ``schema`` refers to, those that they refer to first."""
+        found: list[str] = []
+        for reference in schema.references or ():
+            subject, version = str(reference.subject), int(reference.version or -1)
+            where = f"{what}, which refers to subject {subject} version {version}"
+            other = self._ask(
+                lambda client, subject=subject, version=version: client.get_version(subject, version), where
+            ).schema
+            found += [*self._referenced(other, what), str(other.schema_str)]
+        return list(dict.fromkeys(found))
+
+    def _ask(self, request: Callable[[SchemaRegistryClient], T], what: str) -> T:
+        from confluent_kafka.schema_registry import SchemaRegistryError
+        from confluent_kafka.schema_registry.common._httpx_compat import httpx
+
+        try:
+            if self._client is None:
+                self._client = _connect(self._config)
+            return request(self._client)
+        except SchemaRegistryError as error:
+            if error.http_status_code >= 500 or error.http_status_code in (408, 429):
+                raise RegistryUnavailable(
+                    f"the schema registry at {self.url} could not answer: {what}: {error.error_message}; try again"
+                ) from None
+            kind = _NotFound if error.http_status_code == 404 else RegistryError
+            raise kind(f"the schema registry at {self.url} refused: {what}: {error.error_message}") from None
+        except httpx.HTTPError as error:
+            raise RegistryUnavailable(
+                f"no answer from the schema registry at {self.url}: {what}: {error}; "
+                "check registry.url and that it is up"
+            ) from None
+        except (ValueError, TypeError, OSError) as error:
+            raise RegistryError(f"the schema registry at {self.url}: {what}: {error}; check `registry:`") from None
+
+
+class _NotFound(RegistryError):
+    """The registry knows no such id or subject."""
+
+
+def _connect(config: RegistryConfig) -> SchemaRegistryClient:
+    from confluent_kafka.schema_registry import SchemaRegistryClient
+
+    given = {name: float(value) if name in _NUMBERS else value for name, value in config.properties.items()}
+    return SchemaRegistryClient({**DEFAULTS, **given, "url": config.url})
+
+
+def _public(url: str) -> str:
+    """``url`` without a user and a password."""
+    scheme, separator, rest = url.strip().partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -1,0 +1,263 @@
+"""Facts about topics and the few things that are done to them, through librdkafka's admin client.
+
+A topic's end here is its *last stable offset*: the offset that a read-committed reader reaches (ListOffsets
+with isolation level read-committed, KIP-98), before any transaction that is still open.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka.admin import (
+    AdminClient,
+    ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
+    NewTopic,  # pyright: ignore[reportPrivateImportUsage]
+    OffsetSpec,  # pyright: ignore[reportPrivateImportUsage]
+    ResourceType,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from zync_assets.errors import KafkaError, TopicMissing
+from zync_assets.kafka.client import Connection, missing
+
+T = TypeVar("T")
+
+WAIT = 10.0
+"""Seconds that a broker has to answer."""
+
+_admins: dict[tuple[int, frozenset[tuple[str, str]]], _Admin] = {}
+_admins_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class PartitionState:
+    """A partition holds records from ``low`` up to, but not including, ``end`` (the last stable offset)."""
+
+    partition: int
+    low: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TopicState:
+    """A topic now. ``topic_id`` tells it from an earlier topic of that name; partitions are sorted as
+    numbers."""
+
+    topic: str
+    topic_id: str
+    partitions: tuple[PartitionState, ...]
+
+
+def topic_states(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = WAIT) -> dict[str, TopicState]:
+    """The states of those ``topics`` that exist, in the order asked for.
+
+    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout``
+    seconds.
+    """
+    names = list(dict.fromkeys(topics))
+    if not names:
+        return {}
+    ask = _Question(kafka, f"asking for {_listed(names)}", timeout)
+    described: dict[str, tuple[str, list[int]]] = {}
+    for topic, future in ask(lambda admin, left: admin.describe_topics(TopicCollection(names), request_timeout=left)):
+        try:
+            found = ask.answer(future, topic)
+        except TopicMissing:
+            continue
+        described[topic] = (str(found.topic_id), sorted(item.id for item in found.partitions))
+    wanted = [(topic, partition) for topic, (_, partitions) in described.items() for partition in partitions]
+    lows = ask.offsets(wanted, OffsetSpec.earliest())
+    ends = ask.offsets(wanted, OffsetSpec.latest())
+    low, end = ask.collect(lows), ask.collect(ends)
+    return {
+        topic: TopicState(
+            topic,
+            described[topic][0],
+            tuple(
+                PartitionState(partition, low[topic, partition], end[topic, partition])
+                for partition in described[topic][1]
+            ),
+        )
+        for topic in names
+        # A topic that was deleted between the two questions has a description and no offsets.
+        if topic in described and all((topic, p) in low and (topic, p) in end for p in described[topic][1])
+    }
+
+
+def topic_state(kafka: Mapping[str, str], topic: str, timeout: float = WAIT) -> TopicState:
+    """The state of one topic; TopicMissing if it is not there."""
+    states = topic_states(kafka, [topic], timeout)
+    if topic not in states:
+        raise missing(topic, _admin(kafka).connection.servers)
+    return states[topic]
+
+
+def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[int, int]:
+    """Per partition the first offset whose timestamp is at or after ``timestamp_ms``; the end where there is
+    none.
+
+    ``timestamp_ms``: milliseconds since the epoch, UTC.
+    """
+    state = topic_state(kafka, topic)
+    ask = _Question(kafka, f"asking for the offsets of {topic} at a time", WAIT)
+    wanted = [(topic, item.partition) for item in state.partitions]
+    found = ask.collect(ask.offsets(wanted, OffsetSpec.for_timestamp(timestamp_ms)))
+    return {
+        item.partition: min(found[topic, item.partition], item.end)
+        if found.get((topic, item.partition), -1) >= 0
+        else item.end
+        for item in state.partitions
+    }
+
+
+def high_watermark(kafka: Mapping[str, str], topic: str, partition: int) -> int:
+    """The offset that the next record of any kind gets: unlike an end, it is past open transactions."""
+    ask = _Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
+    # Asking for the offsets of a topic that is not there would create it.
+    topic_state(kafka, topic)
+    found = ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+    if (topic, partition) not in found:
+        raise TopicMissing(f"topic {topic} at {ask.servers} has no partition {partition}")
+    return found[topic, partition]
+
+
+def create_topic(
+    kafka: Mapping[str, str],
+    topic: str,
+    partitions: int,
+    replication_factor: int,
+    config: Mapping[str, str],
+) -> TopicState:
+    """Create ``topic`` unless it is there, wait until it can be used, and return its state."""
+    ask = _Question(kafka, f"creating topic {topic}", 3 * WAIT)
+    new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
+    for _, future in ask(lambda admin, left: admin.create_topics([new], request_timeout=left)):
+        try:
+            future.result(ask.left() + 1)
+        except KafkaException as error:
+            if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
+                raise ask.connection.error(error, ask.doing) from None
+    while True:
+        # A new topic is known before all of its partitions have a leader.
+        try:
+            return topic_state(kafka, topic, ask.left())
+        except (TopicMissing, KafkaError):
+            if ask.left() <= 0.2:
+                raise
+        time.sleep(0.05)
+
+
+def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
+    """Delete ``topic`` if it is there, and wait until it is gone."""
+    ask = _Question(kafka, f"deleting topic {topic}", 3 * WAIT)
+    for _, future in ask(lambda admin, left: admin.delete_topics([topic], request_timeout=left)):
+        try:
+            ask.answer(future, topic)
+        except TopicMissing:
+            return
+    while topic_states(kafka, [topic], max(ask.left(), 0.2)):
+        if ask.left() <= 0.2:
+            raise KafkaError(f"topic {topic} at {ask.servers} was deleted and is still listed; try again")
+        time.sleep(0.05)
+
+
+def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
+    """The topic's ``max.message.bytes``: the size in bytes of the largest record batch that it takes."""
+    ask = _Question(kafka, f"asking for the configuration of {topic}", WAIT)
+    resource = ConfigResource(ResourceType.TOPIC, topic)
+    answers = ask(lambda admin, left: admin.describe_configs([resource], request_timeout=left))
+    return int(next(ask.answer(future, topic) for _, future in answers)["max.message.bytes"].value)
+
+
+class _Admin:
+    """An admin client that is kept: connecting takes longer than any of its answers."""
+
+    def __init__(self, kafka: Mapping[str, str]) -> None:
+        self.connection = Connection(kafka, {})
+        try:
+            self.client = AdminClient(self.connection.properties)
+        except (KafkaException, ValueError) as error:
+            raise self.connection.error(_as_exception(error), "setting up a client") from None
+
+
+def _as_exception(error: Exception) -> KafkaException:
+    return error if isinstance(error, KafkaException) else KafkaException(str(error))
+
+
+def _admin(kafka: Mapping[str, str]) -> _Admin:
+    # librdkafka's threads do not survive a fork, so a child process makes a client of its own.
+    key = (os.getpid(), frozenset(kafka.items()))
+    with _admins_lock:
+        if key not in _admins:
+            _admins[key] = _Admin(kafka)
+        return _admins[key]
+
+
+class _Question:
+    """Requests that share one deadline and one name for the errors."""
+
+    def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float) -> None:
+        self._admin = _admin(kafka)
+        # Reports of trouble queue up until they are asked for; those of an earlier question are old news.
+        self._admin.client.poll(0)
+        self.connection = self._admin.connection
+        self.connection.trouble = None
+        self.servers = self.connection.servers
+        self.doing = doing
+        self._deadline = time.monotonic() + timeout
+
+    def left(self) -> float:
+        """Seconds to the deadline, at least a tenth."""
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def __call__(
+        self, request: Callable[[AdminClient, float], Mapping[Any, Future[Any]]]
+    ) -> Iterable[tuple[Any, Future[Any]]]:
+        try:
+            return request(self._admin.client, self.left()).items()
+        except (KafkaException, ValueError) as error:
+            raise self.connection.error(_as_exception(error), self.doing) from None
+
+    def answer(self, future: Future[T], topic: str) -> T:
+        try:
+            return future.result(self.left() + 1)
+        except KafkaException as error:
+            self._admin.client.poll(0)
+            raise self.connection.error(error, self.doing, topic) from None
+        except FutureTimeout:
+            self._admin.client.poll(0)
+            raise self.connection.unavailable(self.doing) from None
+
+    def offsets(
+        self,
+        wanted: Iterable[tuple[str, int]],
+        spec: OffsetSpec | None,
+        isolation: IsolationLevel = IsolationLevel.READ_COMMITTED,
+    ) -> Iterable[tuple[TopicPartition, Future[Any]]]:
+        request: dict[Any, Any] = {TopicPartition(topic, partition): spec for topic, partition in wanted}
+        if not request:
+            return ()
+        return self(lambda admin, left: admin.list_offsets(request, isolation_level=isolation, request_timeout=left))
+
+    def collect(self, answers: Iterable[tuple[TopicPartition, Future[Any]]]) -> dict[tuple[str, int], int]:
+        """The offsets by topic and partition, without those that do not exist (any more)."""
+        found: dict[tuple[str, int], int] = {}
+        for place, future in answers:
+            try:
+                found[place.topic, place.partition] = self.answer(future, place.topic).offset
+            except TopicMissing:
+                continue
+        return found
+
+
+def _listed(topics: Sequence[str]) -> str:
+    shown = ", ".join(topics[:3])
+    return f"topic {shown}" if len(topics) == 1 else f"topics {shown}" + (", …" if len(topics) > 3 else "")

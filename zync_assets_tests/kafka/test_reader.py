@@ -1,0 +1,188 @@
+"""Ranges of real topics: what is in them, where they end, and what is an error."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pyarrow as pa
+import pytest
+from confluent_kafka import Producer
+
+from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
+from zync_assets.kafka import reader
+from zync_assets.kafka.reader import RECORD_SCHEMA, read_range
+from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets_tests.kafka.conftest import Fill, await_end
+from zync_assets_tests.kafka.test_topics import delete_records
+
+
+def end_of(kafka: dict[str, str], topic: str) -> int:
+    return topic_states(kafka, [topic])[topic].partitions[0].end
+
+
+def read(kafka: dict[str, str], topic: str, first: int, end: int) -> pa.Table:
+    return pa.Table.from_batches(read_range(kafka, topic, 0, first, end), RECORD_SCHEMA)
+
+
+def values(kafka: dict[str, str], topic: str, first: int, end: int) -> dict[int, bytes | None]:
+    table = read(kafka, topic, first, end)
+    return dict(zip(table["offset"].to_pylist(), table["value"].to_pylist(), strict=True))
+
+
+def test_a_record_comes_with_all_that_it_has(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(
+        {"key": b"k", "value": b"v", "timestamp": 1234, "headers": [("a", b"1"), ("a", None), ("b", b"")]},
+        {"key": None, "value": None, "timestamp": 5678},
+        {"key": b"", "value": b"", "timestamp": 9},
+    )
+    assert read(kafka, topic, 0, 3).to_pylist() == [
+        {
+            "offset": 0,
+            "timestamp": 1234,
+            "headers": [{"key": "a", "value": b"1"}, {"key": "a", "value": None}, {"key": "b", "value": b""}],
+            "key": b"k",
+            "value": b"v",
+        },
+        {"offset": 1, "timestamp": 5678, "headers": None, "key": None, "value": None},
+        {"offset": 2, "timestamp": 9, "headers": None, "key": b"", "value": b""},
+    ]
+
+
+def test_a_range_in_the_middle(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*"abcdef")
+    assert values(kafka, topic, 2, 4) == {2: b"c", 3: b"d"}
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (2, 2), (2, 1)])
+def test_an_empty_range_has_no_batches(kafka: dict[str, str], topic: str, fill: Fill, first: int, end: int) -> None:
+    fill("a", "b")
+    assert list(read_range(kafka, topic, 0, first, end)) == []
+
+
+def test_batches_keep_to_their_limits(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*(b"x" * 1000 for _ in range(5000)))
+    by_records = [len(batch) for batch in read_range(kafka, topic, 0, 0, 5000, batch_records=700)]
+    by_bytes = [batch.nbytes for batch in read_range(kafka, topic, 0, 0, 5000, batch_bytes=100_000)]
+    assert sum(by_records) == 5000
+    assert max(by_records) <= 1400
+    assert max(by_bytes) < 1_200_000
+    assert len(by_bytes) > 5
+
+
+def test_aborted_transactions_and_markers_are_not_there(
+    kafka: dict[str, str], topic: str, transactional: Producer
+) -> None:
+    for value, commit in (("one", True), ("two", False), ("three", True), ("four", False)):
+        transactional.begin_transaction()
+        transactional.produce(topic, value, partition=0)
+        transactional.flush(10)
+        (transactional.commit_transaction if commit else transactional.abort_transaction)(10)
+    await_end(kafka, topic, 8)
+    assert values(kafka, topic, 0, 8) == {0: b"one", 4: b"three"}
+    # A range that holds nothing visible, at the end and in the middle.
+    assert values(kafka, topic, 5, 8) == {}
+    assert values(kafka, topic, 1, 3) == {}
+
+
+def test_a_range_ends_before_an_open_transaction(
+    kafka: dict[str, str], topic: str, fill: Fill, transactional: Producer
+) -> None:
+    fill("before")
+    transactional.begin_transaction()
+    transactional.produce(topic, "open", partition=0)
+    transactional.flush(10)
+    fill("behind")
+    assert end_of(kafka, topic) == 1
+    assert values(kafka, topic, 0, 1) == {0: b"before"}
+
+
+def test_records_that_compaction_removed_are_no_reason_to_wait(kafka: dict[str, str], unique: str) -> None:
+    config = {
+        "cleanup.policy": "compact",
+        "segment.ms": "100",
+        "min.cleanable.dirty.ratio": "0.01",
+        "max.compaction.lag.ms": "100",
+        "delete.retention.ms": "0",
+    }
+    create_topic(kafka, unique, 1, 1, config)
+    producer = Producer({**kafka, "log_level": 0})
+    last: dict[int, bytes | None] = {}
+    for count in range(60):
+        for _ in range(10):
+            producer.produce(unique, b"v%d" % count, b"same key", 0)
+        producer.flush(10)
+        end = end_of(kafka, unique)
+        last = values(kafka, unique, 0, end)
+        if len(last) < end:
+            break
+        time.sleep(0.5)
+    assert 0 < len(last) < end, "the broker compacted nothing in half a minute"
+    assert max(last) == end - 1
+
+
+def test_records_before_the_low_watermark_are_a_loss(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*"abcd")
+    delete_records(kafka, topic, 2)
+    with pytest.raises(DataLoss, match=rf"{topic}/0.*offset 0.*begins at 2.*on-data-loss"):
+        read(kafka, topic, 0, 4)
+    assert values(kafka, topic, 2, 4) == {2: b"c", 3: b"d"}
+
+
+def test_an_end_past_the_topics_end_is_a_loss(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill("a")
+    with pytest.raises(DataLoss, match=rf"{topic}/0 ends at offset 1, before the wanted end 7"):
+        read(kafka, topic, 0, 7)
+
+
+def test_records_that_go_while_they_are_read_are_a_loss(
+    kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The range is checked first; here the records are deleted right after.
+    fill(*"abcd")
+    monkeypatch.setattr(reader, "check_range", lambda *_: delete_records(kafka, topic, 3))
+    with pytest.raises(DataLoss, match=rf"{topic}/0 no longer holds offset 1"):
+        read(kafka, topic, 1, 4)
+
+
+def test_a_missing_topic_or_partition_is_named(kafka: dict[str, str], topic: str) -> None:
+    with pytest.raises(TopicMissing, match=f"{topic}-missing"):
+        read(kafka, f"{topic}-missing", 0, 1)
+    with pytest.raises(TopicMissing, match="no partition 7"):
+        list(read_range(kafka, topic, 7, 0, 1))
+    assert topic_states(kafka, [f"{topic}-missing"]) == {}
+
+
+def test_a_broker_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "STALLED", 1.0)
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
+        read({"bootstrap.servers": "127.0.0.1:1"}, "orders", 0, 1)
+
+
+def test_a_reader_can_be_left_in_the_middle(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*(b"%d" % number for number in range(3000)))
+    batches = read_range(kafka, topic, 0, 0, 3000, batch_records=100)
+    assert next(batches)["value"][0].as_py() == b"0"
+    batches.close()
+
+
+def test_properties_of_the_user_do_not_change_what_is_read(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*"abc")
+    users = {
+        **kafka,
+        "auto.offset.reset": "latest",
+        "isolation.level": "read_uncommitted",
+        "enable.partition.eof": "false",
+        "fetch.message.max.bytes": "1000",
+        "linger.ms": "5",
+        "client.id": "mine",
+    }
+    assert values(users, topic, 0, 3) == {0: b"a", 1: b"b", 2: b"c"}
+
+
+def test_a_record_without_a_timestamp_has_none() -> None:
+    assert reader.timestamps([(1, 5), (0, -1), (1, -1), (2, 0)]).to_pylist() == [5, None, None, 0]
+
+
+def test_arguments_travel_to_a_worker() -> None:
+    assert pickle.loads(pickle.dumps(read_range)) is read_range

@@ -1,0 +1,140 @@
+"""What is asked of a topic, and of a broker that is not there."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
+from zync_assets.kafka import topics
+from zync_assets.kafka.client import librdkafka_version
+from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
+from zync_assets_tests.kafka.conftest import Fill, await_end
+
+
+def delete_records(kafka: dict[str, str], topic: str, before: int) -> None:
+    client = AdminClient({**kafka})
+    for future in client.delete_records([TopicPartition(topic, 0, before)]).values():
+        future.result(10)
+
+
+def test_states_of_several_topics_leave_out_those_that_are_missing(
+    kafka: dict[str, str], topic: str, fill: Fill
+) -> None:
+    other = f"{topic}.with.dots"
+    create_topic(kafka, other, 12, 1, {})
+    fill("a", "b")
+
+    states = topic_states(kafka, [topic, f"{topic}-missing", other])
+
+    assert list(states) == [topic, other]
+    assert states[topic].partitions == (PartitionState(0, 0, 2),)
+    assert [item.partition for item in states[other].partitions] == list(range(12))
+    assert states[topic].topic_id != states[other].topic_id
+
+
+def test_asking_for_a_missing_topic_does_not_create_it(kafka: dict[str, str], unique: str) -> None:
+    assert topic_states(kafka, [unique]) == {}
+    for ask in (lambda: topics.high_watermark(kafka, unique, 0), lambda: topics.offsets_at(kafka, unique, 0)):
+        with pytest.raises(TopicMissing, match=unique):
+            ask()
+    with pytest.raises(TopicMissing, match=unique):
+        topics.max_message_bytes(kafka, unique)
+    assert topic_states(kafka, [unique]) == {}
+
+
+def test_nothing_is_asked_for_no_topics() -> None:
+    assert topic_states({"bootstrap.servers": "127.0.0.1:1"}, []) == {}
+
+
+def test_low_is_where_deleted_records_end(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill("a", "b", "c")
+    delete_records(kafka, topic, 2)
+    assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 2, 3),)
+
+
+def test_the_end_is_before_an_open_transaction(
+    kafka: dict[str, str], topic: str, fill: Fill, transactional: Producer
+) -> None:
+    fill("committed")
+    transactional.begin_transaction()
+    transactional.produce(topic, "open", partition=0)
+    transactional.flush(10)
+
+    assert topic_states(kafka, [topic])[topic].partitions[0].end == 1
+    assert topics.high_watermark(kafka, topic, 0) == 2
+
+    transactional.commit_transaction(10)
+    # One offset more than records: the transaction's marker.
+    await_end(kafka, topic, 3)
+
+
+def test_a_topic_that_is_created_again_has_another_id(kafka: dict[str, str], topic: str) -> None:
+    before = topic_states(kafka, [topic])[topic].topic_id
+    delete_topic(kafka, topic)
+    assert topic_states(kafka, [topic]) == {}
+    assert create_topic(kafka, topic, 1, 1, {}).topic_id != before
+
+
+def test_deleting_a_missing_topic_is_no_error(kafka: dict[str, str], unique: str) -> None:
+    delete_topic(kafka, unique)
+
+
+def test_creating_a_topic_that_is_there_gives_its_state(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill("a")
+    again = create_topic(kafka, topic, 5, 1, {})
+    assert again.partitions == (PartitionState(0, 0, 1),)
+
+
+def test_a_created_topic_has_its_configuration(kafka: dict[str, str], unique: str) -> None:
+    created = create_topic(kafka, unique, 3, 1, {"max.message.bytes": "12345"})
+    assert [item.partition for item in created.partitions] == [0, 1, 2]
+    assert topics.max_message_bytes(kafka, unique) == 12345
+
+
+def test_a_refused_creation_says_why(kafka: dict[str, str], unique: str) -> None:
+    with pytest.raises(KafkaError, match=r"no\.such\.property"):
+        create_topic(kafka, unique, 1, 1, {"no.such.property": "1"})
+    with pytest.raises(KafkaError, match=r"(?i)replication"):
+        create_topic(kafka, unique, 1, 3, {})
+
+
+def test_offsets_at_a_time_are_the_first_at_or_after_it(kafka: dict[str, str], topic: str, fill: Fill) -> None:
+    fill(*({"value": str(time), "timestamp": time} for time in (1000, 2000, 3000)))
+    assert [topics.offsets_at(kafka, topic, time) for time in (0, 2000, 2001, 3001)] == [{0: 0}, {0: 1}, {0: 2}, {0: 3}]
+
+
+def test_no_broker_is_reported_in_time_and_by_address() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(BrokerUnavailable, match=address):
+            topic_states({"bootstrap.servers": address}, ["orders"], timeout=1.0)
+        assert time.monotonic() - began < 10
+
+
+def test_a_broker_that_accepts_and_says_nothing_is_reported_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(BrokerUnavailable, match=address):
+            topic_states({"bootstrap.servers": address}, ["orders"], timeout=1.0)
+
+
+def test_an_unknown_property_is_named() -> None:
+    with pytest.raises(KafkaError, match=r"no\.such\.property"):
+        topic_states({"bootstrap.servers": "127.0.0.1:1", "no.such.property": "1"}, ["orders"])
+
+
+def test_nothing_is_written_to_stderr_when_the_broker_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BrokerUnavailable):
+        topic_states({"bootstrap.servers": "127.0.0.1:1"}, ["orders"], timeout=1.0)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_version_of_the_library_below() -> None:
+    assert librdkafka_version().count(".") >= 2
