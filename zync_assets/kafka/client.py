@@ -80,6 +80,8 @@ class Connection:
         self.servers = servers(kafka)
         self.trouble: ClientError | None = None
         dropped = set(owned) | {ALIASES[name] for name in owned if name in ALIASES}
+        # Nothing here is transactional: a marker would take an offset.
+        dropped.add("transactional.id")
         users = {name: value for name, value in kafka.items() if name not in dropped}
         self.properties: dict[str, Any] = {
             **RECONNECT,

@@ -181,7 +181,8 @@ class _Admin:
     """An admin client that is kept: connecting takes longer than any of its answers."""
 
     def __init__(self, kafka: Mapping[str, str]) -> None:
-        self.connection = Connection(kafka, {})
+        # librdkafka's admin client is a producer, and checks a producer's properties.
+        self.connection = Connection(kafka, {"enable.idempotence": False, "enable.gapless.guarantee": False})
         try:
             self.client = AdminClient(self.connection.properties)
         except (KafkaException, ValueError) as error:

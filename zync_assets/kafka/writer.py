@@ -1,0 +1,289 @@
+"""Writes records to one partition so that record k lands at offset k, or finds out that it did not.
+
+Kafka can't be told to write at an offset. So: one idempotent producer that sends in order and stops at the
+first record that is not accepted (KIP-98's sequence numbers, with librdkafka's gapless guarantee on top),
+sizes that are checked before anything is sent, and a delivery report for every record whose offset must be
+the expected one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, Message, Producer
+
+from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
+from zync_assets.kafka.client import Connection
+from zync_assets.kafka.topics import high_watermark, max_message_bytes
+
+STALLED = 120.0
+"""Seconds without a delivery after which the broker counts as gone."""
+
+CHUNK_RECORDS = 2000
+CHUNK_BYTES = 4 << 20
+QUEUE_RECORDS = 100_000
+QUEUE_BYTES = 64 << 20
+"""Records are handed over by the chunk; so many, and so many bytes, may wait for their report."""
+
+BATCH_OVERHEAD = 61
+"""Bytes of a record batch before its records (message format v2)."""
+
+_PROMISES: Mapping[str, Any] = {
+    "enable.idempotence": True,
+    "enable.gapless.guarantee": True,
+    "acks": "all",
+    "max.in.flight": 5,
+    # A record never times out: giving up is decided here, for all of them at once.
+    "message.timeout.ms": 0,
+    "retries": 2147483647,
+    # What waits is bounded here. A full queue would refuse one record and take the next.
+    "queue.buffering.max.messages": 0,
+    "queue.buffering.max.kbytes": 1 << 21,
+    "delivery.report.only.error": False,
+}
+
+
+def write_in_order(
+    kafka: Mapping[str, str],
+    topic: str,
+    partition: int,
+    first_offset: int,
+    batches: Iterable[pa.RecordBatch],
+) -> int:
+    """Write all records of ``batches`` at the offsets from ``first_offset`` on; return the next offset.
+
+    A batch has the columns ``key`` and ``value`` (binary) and may have ``headers`` (list of structs of key
+    and value). When this returns, every record has been acknowledged by all replicas in sync, at its own
+    offset. When it raises, those that were written are a prefix.
+
+    Raises ForeignRecord if another writer's record is in the way, DataLoss if the topic ends before
+    ``first_offset``, RecordTooLarge before anything of that batch is sent, TopicMissing, and
+    BrokerUnavailable after two minutes without a delivery.
+    """
+    limit = max_message_bytes(kafka, topic)
+    _check_end(topic, partition, first_offset, high_watermark(kafka, topic, partition))
+    writer = _Writer(kafka, topic, partition, first_offset, limit)
+    try:
+        for batch in batches:
+            _check_sizes(batch, topic, partition, writer.sent, limit)
+            for chunk in _chunks(batch, alone=writer.sent == first_offset):
+                writer.send(chunk)
+                if writer.sent == first_offset + 1:
+                    # A broker that knows nothing of a producer takes any sequence number. Were the first record
+                    # refused with others in flight behind it, one of those would get its offset.
+                    writer.drain()
+        writer.drain()
+    except BaseException:
+        writer.drop()
+        raise
+    if writer.unverified:
+        _check_end(topic, partition, writer.sent, high_watermark(kafka, topic, partition))
+    return writer.sent
+
+
+def _check_end(topic: str, partition: int, expected: int, end: int) -> None:
+    if end > expected:
+        raise _foreign(topic, partition, expected)
+    if end < expected:
+        raise DataLoss(
+            f"{topic}/{partition} ends at offset {end}, before {expected}, up to which records were published: "
+            f"it was truncated or created again; rebuild it with: zync to-kafka --recreate {topic}"
+        )
+
+
+def _foreign(topic: str, partition: int, offset: int) -> ForeignRecord:
+    return ForeignRecord(
+        f"{topic}/{partition} holds a record at offset {offset} that was not published from here: another producer "
+        f"writes to {topic}; stop it, then rebuild the topic with: zync to-kafka --recreate {topic}"
+    )
+
+
+class _Writer:
+    """The producer and how far it is: ``sent`` and ``confirmed`` are the next offset to send and to be
+    confirmed."""
+
+    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first_offset: int, limit: int) -> None:
+        self.sent = first_offset
+        self.confirmed = first_offset
+        self.unverified = False
+        self._topic = topic
+        self._partition = partition
+        self._doing = f"writing {topic}/{partition}"
+        self._failure: KafkaError | None = None
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting_bytes = 0
+        # librdkafka takes 1000 bytes at least.
+        sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
+        self._connection = Connection(kafka, {**_PROMISES, **sizes})
+        try:
+            self._producer = Producer(self._connection.properties)
+        except (KafkaException, ValueError) as error:
+            cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
+            raise self._connection.error(cause, "setting up a producer") from None
+
+    def send(self, chunk: pa.RecordBatch) -> None:
+        """Hand over the records of ``chunk``, once there is room for them."""
+        while self.sent - self.confirmed > QUEUE_RECORDS or self._waiting_bytes > QUEUE_BYTES:
+            self._wait()
+        keys, values = chunk["key"].to_pylist(), chunk["value"].to_pylist()
+        try:
+            if _has_headers(chunk):
+                self._produce_each(keys, values, chunk["headers"].to_pylist())
+            else:
+                records = [{"key": key, "value": value} for key, value in zip(keys, values, strict=True)]
+                taken = self._producer.produce_batch(
+                    self._topic, records, partition=self._partition, on_delivery=self._delivered
+                )
+                if taken != len(records):
+                    refused = next(str(record["_error"]) for record in records if "_error" in record)
+                    raise KafkaError(f"{self._doing}: a record was refused: {refused}; run it again")
+        except (KafkaException, BufferError) as error:
+            cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
+            raise self._failure or self._connection.error(cause, self._doing, self._topic) from None
+        self.sent += len(chunk)
+        self._waiting.append((self.sent, chunk.nbytes))
+        self._waiting_bytes += chunk.nbytes
+        self._serve(0)
+
+    def _produce_each(
+        self, keys: Sequence[bytes | None], values: Sequence[bytes | None], headers: Sequence[Any]
+    ) -> None:
+        for key, value, pairs in zip(keys, values, headers, strict=True):
+            self._producer.produce(
+                self._topic,
+                value,
+                key,
+                self._partition,
+                on_delivery=self._delivered,
+                headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
+            )
+
+    def drain(self) -> None:
+        """Wait until all that was sent is confirmed."""
+        while self.confirmed < self.sent:
+            self._wait()
+
+    def drop(self) -> None:
+        """Send nothing more. What is on its way may still arrive, as a prefix."""
+        self._producer.purge()
+        self._producer.poll(0)
+
+    def _wait(self) -> None:
+        """Wait for a report; BrokerUnavailable if there is none for too long."""
+        give_up = time.monotonic() + STALLED
+        before = self.confirmed
+        while self.confirmed == before:
+            self._serve(0.2)
+            if time.monotonic() > give_up:
+                raise BrokerUnavailable(
+                    f"{self._connection.unavailable(self._doing)}; records up to offset {self.confirmed} are written"
+                )
+
+    def _serve(self, timeout: float) -> None:
+        try:
+            self._producer.poll(timeout)
+        except KafkaException as error:
+            raise self._failure or self._refused(error.args[0]) from None
+        if self._failure is not None:
+            raise self._failure
+        while self._waiting and self._waiting[0][0] <= self.confirmed:
+            self._waiting_bytes -= self._waiting.popleft()[1]
+
+    def _delivered(self, error: ClientError | None, message: Message) -> None:
+        # Called for every record: the usual case first, and no more than it needs.
+        offset = message.offset()
+        if error is None and offset == self.confirmed:
+            self.confirmed += 1
+        elif self._failure is not None:
+            pass
+        elif error is not None:
+            self._failure = self._refused(error)
+        elif offset is None or offset < 0:
+            # The answer to the first try was lost and the broker had the record already; it doesn't say where.
+            self.confirmed += 1
+            self.unverified = True
+        else:
+            self._failure = _foreign(self._topic, self._partition, self.confirmed)
+
+    def _refused(self, error: ClientError) -> KafkaError:
+        if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
+            return RecordTooLarge(
+                f"{self._topic}/{self._partition} did not take the record at offset {self.confirmed}: {error.str()}; "
+                f"raise max.message.bytes of {self._topic}"
+            )
+        return self._connection.error(error, f"{self._doing} at offset {self.confirmed}", self._topic)
+
+
+def _has_headers(batch: pa.RecordBatch) -> bool:
+    return "headers" in batch.schema.names and batch["headers"].null_count < len(batch)
+
+
+def _lengths(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
+    lengths = pc.call_function("binary_length", [column])
+    return pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Per record the bytes of its key, value and headers, without the lengths between them."""
+    sizes = _lengths(batch["key"]) + _lengths(batch["value"])
+    if _has_headers(batch):
+        headers = batch["headers"]
+        keys, values = pc.call_function("list_flatten", [headers]).flatten()
+        owners = pc.call_function("list_parent_indices", [headers]).to_numpy(zero_copy_only=False)
+        np.add.at(sizes, owners, _lengths(keys) + _lengths(values) + 10)
+    return sizes
+
+
+def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:
+    """RecordTooLarge if any record, in a batch of its own, is larger than the topic takes."""
+    payloads = _payloads(batch)
+    # Lengths and deltas take at most 36 bytes: only what is that near to the limit is worth an exact look.
+    for index in np.flatnonzero(payloads + BATCH_OVERHEAD + 36 > limit):
+        size = batch_size(batch.slice(int(index), 1).to_pylist()[0])
+        if size > limit:
+            raise RecordTooLarge(
+                f"the record for offset {first + int(index)} of {topic}/{partition} takes {size} bytes, and {topic} "
+                f"takes {limit} at most (max.message.bytes); raise it to {size} or more, then run it again"
+            )
+
+
+def batch_size(record: Mapping[str, Any]) -> int:
+    """The bytes of a record batch that holds one record: the message format v2, uncompressed.
+
+    ``record`` has ``key``, ``value`` and perhaps ``headers``.
+    """
+    body = 1 + 1 + 1  # attributes, timestamp delta 0, offset delta 0
+    for part in (record["key"], record["value"]):
+        body += _varint(-1) if part is None else _varint(len(part)) + len(part)
+    headers = record.get("headers") or []
+    body += _varint(len(headers))
+    for header in headers:
+        name, value = header["key"].encode(), header["value"]
+        body += _varint(len(name)) + len(name)
+        body += _varint(-1) if value is None else _varint(len(value)) + len(value)
+    return BATCH_OVERHEAD + _varint(body) + body
+
+
+def _varint(number: int) -> int:
+    """The bytes of a zigzag varint."""
+    zigzag = (number << 1) ^ (number >> 63)
+    return max(1, (zigzag.bit_length() + 6) // 7)
+
+
+def _chunks(batch: pa.RecordBatch, *, alone: bool) -> Iterator[pa.RecordBatch]:
+    """``batch`` cut into chunks of bounded count and size; ``alone``: its first record by itself."""
+    ends = np.cumsum(_payloads(batch))
+    start = 0
+    while start < len(batch):
+        before = int(ends[start - 1]) if start else 0
+        fits = int(np.searchsorted(ends, before + CHUNK_BYTES, side="right"))
+        stop = start + 1 if alone and start == 0 else max(start + 1, min(fits, start + CHUNK_RECORDS))
+        yield batch.slice(start, stop - start)
+        start = stop
