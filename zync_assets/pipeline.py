@@ -1,6 +1,6 @@
 """The model of a pipeline file: what was asked for, checked, with defaults filled in.
 
-``pipeline_file.load`` makes it. Everything here is plain frozen data that pickles, so that Spark's executors can have it.
+``pipeline_file.load`` makes it. All of it is plain frozen data that pickles, so that Spark's executors can have it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Pipeline:
     kafka: Mapping[str, str] = field(repr=False)
     registry: RegistryConfig | None
     lake: str
-    spark: Mapping[str, str]
+    spark: Mapping[str, str] = field(repr=False)
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     rules: tuple[Rule, ...]

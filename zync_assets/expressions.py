@@ -1,0 +1,277 @@
+"""Spark SQL expressions of a pipeline file, checked without Spark.
+
+An expression sees one record (``kafka``, ``key``, ``value``) or named records (``left``, ``right``, ``in``) with these
+three inside. It must be one deterministic expression over them: no query, aggregate, window or function that makes
+rows, nothing of the clock or of chance. What is not checked here is types and fields, which are known only when data
+is there.
+
+``in``, ``left`` and ``right`` are keywords that Spark takes as column names all the same; so do these functions. Names
+are case-insensitive, as in Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sqlglot import exp
+from sqlglot.dialects.spark import Spark
+from sqlglot.errors import ParseError, TokenError
+from sqlglot.tokens import Token, TokenType
+
+from zync_assets import spark_functions as functions
+from zync_assets.yaml_fields import suggestion
+
+RECORD_ROOTS = ("kafka", "key", "value")
+KAFKA_FIELDS = ("topic", "partition", "offset", "timestamp", "time", "headers")
+MAX_LENGTH = 20_000
+
+_STRINGS = (TokenType.STRING, TokenType.RAW_STRING)
+_TIME_LITERALS = ("date", "timestamp", "timestamp_ltz", "timestamp_ntz")
+_CLOCK_WORDS = ("now", "today", "tomorrow", "yesterday")
+_PATTERN_WORDS = ("like", "ilike", "rlike", "=", "==", "<>", "!=", "<", ">", "<=", ">=")
+# What may stand before a parenthesis and is no function: type names and keywords.
+_NOT_FUNCTIONS = frozenset(
+    # Types first, then words of predicates and of clauses.
+    ("character", "dec", "numeric", "char", "varchar", "time", "and", "or", "not", "in", "like", "ilike", "on", "group")
+)
+
+
+class SqlProblem(ValueError):
+    """A text that is no expression; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A text with its tokens and its tree."""
+
+    sql: str
+    tokens: tuple[Token, ...]
+    tree: exp.Expr
+
+
+def parse(sql: str) -> Expression:
+    """One expression. Raises SqlProblem, also for a query, an alias, a star or a comment."""
+    if len(sql) > MAX_LENGTH:
+        raise SqlProblem(f"is longer than {MAX_LENGTH} characters")
+    try:
+        tokens = Spark().tokenize(sql)
+        _check_tokens(tokens)
+        trees = Spark().parser().parse(tokens, sql)
+    except TokenError:
+        raise SqlProblem("does not parse: a quote or a comment is not closed") from None
+    except ParseError as error:
+        raise SqlProblem(_readable(error)) from None
+    except RecursionError:
+        raise SqlProblem("does not parse: nested too deep") from None
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        if isinstance(error, SqlProblem):
+            raise
+        # Some malformed texts get past the parser's own checks.
+        raise SqlProblem("does not parse") from None
+    tree = trees[0] if len(trees) == 1 else None
+    if tree is None:
+        raise SqlProblem("must be one expression")
+    _check_tree(tree)
+    return Expression(sql, tuple(tokens), tree)
+
+
+def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
+    """What is wrong with an expression in a place where only ``allowed_roots`` can be named; empty: nothing."""
+    try:
+        expression = parse(sql)
+    except SqlProblem as problem:
+        return [str(problem)]
+    found = list(_function_problems(expression.tokens))
+    if not found:
+        # A function without parentheses looks like a column; one problem for it is enough.
+        found.extend(_column_problems(expression.tree, allowed_roots))
+    return list(dict.fromkeys(found))
+
+
+def columns(tree: exp.Expr) -> Iterator[tuple[str, ...]]:
+    """The columns that a tree names, as their parts, up to four; variables of lambda functions are left out."""
+    for column in tree.find_all(exp.Column):
+        parts = tuple(part.name for part in column.parts)
+        bound = {
+            variable.name.lower()
+            for parent in _parents(column)
+            if isinstance(parent, exp.Lambda)
+            for variable in parent.expressions
+        }
+        if parts and parts[0].lower() not in bound:
+            yield parts
+
+
+def roots(tree: exp.Expr) -> frozenset[str]:
+    """The first parts of all columns, in lower case."""
+    return frozenset(parts[0].lower() for parts in columns(tree))
+
+
+def _parents(node: exp.Expr) -> Iterator[exp.Expr]:
+    parent = node.parent
+    while parent is not None:
+        yield parent
+        parent = parent.parent
+
+
+def _check_tokens(tokens: Sequence[Token]) -> None:
+    if not tokens:
+        raise SqlProblem("is empty")
+    for index, token in enumerate(tokens):
+        if token.comments or token.token_type == TokenType.HINT:
+            raise SqlProblem("holds a comment; write it after # outside the expression")
+        if token.token_type == TokenType.SEMICOLON:
+            raise SqlProblem("must be one expression without `;`")
+        if token.token_type in (TokenType.PLACEHOLDER, TokenType.PARAMETER):
+            raise SqlProblem(f"holds the parameter marker `{token.text}`, which nothing can fill")
+        typed = token.token_type in _STRINGS and index > 0 and tokens[index - 1].text.lower() in _TIME_LITERALS
+        if typed and token.text.strip().lower().startswith(_CLOCK_WORDS):
+            raise SqlProblem(_not_deterministic(f"{tokens[index - 1].text} '{token.text}'"))
+    first = tokens[0]
+    called = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN
+    if first.token_type in _STATEMENTS and not called:
+        raise SqlProblem(f"must be an expression, not a statement (`{first.text}`)")
+
+
+_STATEMENTS = frozenset(
+    {
+        TokenType.COMMAND,
+        TokenType.SHOW,
+        TokenType.SELECT,
+        TokenType.WITH,
+        TokenType.FROM,
+        *Spark.Parser.STATEMENT_PARSERS,
+    }
+)
+
+_FORBIDDEN: tuple[tuple[type[exp.Expr], str], ...] = (
+    (exp.Query, "must not hold a query; it sees one record only"),
+    (exp.Window, "must not hold a window function; it sees one record only"),
+    (exp.Star, "must not hold `*`; name the fields"),
+    (exp.Placeholder, "must not hold a parameter marker"),
+    (exp.Parameter, "must not hold a parameter marker"),
+    (exp.Command, "must be an expression, not a statement"),
+)
+
+
+def _check_tree(tree: exp.Expr) -> None:
+    if isinstance(tree, exp.Alias | exp.Aliases):
+        raise SqlProblem("must not have an alias; the name is the mapping's key")
+    for node in tree.walk():
+        for forbidden, message in _FORBIDDEN:
+            if isinstance(node, forbidden):
+                raise SqlProblem(message)
+    # Aggregates with their clauses pass here: they are refused by name, which makes the better message.
+    if not isinstance(tree, exp.Condition | exp.Interval | exp.Tuple | exp.Filter | exp.WithinGroup | exp.IgnoreNulls):
+        raise SqlProblem("must be one expression, not a statement or a list")
+
+
+def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
+    for index, token in enumerate(tokens):
+        quoted = token.token_type == TokenType.IDENTIFIER
+        name = token.text.lower()
+        before = tokens[index - 1] if index else None
+        after = tokens[index + 1] if index + 1 < len(tokens) else None
+        if before is not None and before.token_type == TokenType.DOT:
+            continue
+        if after is None or after.token_type != TokenType.L_PAREN:
+            is_field = after is not None and after.token_type == TokenType.DOT
+            if (
+                name in functions.WITHOUT_PARENTHESES
+                and not quoted
+                and not is_field
+                and token.token_type not in _STRINGS
+            ):
+                yield _not_deterministic(name)
+            continue
+        if token.token_type in _STRINGS or (
+            before is not None and before.text.lower() in _PATTERN_WORDS and name in ("any", "some", "all")
+        ):
+            continue
+        if name in functions.NON_DETERMINISTIC:
+            yield _not_deterministic(f"{name}()")
+        elif name in functions.NEEDED_ARGUMENTS:
+            if _arguments(tokens, index + 1) < functions.NEEDED_ARGUMENTS[name]:
+                needed = functions.NEEDED_ARGUMENTS[name]
+                yield f"`{name}()` is not deterministic with fewer than {needed} argument{'s' * (needed > 1)}"
+        elif name in functions.AGGREGATES:
+            yield f"`{name}()` is an aggregate; an expression sees one record only{_array_cure(name)}"
+        elif name in functions.GENERATORS:
+            yield f"`{name}()` makes rows; a rule makes one output of what it takes"
+        elif name in functions.WINDOWS:
+            yield f"`{name}()` is a window function; an expression sees one record only"
+        elif (token.token_type == TokenType.VAR or quoted) and name not in functions.ALL and name not in _NOT_FUNCTIONS:
+            yield f"Spark has no function `{name}`{suggestion(name, functions.OTHERS)}"
+
+
+def _array_cure(name: str) -> str:
+    cures = {
+        "max": "array_max or greatest",
+        "min": "array_min or least",
+        "sum": "aggregate",
+        "count": "size",
+        "first": "element_at",
+    }
+    return f" (of an array: {cures[name]})" if name in cures else ""
+
+
+def _not_deterministic(name: str) -> str:
+    return f"`{name}` is not deterministic; use what the record holds, such as kafka.time"
+
+
+def _arguments(tokens: Sequence[Token], opening: int) -> int:
+    """The number of arguments of the call whose parenthesis opens there."""
+    depth, commas = 0, 0
+    for index in range(opening, len(tokens)):
+        kind = tokens[index].token_type
+        if kind in (TokenType.L_PAREN, TokenType.L_BRACKET):
+            depth += 1
+        elif kind in (TokenType.R_PAREN, TokenType.R_BRACKET):
+            depth -= 1
+            if depth == 0:
+                return 0 if index == opening + 1 else commas + 1
+        elif kind == TokenType.COMMA and depth == 1:
+            commas += 1
+    return commas + 1
+
+
+def _column_problems(tree: exp.Expr, allowed: Sequence[str]) -> Iterator[str]:
+    for parts in columns(tree):
+        name, root = ".".join(parts), parts[0].lower()
+        if root not in allowed:
+            yield f"`{name}` is not known here; {_cure(name, root, parts, allowed)}"
+            continue
+        record = parts if root in RECORD_ROOTS else parts[1:]
+        if record and record[0].lower() not in RECORD_ROOTS:
+            fields = ", ".join(f"{root}.{field}" for field in RECORD_ROOTS)
+            yield f"`{name}` is not known; a record has {fields}{suggestion(record[0], RECORD_ROOTS)}"
+        elif len(record) > 1 and record[0].lower() == "kafka" and record[1].lower() not in KAFKA_FIELDS:
+            yield f"`{name}` is not known; kafka has {', '.join(KAFKA_FIELDS)}{suggestion(record[1], KAFKA_FIELDS)}"
+
+
+def _cure(name: str, root: str, parts: Sequence[str], allowed: Sequence[str]) -> str:
+    if root in RECORD_ROOTS:
+        return f"write {' or '.join(f'`{side}.{name}`' for side in allowed)}"
+    if root in ("in", "left", "right"):
+        if "value" in allowed:
+            rest = ".".join(parts[1:])
+            return f"write `{rest}`" if rest else "`where` sees kafka, key and value of one record"
+        return f"write {' or '.join(f'`{side}`' for side in allowed)} in place of `{root}`"
+    known = allowed if "value" in allowed else [f"{side}.{field}" for side in allowed for field in RECORD_ROOTS]
+    quotes = f" (text is written '{name}')" if len(parts) == 1 else ""
+    return f"known here: {', '.join(known)}{quotes}{suggestion(root, allowed)}"
+
+
+def _readable(error: ParseError) -> str:
+    first = error.errors[0] if error.errors else {}
+    description, near = str(first.get("description", "")), str(first.get("highlight", ""))
+    line, column = int(first.get("line") or 1), int(first.get("col") or 0)
+    place = f"at character {max(column - len(near) + 1, 1)}" + (f" of its line {line}" if line > 1 else "")
+    if description.startswith("Required keyword"):
+        return f"does not parse: something is missing next to `{near}` {place}"
+    if description.startswith("Expecting "):
+        return f"does not parse: `{description.removeprefix('Expecting ')}` is missing after `{near}` {place}"
+    if description.startswith("Expected TYPE"):
+        return f"does not parse: `{near}` {place} is no type of Spark SQL"
+    return f"does not parse: `{near}` {place} can't stand there"

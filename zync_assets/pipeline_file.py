@@ -1,0 +1,153 @@
+"""A pipeline file, read and checked: every problem of the file at once, with its line, its key and what would be right.
+
+Needs no JVM and no network. What only data or a broker can tell (fields of records, types of join keys) is checked
+later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from zync_assets.errors import PipelineFileError, Problem
+from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, Rule
+from zync_assets.pipeline_rules import read_rules
+from zync_assets.pipeline_topics import read_inputs, read_outputs
+from zync_assets.yaml_fields import Fields, kind, suggestion, tables
+from zync_assets.yaml_source import Items, Scalar, Table, read
+
+DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
+DEFAULT_REGISTRY = "http://localhost:8081"
+DEFAULT_LAKE = "./lake"
+DEFAULT_SETTLE_SECONDS = 45.0
+
+_KEYS = ("name", "kafka", "registry", "lake", "spark", "settle", "inputs", "outputs", "output", "transforms")
+_HINTS = {"input": "write inputs:", "rules": "write transforms:"}
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
+    """The pipeline of a file. Raises PipelineFileError with all problems, in the order of their lines."""
+    node, problems = read(path, env)
+    if isinstance(node, Table):
+        pipeline = _pipeline(Fields(node, "", problems, _KEYS, _HINTS), path)
+        if not problems:
+            return pipeline
+    elif not problems:
+        empty = node is None or (isinstance(node, Scalar) and node.value is None)
+        found = "is empty" if empty or node is None else f"must be a mapping, not {kind(node)}"
+        problems.append(Problem(1, "", f"{found}; a pipeline has inputs:, outputs: and transforms:"))
+    # A key that is read twice reports its problem twice.
+    raise PipelineFileError(str(path), sorted(dict.fromkeys(problems), key=lambda problem: problem.line))
+
+
+def _pipeline(fields: Fields, path: Path) -> Pipeline:
+    name = _name(fields, path)
+    kafka = _properties(fields, "kafka")
+    # librdkafka knows it by two names, and takes the union of both.
+    if "metadata.broker.list" not in kafka:
+        kafka.setdefault("bootstrap.servers", DEFAULT_BOOTSTRAP_SERVERS)
+    lake = _lake(fields, path)
+    spark = _spark(fields)
+    settle = fields.number("settle")
+    inputs, input_lines = read_inputs(fields)
+    outputs = read_outputs(fields, input_lines)
+    rules = _rules(fields, inputs, outputs)
+    good_inputs = tuple(item for item in inputs.values() if item is not None)
+    good_outputs = tuple(item for item in outputs.values() if item is not None)
+    sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
+    registry = _registry(fields, needed=any(side.format == "avro" for side in sides))
+    return Pipeline(
+        name=name,
+        path=path.resolve(),
+        kafka=kafka,
+        registry=registry,
+        lake=lake,
+        spark=spark,
+        inputs=good_inputs,
+        outputs=good_outputs,
+        rules=rules,
+        settle_seconds=DEFAULT_SETTLE_SECONDS if settle is None else settle,
+    )
+
+
+def _name(fields: Fields, path: Path) -> str:
+    name = fields.text("name") if "name" in fields else None
+    if name is None:
+        return re.sub(r"[^A-Za-z0-9._-]", "_", path.stem) or "pipeline"
+    if not _NAME.fullmatch(name):
+        fields.problem("name", "must consist of letters, digits, `.`, `_` and `-`")
+    return name
+
+
+def _properties(fields: Fields, key: str) -> dict[str, str]:
+    table = fields.table(key)
+    return {} if table is None else Fields(table, key, fields.problems, None).flat()
+
+
+def _registry(fields: Fields, needed: bool) -> RegistryConfig | None:
+    table = fields.table("registry")
+    if table is None:
+        return RegistryConfig(DEFAULT_REGISTRY) if needed else None
+    registry = Fields(table, "registry", fields.problems, None)
+    properties = registry.flat()
+    url = properties.pop("url", DEFAULT_REGISTRY)
+    if not re.match(r"https?://[^\s/]", url):
+        registry.problem("url", "must begin with http:// or https:// and a host")
+    return RegistryConfig(url, properties)
+
+
+def _lake(fields: Fields, path: Path) -> str:
+    text = fields.text("lake") if "lake" in fields else DEFAULT_LAKE
+    if text is None:
+        return ""
+    uri = _URI.match(text)
+    if uri is not None and uri[1].lower() != "file":
+        if not text[uri.end() :].strip("/"):
+            fields.problem("lake", "names no bucket or folder; write it as in s3://bucket/folder")
+        return text.rstrip("/")
+    if uri is not None:
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            fields.problem("lake", "a file: URI needs an absolute path, as in file:///data/lake; or write a folder")
+        text = unquote(parts.path)
+    try:
+        return str((path.absolute().parent / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError):
+        fields.problem("lake", "is no path that this system takes; write a folder")
+        return ""
+
+
+def _spark(fields: Fields) -> dict[str, str]:
+    table = fields.table("spark")
+    if table is None:
+        return {"master": "local[*]"}
+    spark = Fields(table, "spark", fields.problems, None)
+    found = spark.flat()
+    for key in spark.entries:
+        if key in ("spark.master", "spark.remote"):
+            spark.problem(key, f"write {key.removeprefix('spark.')}:")
+        elif key not in ("master", "remote") and not key.startswith("spark."):
+            near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
+            spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
+    if "master" in spark and "remote" in spark:
+        spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
+    if "master" not in spark and "remote" not in spark:
+        found["master"] = "local[*]"
+    return found
+
+
+def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, Output | None]) -> tuple[Rule, ...]:
+    node = fields.node("transforms")
+    if node is None:
+        fields.problem("transforms", "is missing; write a list of rules, each with type: denorm or type: stateless")
+        return ()
+    if not isinstance(node, Items) or not node.items:
+        found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
+        fields.problem("transforms", f"{found}; write at least one rule, with type: denorm or type: stateless")
+        return ()
+    return read_rules(tables(node, "transforms", fields.problems), inputs, outputs, fields.problems)

@@ -1,0 +1,213 @@
+"""The ``transforms`` of a pipeline file, as rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zync_assets.errors import Problem
+from zync_assets.expressions import RECORD_ROOTS, check_expression
+from zync_assets.join_on import split_join
+from zync_assets.pipeline import Denorm, Input, Output, Rule, Shape, SideFormat, Stateless
+from zync_assets.rule_reach import leaves_nothing
+from zync_assets.yaml_fields import Fields, kind, listed, suggestion
+from zync_assets.yaml_source import Node, Scalar, Table
+
+_KEYS = ("name", "type", "where", "left", "right", "join-on", "in", "out", "key", "value")
+_TYPES = ("denorm", "stateless")
+_HINTS = {
+    "zed": "write key: and value: with Spark SQL expressions",
+    "select": "write key: and value: with Spark SQL expressions",
+    "on": "write join-on:",
+    "output": "write out:",
+    "input": "write in:",
+}
+_MISSING_KEY = "write one expression or a mapping, or `key: null` for records without a key"
+_MISSING_VALUE = "write one expression or a mapping, or `value: null` for a tombstone"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A rule with where it stands, and which conditions on which topics could be read."""
+
+    rule: Rule
+    fields: Fields
+    conditions: Mapping[str, str | None]
+
+
+def read_rules(
+    tables: list[tuple[str, Table]],
+    inputs: Mapping[str, Input | None],
+    outputs: Mapping[str, Output | None],
+    problems: list[Problem],
+) -> tuple[Rule, ...]:
+    """The rules that could be made; ``inputs`` and ``outputs`` by topic, None where one has problems of its own."""
+    placed: list[_Placed] = []
+    names: dict[str, int] = {}
+    for position, (path, table) in enumerate(tables, start=1):
+        fields = Fields(table, path, problems, _KEYS, _HINTS)
+        found = _read_rule(fields, position, inputs, outputs)
+        name = fields.text("name") if "name" in fields else None
+        if name is not None and ("\n" in name or len(name) > 200):
+            fields.problem("name", "must be one line of at most 200 characters")
+        name = name or f"{position}-{fields.text('type') if fields.node('type') else 'rule'}"
+        if name in names:
+            fields.problem("name", f"the rule on line {names[name]} is called `{name}` already; names are unique")
+        names.setdefault(name, fields.line_of("name"))
+        if found is not None:
+            placed.append(found)
+    _check_reach(placed)
+    return tuple(item.rule for item in placed)
+
+
+def _read_rule(
+    fields: Fields, position: int, inputs: Mapping[str, Input | None], outputs: Mapping[str, Output | None]
+) -> _Placed | None:
+    before = len(fields.problems)
+    kind_of_rule = _rule_type(fields)
+    if kind_of_rule is None:
+        return None
+    name = (fields.text("name") if "name" in fields else None) or f"{position}-{kind_of_rule}"
+    out = _topic(fields, "out", outputs, inputs, "output", "input")
+    output = outputs.get(out) if out is not None else None
+    sides = ("left", "right") if kind_of_rule == "denorm" else ("in",)
+    key = _shape_of(fields, "key", sides, _MISSING_KEY, output.key if output else None)
+    value = _shape_of(fields, "value", sides, _MISSING_VALUE, output.value if output else None)
+    if kind_of_rule == "stateless":
+        _refuse(
+            fields,
+            ("left", "right", "join-on"),
+            "belongs to a rule of type denorm; a stateless rule has `in`",
+        )
+        topic = _topic(fields, "in", inputs, outputs, "input", "output")
+        where = _where(fields)
+        if len(fields.problems) > before or topic is None or out is None:
+            return None
+        return _Placed(Stateless(name, topic, out, where, key, value), fields, {topic: where})
+    _refuse(fields, ("in",), "belongs to a rule of type stateless; a denorm rule has `left` and `right`")
+    left = _topic(fields, "left", inputs, outputs, "input", "output")
+    right = _topic(fields, "right", inputs, outputs, "input", "output")
+    if left is not None and left == right:
+        fields.problem("right", f"is the topic that `left` names, `{left}`; a denorm rule joins two topics")
+    pairs = ()
+    join_on = fields.text("join-on", "write an equality of the two sides, such as left.key.ID = right.value.after.ID")
+    if join_on is not None:
+        pairs, found = split_join(join_on)
+        for message in found:
+            fields.problem("join-on", message)
+    where_left, where_right = _where_sides(fields)
+    if len(fields.problems) > before or left is None or right is None or out is None:
+        return None
+    rule = Denorm(name, left, right, pairs, out, where_left, where_right, key, value)
+    return _Placed(rule, fields, {left: where_left, right: where_right})
+
+
+def _rule_type(fields: Fields) -> str | None:
+    word = fields.text("type", f"write one of {listed(_TYPES)}")
+    if word is None or word in _TYPES:
+        return word
+    fields.problem("type", f"is no type of rule; known: {listed(_TYPES)}{suggestion(word, _TYPES)}")
+    return None
+
+
+def _refuse(fields: Fields, keys: tuple[str, ...], message: str) -> None:
+    for key in keys:
+        if key in fields:
+            fields.problem(key, message)
+
+
+def _topic(
+    fields: Fields, key: str, known: Mapping[str, object], others: Mapping[str, object], noun: str, other: str
+) -> str | None:
+    topic = fields.text(key, f"name a topic of {noun}s ({listed(known)})")
+    if topic is None or topic in known:
+        return topic
+    if topic in others:
+        fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {listed(known)}")
+    else:
+        cure = suggestion(topic, known) or f"; {noun}s: {listed(known)}"
+        fields.problem(key, f"`{topic}` is no {noun} of this file{cure}")
+    return None
+
+
+def _where(fields: Fields) -> str | None:
+    if isinstance(fields.node("where"), Table):
+        fields.problem("where", "must be one expression; only a denorm rule has a left and a right")
+        return None
+    return _condition(fields, "where")
+
+
+def _where_sides(fields: Fields) -> tuple[str | None, str | None]:
+    node = fields.node("where")
+    if not isinstance(node, Table):
+        where = _condition(fields, "where")
+        return where, where
+    sides = Fields(node, fields.key("where"), fields.problems, ("left", "right"))
+    if not node.entries:
+        fields.problem("where", "is empty; write an expression, or left: and right: with one each")
+    return _condition(sides, "left"), _condition(sides, "right")
+
+
+def _condition(fields: Fields, key: str) -> str | None:
+    node = fields.node(key)
+    # `where: true` is a condition too.
+    if isinstance(node, Scalar) and isinstance(node.value, bool):
+        return node.text.lower()
+    sql = fields.text(key)
+    if sql is None:
+        return None
+    for message in check_expression(sql, RECORD_ROOTS):
+        fields.problem(key, message)
+    return sql
+
+
+def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side: SideFormat | None) -> Shape:
+    node = fields.node(key)
+    if node is None:
+        fields.problem(key, f"is missing; {cure}")
+        return None
+    if isinstance(node, Table) and side is not None and side.format in ("string", "bytes"):
+        message = f"must be one expression, not a mapping: the output's {key} format is {side.format}"
+        fields.problem(key, message)
+    return _shape(node, fields.key(key), fields.line_of(key), roots, fields.problems)
+
+
+def _shape(node: Node, path: str, line: int, roots: tuple[str, ...], problems: list[Problem]) -> Shape:
+    if isinstance(node, Table):
+        if not node.entries:
+            problems.append(Problem(line, path, "has no fields; name at least one"))
+        shape: dict[str, Shape] = {}
+        lowered: dict[str, str] = {}
+        for entry in node.entries:
+            inner = f"{path}.{entry.key}"
+            if not entry.key.strip():
+                problems.append(Problem(entry.line, inner, "a field needs a name"))
+            first = lowered.setdefault(entry.key.lower(), entry.key)
+            if first != entry.key:
+                problems.append(
+                    Problem(entry.line, inner, f"differs from `{first}` in case only; Spark takes them for one")
+                )
+            shape[entry.key] = _shape(entry.node, inner, entry.line, roots, problems)
+        return shape
+    if not isinstance(node, Scalar):
+        problems.append(Problem(line, path, f"must be an expression, a mapping or null, not {kind(node)}"))
+        return None
+    if node.value is None:
+        return None
+    problems.extend(Problem(line, path, message) for message in check_expression(node.text, roots))
+    return node.text
+
+
+def _check_reach(placed: list[_Placed]) -> None:
+    for index, later in enumerate(placed):
+        for topic, condition in later.conditions.items():
+            for earlier in placed[:index]:
+                if topic in earlier.conditions and leaves_nothing(earlier.conditions[topic], condition):
+                    where = "where" if "where" in later.fields else ("in" if "in" in later.fields else "left")
+                    line = earlier.fields.line
+                    later.fields.problem(
+                        where,
+                        f"never matches: rule `{earlier.rule.name}` (line {line}) takes all such records of "
+                        f"`{topic}` first; narrow its where, or put this rule before it",
+                    )
+                    break

@@ -1,0 +1,233 @@
+"""The ``inputs`` and ``outputs`` of a pipeline file: topics, pools, formats, and how a topic begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Literal, get_args
+
+from zync_assets.errors import SchemaError
+from zync_assets.pipeline import CreateTopic, Format, Input, OnDataLoss, Output, SideFormat, Unmatched
+from zync_assets.yaml_fields import Fields, kind, listed, suggestion, tables
+from zync_assets.yaml_source import Items, Scalar
+
+_FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
+_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss")
+_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at")
+_FORMATS: tuple[Format, ...] = ("avro", "json", "string", "bytes")
+_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_POOL = re.compile(r"[A-Za-z0-9_]+")
+
+
+def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tuple[str | None, int]]]:
+    """The inputs by topic (None: one with problems), and each topic's pool and line."""
+    node = fields.node("inputs")
+    if node is None:
+        fields.problem("inputs", "is missing; name the topics to read, a list of {topic: ..., pool: ...}")
+    elif not isinstance(node, Items) or not node.items:
+        found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
+        fields.problem("inputs", f"{found}; write a list of {{topic: ..., pool: ...}}")
+        node = None
+    inputs: dict[str, Input | None] = {}
+    lines: dict[str, tuple[str | None, int]] = {}
+    pools: dict[str, str] = {}
+    for path, table in tables(node, "inputs", fields.problems):
+        item = Fields(table, path, fields.problems, _INPUT_KEYS)
+        before = len(fields.problems)
+        topic, pool = _topic(item), _pool(item)
+        key, value = _sides(item, is_output=False)
+        start = _start(item)
+        unmatched = item.choice("unmatched", get_args(Unmatched))
+        on_data_loss = item.choice("on-data-loss", get_args(OnDataLoss))
+        _one_spelling(item, pool, pools)
+        if topic is None:
+            continue
+        line = item.line_of("topic")
+        if topic in lines:
+            first_pool, first_line = lines[topic]
+            where = f"into pool {first_pool} " if first_pool else ""
+            item.problem(
+                "topic",
+                f"`{topic}` is read {where}already (line {first_line}); a topic is read into one pool, once",
+            )
+            continue
+        lines[topic] = (pool, line)
+        good = pool is not None and len(fields.problems) == before
+        inputs[topic] = (
+            Input(topic, pool or "", key, value, start, unmatched or "keep", on_data_loss or "fail") if good else None
+        )
+    return inputs, lines
+
+
+def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int]]) -> dict[str, Output | None]:
+    name = "output" if "output" in fields and "outputs" not in fields else "outputs"
+    if "output" in fields and "outputs" in fields:
+        fields.problem("output", f"is the same as outputs (line {fields.line_of('outputs')}); write one of them")
+    node = fields.node(name)
+    if node is None:
+        fields.problem("outputs", "is missing; name the topics to write, a list of {topic: ..., pool: ...}")
+    elif isinstance(node, Scalar) or (isinstance(node, Items) and not node.items):
+        found = "is empty" if isinstance(node, Items) else f"must be a list or a mapping, not {kind(node)}"
+        fields.problem(name, f"{found}; write a list of {{topic: ..., pool: ...}}")
+    raw = {pool.lower(): (pool, line) for pool, line in input_lines.values() if pool is not None}
+    outputs: dict[str, Output | None] = {}
+    lines: dict[str, int] = {}
+    pools: dict[str, str] = {}
+    for path, table in tables(node, name, fields.problems):
+        item = Fields(table, path, fields.problems, _OUTPUT_KEYS)
+        before = len(fields.problems)
+        topic, pool = _topic(item), _pool(item)
+        key, value = _sides(item, is_output=True)
+        create = _create(item)
+        start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
+        _one_spelling(item, pool, pools)
+        if pool is not None and pool.lower() in raw:
+            item.problem(
+                "pool",
+                f"`{raw[pool.lower()][0]}` is a raw pool (line {raw[pool.lower()][1]}); name another one for outputs",
+            )
+        if topic is None:
+            continue
+        if topic in input_lines:
+            line = input_lines[topic][1]
+            item.problem(
+                "topic",
+                f"`{topic}` is an input too (line {line}); an output is no input of the same pipeline",
+            )
+        if topic in lines:
+            item.problem(
+                "topic",
+                f"`{topic}` is an output already (line {lines[topic]}); a topic is written from one pool, once",
+            )
+            continue
+        lines[topic] = item.line_of("topic")
+        good = pool is not None and len(fields.problems) == before
+        outputs[topic] = Output(topic, pool or "", key, value, create, start_at or "empty") if good else None
+    return outputs
+
+
+def _topic(item: Fields) -> str | None:
+    topic = item.text("topic", "name the topic")
+    if topic is not None and (not _TOPIC.fullmatch(topic) or topic in (".", "..")):
+        item.problem(
+            "topic",
+            "is no legal topic name: 1 to 249 of letters, digits, `.`, `_` and `-`, and not `.` or `..`",
+        )
+        return None
+    return topic
+
+
+def _pool(item: Fields) -> str | None:
+    pool = item.text("pool", "name the pool")
+    if pool is None:
+        return None
+    if not _POOL.fullmatch(pool):
+        item.problem("pool", "must consist of letters, digits and `_`")
+        return None
+    if pool.lower() == "kafka":
+        item.problem("pool", "can't be called kafka: that name stands for the topics themselves")
+        return None
+    return pool
+
+
+def _one_spelling(item: Fields, pool: str | None, pools: dict[str, str]) -> None:
+    if pool is None:
+        return
+    first = pools.setdefault(pool.lower(), pool)
+    if first != pool:
+        item.problem("pool", f"differs from `{first}` in case only; SQL takes them for one: write `{first}`")
+
+
+def _sides(item: Fields, is_output: bool) -> tuple[SideFormat, SideFormat]:
+    both = _format(item, "format") or "avro"
+    key_format = _format(item, "key-format") or both
+    value_format = _format(item, "value-format") or both
+    if is_output:
+        for key in ("schema", "key-schema", "value-schema"):
+            if key in item:
+                item.problem(key, "belongs to an input; an output's fields and types come from its rules")
+        return SideFormat(key_format), SideFormat(value_format)
+    if "schema" in item and "value-schema" in item:
+        item.problem("schema", "is the same as value-schema; write one of them")
+    value_key = "value-schema" if "value-schema" in item else "schema"
+    return (
+        SideFormat(key_format, _ddl(item, "key-schema", key_format)),
+        SideFormat(value_format, _ddl(item, value_key, value_format)),
+    )
+
+
+def _format(item: Fields, key: str) -> Format | None:
+    word = item.text(key) if key in item else None
+    if word is None:
+        return None
+    for known in _FORMATS:
+        if word == known:
+            return known
+    formats = listed(_FORMATS)
+    if word == "connect-json":
+        item.problem(key, f"connect-json is not supported yet; formats: {formats}")
+    else:
+        item.problem(key, f"is no known format; formats: {formats}{suggestion(word, _FORMATS)}")
+    return None
+
+
+def _ddl(item: Fields, key: str, side: Format) -> str | None:
+    text = item.text(key) if key in item else None
+    if text is None:
+        return None
+    if side != "json":
+        what = "key" if key == "key-schema" else "value"
+        item.problem(
+            key,
+            f"goes with json only, and the {what} format is {side}; remove it, or write {what}-format: json",
+        )
+        return None
+    # Here, not above: Arrow takes its time to load, and few files need it.
+    from zync_assets.codecs.ddl import parse_ddl
+
+    try:
+        parse_ddl(text)
+    except SchemaError as error:
+        item.problem(key, f"{error}; write columns, such as `ID INT, name STRING`, or a type of Spark's DDL")
+    return text
+
+
+def _start(item: Fields) -> Literal["earliest", "latest"] | int:
+    """Timestamps: ISO 8601 with a zone, or milliseconds since the epoch."""
+    node = item.node("from")
+    if node is None:
+        return "earliest"
+    value = node.value if isinstance(node, Scalar) else None
+    if value == "earliest":
+        return "earliest"
+    if value == "latest":
+        return "latest"
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+        return value
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+            if moment.tzinfo is not None and (millis := round(moment.timestamp() * 1000)) >= 0:
+                return millis
+        except (ValueError, OverflowError):
+            pass
+    near = suggestion(value, ("earliest", "latest")) if isinstance(value, str) else ""
+    item.problem(
+        "from",
+        "must be earliest, latest, a time with its zone such as 2024-05-01T00:00:00Z, "
+        f"or milliseconds since 1970{near}",
+    )
+    return "earliest"
+
+
+def _create(item: Fields) -> CreateTopic | None:
+    table = item.table("create")
+    if table is None:
+        return None
+    create = Fields(table, item.key("create"), item.problems, ("partitions", "replication-factor", "config"))
+    config = create.table("config")
+    properties = {} if config is None else Fields(config, create.key("config"), item.problems, None).flat()
+    partitions = create.integer("partitions", 1, 100_000)
+    replication = create.integer("replication-factor", 1, 32_767)
+    return CreateTopic(partitions or 1, replication or 1, properties)

@@ -1,0 +1,176 @@
+"""Typed access to a mapping of a pipeline file: each wrong key or value becomes a problem, with what would be right.
+
+No message repeats a value that came from the environment, nor one from a section that may hold secrets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from zync_assets.errors import Problem
+from zync_assets.yaml_source import Entry, Items, Node, Scalar, Table
+
+Choice = TypeVar("Choice", bound=str)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``; did you mean `x`?`` or nothing."""
+    candidates = list(known)
+    found = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    if not found:
+        lowered = {item.lower(): item for item in candidates}
+        found = [lowered[item] for item in difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)]
+    return f"; did you mean `{found[0]}`?" if found else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    """``a, b, c``, or ``none`` where there is nothing to list."""
+    return ", ".join(words) or "none"
+
+
+def kind(node: Node) -> str:
+    """What a node is, in words, without its value."""
+    if isinstance(node, Items):
+        return "a list"
+    if isinstance(node, Table):
+        return "a mapping"
+    value = node.value
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "a boolean"
+    return "a number" if isinstance(value, int | float) else "text"
+
+
+class Fields:
+    """The keys of one mapping. Making it reports the keys that are not ``known``; ``hints`` has a cure for some."""
+
+    def __init__(
+        self,
+        node: Table,
+        path: str,
+        problems: list[Problem],
+        known: Sequence[str] | None,
+        hints: Mapping[str, str] | None = None,
+    ) -> None:
+        self.line = node.line
+        self.path = path
+        self.problems = problems
+        self.entries: dict[str, Entry] = {entry.key: entry for entry in node.entries}
+        if known is None:
+            return
+        for entry in node.entries:
+            if entry.key in known:
+                continue
+            hint = (hints or {}).get(entry.key)
+            unused = [name for name in known if name not in self.entries]
+            cure = f"; {hint}" if hint else suggestion(entry.key, unused) or f"; known here: {listed(known)}"
+            problems.append(Problem(entry.line, self.key(entry.key), f"is no key that is known here{cure}"))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.entries
+
+    def key(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def line_of(self, key: str) -> int:
+        return self.entries[key].line if key in self.entries else self.line
+
+    def problem(self, key: str, message: str) -> None:
+        """A problem with a key; a missing one is reported on the mapping's first line."""
+        self.problems.append(Problem(self.line_of(key), self.key(key) if key else self.path, message))
+
+    def node(self, key: str) -> Node | None:
+        return self.entries[key].node if key in self.entries else None
+
+    def text(self, key: str, needed: str | None = None) -> str | None:
+        """Text that is not empty. ``needed``: what to write where the key is missing; None: it may be."""
+        node = self.node(key)
+        if node is None:
+            if needed is not None:
+                self.problem(key, f"is missing; {needed}")
+            return None
+        if not isinstance(node, Scalar):
+            self.problem(key, f"must be text, not {kind(node)}")
+            return None
+        value = node.value
+        if value is None or node.text.strip() == "":
+            self.problem(key, f"is empty; {needed or 'write a value, or leave the key out'}")
+            return None
+        if not isinstance(value, str) and not node.substituted:
+            self.problem(key, f"must be text, not {kind(node)}; put it in quotes")
+            return None
+        return node.text
+
+    def choice(self, key: str, allowed: Sequence[Choice]) -> Choice | None:
+        word = self.text(key)
+        if word is None:
+            return None
+        for item in allowed:
+            if word == item:
+                return item
+        self.problem(key, f"must be one of {listed(allowed)}{suggestion(word, allowed)}")
+        return None
+
+    def integer(self, key: str, minimum: int, maximum: int) -> int | None:
+        node = self.node(key)
+        if node is None:
+            return None
+        value = node.value if isinstance(node, Scalar) else None
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.problem(key, f"must be a whole number from {minimum} to {maximum}")
+            return None
+        return value
+
+    def number(self, key: str) -> float | None:
+        """A finite number that is not negative."""
+        node = self.node(key)
+        if node is None:
+            return None
+        value = node.value if isinstance(node, Scalar) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            self.problem(key, "must be a number that is not negative")
+            return None
+        return float(value)
+
+    def table(self, key: str) -> Table | None:
+        node = self.node(key)
+        if node is None or isinstance(node, Table):
+            return node
+        self.problem(key, f"must be a mapping, not {kind(node)}")
+        return None
+
+    def flat(self) -> dict[str, str]:
+        """All keys as properties: scalars only, booleans as ``true`` and ``false``, numbers as the file writes them."""
+        found: dict[str, str] = {}
+        for entry in self.entries.values():
+            if not isinstance(entry.node, Scalar):
+                self.problem(entry.key, f"must be one value, not {kind(entry.node)}")
+                continue
+            value = entry.node.value
+            if value is None:
+                self.problem(entry.key, "is empty; write a value, or leave the key out ('' for empty text)")
+            elif isinstance(value, bool):
+                found[entry.key] = "true" if value else "false"
+            else:
+                found[entry.key] = entry.node.text
+        return found
+
+
+def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, Table]]:
+    """The mappings of a list, or the one mapping that stands for a list of one, each with its path."""
+    if isinstance(node, Table):
+        return [(path, node)]
+    if not isinstance(node, Items):
+        return []
+    found: list[tuple[str, Table]] = []
+    for index, item in enumerate(node.items):
+        inner = f"{path}[{index}]"
+        if isinstance(item, Table):
+            found.append((inner, item))
+        else:
+            problems.append(Problem(item.line, inner, f"must be a mapping, not {kind(item)}"))
+    return found

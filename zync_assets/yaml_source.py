@@ -1,0 +1,259 @@
+"""YAML as a tree of nodes that know their line, with ``${NAME}`` taken from the environment.
+
+Works on the parser's event stream and builds no objects of its own: no tags, no anchors, no aliases, bounded size and
+depth, so that no file can make it run or grow without end. Plain scalars are read by YAML 1.2's core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+    StreamStartEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+from zync_assets.errors import Problem
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+
+_VARIABLE = re.compile(
+    r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
+)
+_NULL = re.compile(r"null|Null|NULL|~|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]{1,40}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """``text``: what the file says, after substitution; ``plain``: not quoted, so it may be a number or the like."""
+
+    line: int
+    text: str = field(repr=False)
+    plain: bool
+    substituted: bool
+
+    @property
+    def value(self) -> str | int | float | bool | None:
+        if not self.plain:
+            return self.text
+        if _NULL.fullmatch(self.text):
+            # An empty or odd value of a variable is text all the same.
+            return self.text if self.substituted else None
+        if _BOOL.fullmatch(self.text):
+            return self.text.lower() == "true"
+        if _INT.fullmatch(self.text):
+            return int(self.text)
+        if _FLOAT.fullmatch(self.text):
+            return float(self.text)
+        return self.text
+
+
+@dataclass(frozen=True)
+class Items:
+    """A YAML sequence."""
+
+    line: int
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a mapping with its value; ``line`` is the key's."""
+
+    key: str
+    line: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class Table:
+    """A YAML mapping; keys are unique."""
+
+    line: int
+    entries: tuple[Entry, ...]
+
+
+Node: TypeAlias = "Scalar | Items | Table"
+
+
+def read(path: Path, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]]:
+    """The file's one document (None: nothing can be made of it), and what is wrong with it as YAML."""
+    text, problem = _read_text(path)
+    if problem is not None:
+        return None, [problem]
+    return parse(text, env)
+
+
+def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]]:
+    """As ``read``, of a text."""
+    if len(text) > MAX_BYTES:
+        return None, [Problem(1, "", f"the file is larger than {MAX_BYTES >> 20} MiB; no pipeline needs that")]
+    composer = _Composer(env)
+    try:
+        return composer.document(YAML(typ="safe", pure=True).parse(text)), composer.problems
+    except _Stop:
+        return None, composer.problems
+    except MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else composer.line
+        # Only the parser's own words: its snippet of the file could hold a secret.
+        return None, [*composer.problems, Problem(line, "", f"is no YAML: {error.problem or error.context}")]
+    except ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        return None, [
+            *composer.problems,
+            Problem(line, "", "is no YAML: a character that YAML does not allow"),
+        ]
+    except (ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError):
+        # The parser meets some malformed input with a bare error of its own making.
+        return None, [*composer.problems, Problem(composer.line, "", "is no YAML from here on")]
+
+
+def _read_text(path: Path) -> tuple[str, Problem | None]:
+    try:
+        if not path.exists():
+            return "", Problem(1, "", "there is no such file")
+        if not path.is_file():
+            return "", Problem(1, "", "is no file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "the name is no path"
+        return "", Problem(1, "", f"can't be read: {reason}")
+    if len(data) > MAX_BYTES:
+        return "", Problem(1, "", f"the file is larger than {MAX_BYTES >> 20} MiB; no pipeline needs that")
+    try:
+        return data.decode("utf-8-sig"), None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return "", Problem(line, "", "is not UTF-8; save the file as UTF-8")
+
+
+class _Stop(Exception):
+    """The file can't be read further; the problem is noted."""
+
+
+class _Composer:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.problems: list[Problem] = []
+        self.line = 1
+
+    def document(self, events: Iterator[Event]) -> Node | None:
+        root: Node | None = None
+        for event in events:
+            self.line = _line(event)
+            if isinstance(event, StreamStartEvent | StreamEndEvent):
+                continue
+            if isinstance(event, DocumentStartEvent):
+                if root is not None:
+                    self._stop("", "a second document begins here; a pipeline file holds one")
+                root = self.node(self._next(events), events, "", 0)
+        return root
+
+    def node(self, event: Event, events: Iterator[Event], path: str, depth: int) -> Node:
+        line = _line(event)
+        if isinstance(event, AliasEvent):
+            self._stop(path, f"aliases are not supported; write the value in place of *{event.anchor}")
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        if anchor:
+            self._problem(line, path, f"anchors are not supported; remove &{anchor}")
+        if tag:
+            self._problem(line, path, "tags are not supported; remove it, or put text in quotes")
+        if depth > MAX_DEPTH:
+            self._stop(path, f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(event, MappingStartEvent):
+            return self._table(line, events, path, depth)
+        if isinstance(event, SequenceStartEvent):
+            return self._items(line, events, path, depth)
+        assert isinstance(event, ScalarEvent)
+        return self._scalar(event, line, path)
+
+    def _table(self, line: int, events: Iterator[Event], path: str, depth: int) -> Table:
+        entries: dict[str, Entry] = {}
+        while not isinstance(event := self._next(events), MappingEndEvent):
+            if not isinstance(event, ScalarEvent):
+                self._stop(path, "a key must be text, not a list or a mapping")
+            anchor: Any = event.anchor
+            if anchor:
+                self._problem(_line(event), path, f"anchors are not supported; remove &{anchor}")
+            key, key_line = str(event.value), _line(event)
+            inner = f"{path}.{key}" if path else key
+            node = self.node(self._next(events), events, inner, depth + 1)
+            if key in entries:
+                self._problem(key_line, inner, f"is here twice; it is on line {entries[key].line} already")
+            else:
+                entries[key] = Entry(key, key_line, node)
+        return Table(line, tuple(entries.values()))
+
+    def _items(self, line: int, events: Iterator[Event], path: str, depth: int) -> Items:
+        nodes: list[Node] = []
+        while not isinstance(event := self._next(events), SequenceEndEvent):
+            nodes.append(self.node(event, events, f"{path}[{len(nodes)}]", depth + 1))
+        return Items(line, tuple(nodes))
+
+    def _scalar(self, event: ScalarEvent, line: int, path: str) -> Scalar:
+        plain = event.style is None
+        substituted = False
+
+        def replace(match: re.Match[str]) -> str:
+            nonlocal substituted
+            if match["escaped"]:
+                return "${"
+            if match["bad"]:
+                self._problem(
+                    line,
+                    path,
+                    "`${` begins no ${NAME} or ${NAME:-default}; write $${ for the characters themselves",
+                )
+                return match[0]
+            substituted = True
+            value = self.env.get(match["name"])
+            if match["has_default"]:
+                # As in a shell, an empty variable counts as unset where there is a default.
+                return value or match["default"]
+            if value is None:
+                name = match["name"]
+                self._problem(line, path, f"the environment has no {name}; set it, or write ${{{name}:-default}}")
+                return "?"
+            return value
+
+        text = _VARIABLE.sub(replace, str(event.value))
+        return Scalar(line, text, plain, substituted)
+
+    def _next(self, events: Iterator[Event]) -> Event:
+        event = next(events)
+        self.line = _line(event)
+        return event
+
+    def _problem(self, line: int, path: str, message: str) -> None:
+        self.problems.append(Problem(line, path, message))
+
+    def _stop(self, path: str, message: str) -> NoReturn:
+        self._problem(self.line, path, message)
+        raise _Stop
+
+
+def _line(event: Event) -> int:
+    mark: Any = event.start_mark
+    return int(mark.line) + 1
