@@ -29,19 +29,13 @@ def replace_uncounted(
         if files:
             tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1})
         return []
-    stale = [
-        item
-        for item in tables.list_files(opened)
-        if (item.first or 0) >= upcoming.get(item.partition or 0, 0)
-    ]
+    stale = [item for item in tables.list_files(opened) if (item.first or 0) >= upcoming.get(item.partition or 0, 0)]
     if files or stale:
         tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=stale)
     return stale
 
 
-def restore(
-    lake: str, pool: str, topic: str, upcoming: Mapping[int, int], removed: Sequence[DataFile]
-) -> None:
+def restore(lake: str, pool: str, topic: str, upcoming: Mapping[int, int], removed: Sequence[DataFile]) -> None:
     """Put back what ``replace_uncounted`` took out, as far as the raw table has counted it meanwhile."""
     while True:
         opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
@@ -67,7 +61,5 @@ def quarantine_files(lake: str, pool: str, topic: str, upcoming: Mapping[int, in
     opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
     if opened is None:
         return []
-    counted = [
-        item for item in tables.list_files(opened) if (item.first or 0) < upcoming.get(item.partition or 0, 0)
-    ]
+    counted = [item for item in tables.list_files(opened) if (item.first or 0) < upcoming.get(item.partition or 0, 0)]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))

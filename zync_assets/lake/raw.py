@@ -48,10 +48,7 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     if opened is None:
         return None
     count = opened.number("zync:partitions") or 0
-    found = {
-        name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
-        for name in ("first", "next", "bad")
-    }
+    found = {name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)} for name in ("first", "next", "bad")}
     return RawState(
         opened,
         {p: n for p, n in found["first"].items() if n is not None},

@@ -121,9 +121,7 @@ class Head:
     """Fingerprint → (output topic, output schema as JSON)."""
 
     def seen(self, topic: str) -> dict[int, int]:
-        return {
-            partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic
-        }
+        return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
 
 
 @dataclass(frozen=True)
@@ -229,6 +227,14 @@ def ledger_file(uri: str, path: str) -> DataFile:
     return DataFile(path, storage.file_size(storage.join(uri, path)), rows, group=ACCOUNT)
 
 
+def write_ledger(uri: str, path: str, rows: Sequence[Mapping[str, object]]) -> DataFile:
+    """Write a few ledger rows (dicts with the account's fields) as a file of the table; not yet committed."""
+    storage.make_folder(storage.join(uri, path.rsplit("/", 1)[0]))
+    system, full = storage.filesystem(storage.join(uri, path))
+    pq.write_table(pa.table({"account": pa.array(rows, ACCOUNT_TYPE)}), full, filesystem=system)
+    return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
+
+
 def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState | None, head: Head) -> None:
     """Refuse a batch whose files don't number base..m without a gap; a guard, since nothing can mend it later."""
     ordered = sorted(files, key=lambda item: item.first or 0)
@@ -237,9 +243,7 @@ def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState
     whole = all((item.last or 0) - (item.first or 0) + 1 == item.records for item in ordered)
     joined = all(b == a + 1 for a, b in list(pairwise(edges))[::2])
     if not whole or not joined or edges[-1] + 1 != head.outputs[topic, 0].next:
-        raise LakeError(
-            f"topic {topic}: this batch would number its outputs with a gap; nothing was committed"
-        )
+        raise LakeError(f"topic {topic}: this batch would number its outputs with a gap; nothing was committed")
 
 
 def _old_next(before: StagingState, head: Head, topic: str) -> int:
@@ -271,13 +275,7 @@ def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, pa.Array]:
 
 
 def _write_head(uri: str, head: Head) -> DataFile:
-    path = f"{_HEAD}{head.batch:012d}-{uuid.uuid4().hex}.parquet"
-    rows = _head_rows(head)
-    table = pa.table({"account": pa.array(rows, ACCOUNT_TYPE)})
-    storage.make_folder(storage.join(uri, ACCOUNT_FOLDER))
-    system, full = storage.filesystem(storage.join(uri, path))
-    pq.write_table(table, full, filesystem=system)
-    return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
+    return write_ledger(uri, f"{_HEAD}{head.batch:012d}-{uuid.uuid4().hex}.parquet", _head_rows(head))
 
 
 def _head_rows(head: Head) -> list[dict[str, object]]:

@@ -107,9 +107,7 @@ def list_files(opened: Opened) -> list[DataFile]:
         return actions[name].to_pylist() if name in actions.column_names else [None] * count
 
     return [
-        DataFile(
-            unquote(path), size, records or 0, partition, first, last, _millis(low), _millis(high), group
-        )
+        DataFile(unquote(path), size, records or 0, partition, first, last, _millis(low), _millis(high), group)
         for path, size, records, partition, first, last, low, high, group in zip(
             column("path"),
             column("size_bytes"),
@@ -150,9 +148,7 @@ def create_table(
         if found is None:
             raise LakeError(f"table {uri} could not be created: {error}") from error
         if not _holds(found, files, numbers):
-            raise CommitConflict(
-                f"table {uri} was created by another writer at the same moment; run again"
-            ) from error
+            raise CommitConflict(f"table {uri} was created by another writer at the same moment; run again") from error
 
 
 def commit(
@@ -183,9 +179,7 @@ def commit(
             return
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
-        raise LakeError(
-            f"table {opened.uri}: the commit failed and nothing of it is visible: {error}"
-        ) from error
+        raise LakeError(f"table {opened.uri}: the commit failed and nothing of it is visible: {error}") from error
 
 
 def widen(opened: Opened, wanted: pa.Schema) -> Opened:
@@ -194,17 +188,13 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     ``create_write_transaction`` leaves a table's schema as it was even when the files are wider.
     """
     have = opened.schema
-    missing = [
-        field for field in wanted if field.name not in have.names or have.field(field.name).type != field.type
-    ]
+    missing = [field for field in wanted if field.name not in have.names or have.field(field.name).type != field.type]
     if not missing:
         return opened
     try:
         opened.table.alter.add_columns([Field.from_arrow(field) for field in missing])
     except CommitFailedError as error:
-        raise CommitConflict(
-            f"table {opened.uri}: another writer changed the schema first; run again"
-        ) from error
+        raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
     except DeltaError as error:
         names = ", ".join(field.name for field in missing)
         raise SchemaError(f"table {opened.uri}: can't add to {names}: {error}") from error

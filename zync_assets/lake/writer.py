@@ -43,9 +43,7 @@ class RangeWriter:
         if batch.num_rows == 0:
             return
         current = self._open
-        if current is not None and (
-            not current.schema.equals(batch.schema) or current.records >= MAX_RECORDS
-        ):
+        if current is not None and (not current.schema.equals(batch.schema) or current.records >= MAX_RECORDS):
             self.close()
             current = None
         if current is None:

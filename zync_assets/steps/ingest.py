@@ -24,6 +24,7 @@ from zync_assets.lake.writer import RangeWriter, merged
 from zync_assets.offsets import OffsetRange, new_ranges, split
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import BAD_SCHEMA, raw_schema
+from zync_assets.steps.tasks import indexes, run_tasks, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -73,19 +74,17 @@ class RawBatch:
 
         source, parts, now = self.source, _tasks(self.plan.ranges), _now()
         if source.key_type is None and source.value_type is None:
-            raise TopicMissing(
-                f"topic {self.topic}: no schema is known before the first ingest. Ingest it first."
-            )
+            raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
         schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
 
         def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for part in _parts_of(batches, parts):
-                for chunk in read_chunks(source, part, now):
+            for index in indexes(batches):
+                for chunk in read_chunks(source, parts[index], now):
                     yield pa.RecordBatch.from_arrays(
                         [chunk.records.column(item.name).cast(item.type) for item in schema], schema=schema
                     )
 
-        return _plan_frame(self.spark, len(parts)).mapInArrow(read, from_arrow_schema(schema))
+        return task_frame(self.spark, len(parts)).mapInArrow(read, from_arrow_schema(schema))
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             [schema.field(name) for name in raw_schema(pa.int8(), pa.int8()).names if name in schema.names]
         )
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
-    until = (
-        before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
-    )
+    until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
     changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
     bad_counts: dict[int, int] = {}
     for found in bad:
@@ -208,9 +205,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     )
 
 
-def _first_offsets(
-    pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None
-) -> dict[int, int]:
+def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
     """Where partitions that the table does not know yet begin. A partition that was added later begins at its start:
     its records came after the pipeline began, whatever ``from`` says."""
     known = state.next if state else {}
@@ -260,17 +255,12 @@ def _now() -> int:
     return int(time.time() * 1000)
 
 
-def _plan_frame(spark: SparkSession, count: int) -> DataFrame:
-    return spark.range(0, count, 1, max(1, count))
+@dataclass(frozen=True)
+class _Written:
+    """What one task wrote: data files with their schemas, and quarantine files."""
 
-
-def _parts_of(batches: Iterator[pa.RecordBatch], parts: Sequence[OffsetRange]) -> Iterator[OffsetRange]:
-    for batch in batches:
-        for index in batch.column(0).to_pylist():
-            yield parts[index]
-
-
-_WRITTEN = "kind string, path string, size long, records long, partition int, first long, last long, low long, high long, schema binary"
+    files: list[tuple[DataFile, pa.Schema]]
+    bad: list[DataFile]
 
 
 def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema], list[DataFile]]:
@@ -278,59 +268,25 @@ def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema],
     item, source, parts, now = batch.plan.input, batch.source, _tasks(batch.plan.ranges), _now()
     uri = storage.raw_uri(lake, item.pool, item.topic)
     side_uri = storage.quarantine_uri(lake, item.pool, item.topic)
-    lost = _lost_rows(batch.plan)
-    files: list[DataFile] = []
-    schemas: list[pa.Schema] = []
-    bad: list[DataFile] = []
-    if lost:
-        with RangeWriter(side_uri, 0) as writer:
-            for row in lost:
-                writer.write(row)
-                writer.close()
-        bad.extend(found for found, _ in writer.files)
-    if not parts:
-        return files, schemas, bad
 
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for part in _parts_of(batches, parts):
-            data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
-            with data, side:
-                for chunk in read_chunks(source, part, now):
-                    data.write(chunk.records)
-                    side.write(chunk.bad)
-            yield from (_report("data", found, schema) for found, schema in data.files)
-            yield from (_report("bad", found, schema) for found, schema in side.files)
+    def work(index: int) -> _Written:
+        part = parts[index]
+        data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
+        with data, side:
+            for chunk in read_chunks(source, part, now):
+                data.write(chunk.records)
+                side.write(chunk.bad)
+        return _Written(data.files, [found for found, _ in side.files])
 
-    for row in _plan_frame(batch.spark, len(parts)).mapInArrow(run, _WRITTEN).collect():
-        found = DataFile(
-            row.path, row.size, row.records, row.partition, row.first, row.last, row.low, row.high
-        )
-        if row.kind == "bad":
-            bad.append(found)
-            continue
-        files.append(found)
-        schemas.append(pa.ipc.read_schema(pa.py_buffer(bytes(row.schema))))
-    files.sort(key=lambda found: (found.partition or 0, found.first or 0))
-    return files, schemas, bad
-
-
-def _report(kind: str, found: DataFile, schema: pa.Schema) -> pa.RecordBatch:
-    row = {
-        "kind": kind,
-        "path": found.path,
-        "size": found.size,
-        "records": found.records,
-        "partition": found.partition,
-        "first": found.first,
-        "last": found.last,
-        "low": found.min_time,
-        "high": found.max_time,
-        "schema": schema.serialize().to_pybytes(),
-    }
-    types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.int32(), *([pa.int64()] * 4), pa.binary()]
-    return pa.RecordBatch.from_arrays(
-        [pa.array([value], kind_) for value, kind_ in zip(row.values(), types, strict=True)], names=list(row)
-    )
+    written = run_tasks(batch.spark, len(parts), work)
+    files = [pair for part in written for pair in part.files]
+    bad = [found for part in written for found in part.bad]
+    for row in _lost_rows(batch.plan):
+        with RangeWriter(side_uri, row.column("kafka")[0]["partition"].as_py()) as writer:
+            writer.write(row)
+        bad += [found for found, _ in writer.files]
+    files.sort(key=lambda pair: (pair[0].partition or 0, pair[0].first or 0))
+    return [found for found, _ in files], [schema for _, schema in files], bad
 
 
 def _lost_rows(plan: IngestPlan) -> list[pa.RecordBatch]:

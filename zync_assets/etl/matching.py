@@ -1,0 +1,280 @@
+"""From records to results: which rule takes a record, which records pair, and what becomes of the rest.
+
+A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never runs back within a partition) and ``old``
+(false: new in this batch; true: it was pending). A result frame has one row an output, and one row a new record that
+makes none, with the columns
+
+    kind     out, pending, unmatched or dropped
+    out      output topic, null where there is none
+    rule     the rule that took the record, if one did
+    schema   fingerprint of the output schema
+    ord      struct(time, place in inputs, partition, offset) of the completing input: outputs are ordered by it
+    source   array of struct(topic, partition, offset, old) of the raw records
+    hash     hash of the join key of a pending record, null for a null key
+    key:<topic>, value:<topic>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zync_assets.errors import EtlError
+from zync_assets.etl.shapes import analysed, project, shape_sql
+from zync_assets.pipeline import Denorm, Input, Rule, Stateless
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
+
+SIDES = ("kafka", "key", "value")
+
+
+@dataclass(frozen=True)
+class Target:
+    """How the outputs of one rule go into its topic's columns. A None column: neither rule nor topic has that side."""
+
+    fingerprint: str
+    key: tuple[str, DataType, DataType] | None
+    """(column, the rule's type, the column's type)."""
+    value: tuple[str, DataType, DataType] | None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A topic's new records, each with the index of the rule that takes it (``taken``; null: none)."""
+
+    item: Input
+    place: int
+    frame: DataFrame
+
+
+def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule]) -> Taken:
+    """Give each record to the first rule that names its topic and whose ``where`` holds."""
+    from pyspark.sql import functions as F
+
+    chosen: Column | None = None
+    for index, rule in enumerate(rules):
+        for where in _wheres(rule, item.topic):
+            condition = F.coalesce(_condition(frame, rule, where), F.lit(False))
+            chosen = F.when(condition, index) if chosen is None else chosen.when(condition, index)
+    taken = F.lit(None).cast("int") if chosen is None else chosen.otherwise(F.lit(None).cast("int"))
+    return Taken(item, place, frame.withColumn("taken", taken))
+
+
+def _wheres(rule: Rule, topic: str) -> list[str | None]:
+    if isinstance(rule, Stateless):
+        return [rule.where] if rule.input == topic else []
+    sides = ((rule.left, rule.where_left), (rule.right, rule.where_right))
+    return [where for name, where in sides if name == topic]
+
+
+def _condition(frame: DataFrame, rule: Rule, where: str | None) -> Column:
+    from pyspark.sql import functions as F
+
+    if where is None:
+        return F.col("value").isNotNull()
+    if not has_schema(frame):
+        return F.lit(False)
+    kind = analysed(frame, f"({where})", rule.name, "where")
+    if kind.simpleString() != "boolean":
+        raise EtlError(f"rule {rule.name}, where: {where} is {kind.simpleString()}; it must be a condition")
+    return F.expr(f"({where})")
+
+
+def has_schema(frame: DataFrame) -> bool:
+    """Whether a topic's values have a type yet: it has none before the first value that is not null."""
+    return frame.schema["value"].dataType.simpleString() != "void"
+
+
+def left_over(taken: Taken, ours: Sequence[bool]) -> DataFrame:
+    """The records that no rule of this pool takes: unmatched, or dropped where the file says so. A tombstone that no
+    rule takes is dropped: Debezium writes one after each delete. ``ours``: whether each rule is of this pool."""
+    from pyspark.sql import functions as F
+
+    others = [index for index, own in enumerate(ours) if not own]
+    fate = F.lit("dropped" if taken.item.unmatched == "drop" else "unmatched")
+    elsewhere = F.col("taken").isin(others) if others else F.lit(False)
+    kind = F.when(elsewhere | F.col("value").isNull(), F.lit("dropped")).otherwise(fate)
+    frame = taken.frame.filter(F.col("taken").isNull() | elsewhere)
+    return frame.select(
+        kind.alias("kind"),
+        _order(F.col("time"), taken.place, F.col("kafka")).alias("ord"),
+        _single(F.col("kafka"), False),
+    )
+
+
+def stateless_outputs(rule: Stateless, index: int, taken: Taken, target: Target) -> DataFrame:
+    """One output for each record that the rule takes."""
+    from pyspark.sql import functions as F
+
+    frame = in_frame(taken.frame.filter(F.col("taken") == index), "in")
+    return frame.select(
+        F.lit("out").alias("kind"),
+        F.lit(rule.out).alias("out"),
+        F.lit(rule.name).alias("rule"),
+        F.lit(target.fingerprint).alias("schema"),
+        _order(F.col("time"), taken.place, F.col("in.kafka")).alias("ord"),
+        _single(F.col("in.kafka"), False),
+        *_columns(rule, target),
+    )
+
+
+def in_frame(frame: DataFrame, name: str) -> DataFrame:
+    """The record under one name, as expressions of a rule see it."""
+    from pyspark.sql import functions as F
+
+    return frame.select(F.struct(*SIDES).alias(name), "time", "old")
+
+
+def keyed(rule: Denorm, side: str, frame: DataFrame) -> DataFrame:
+    """One side of a denorm rule with its join key (``k0``, ``k1`` …) and the key's hash; ``frame`` from ``in_frame``."""
+    from pyspark.sql import functions as F
+
+    index = 0 if side == "left" else 1
+    for number, pair in enumerate(rule.join_on):
+        analysed(frame, f"({pair[index]})", rule.name, "join-on")
+        frame = frame.withColumn(f"k{number}", F.expr(f"({pair[index]})"))
+    keys = key_names(rule)
+    known = F.lit(True)
+    for name in keys:
+        known = known & F.col(name).isNotNull()
+    return frame.withColumn("hash", F.when(known, F.xxhash64(*keys)))
+
+
+def key_names(rule: Denorm) -> list[str]:
+    return [f"k{number}" for number in range(len(rule.join_on))]
+
+
+def check_key_types(rule: Denorm, left: DataFrame, right: DataFrame) -> None:
+    """EtlError if the two sides of an equality have different types."""
+    for name, (left_sql, right_sql) in zip(key_names(rule), rule.join_on, strict=True):
+        kinds = [frame.schema[name].dataType.simpleString() for frame in (left, right)]
+        if kinds[0] != kinds[1]:
+            raise EtlError(
+                f"rule {rule.name}, join-on: {left_sql} is {kinds[0]} and {right_sql} is {kinds[1]}. CAST one of them."
+            )
+
+
+def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target) -> DataFrame:
+    """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
+
+    ``left`` and ``right`` are from ``keyed``, new and old records together. New records without a counterpart, and those
+    with a null key, are pending; old ones without one stay as they are and give no row.
+    """
+    from pyspark.sql import functions as F
+
+    keys = key_names(rule)
+    sides = {"left": left, "right": right}
+    ranked = {
+        side: _ranked(frame.filter(F.col("hash").isNotNull()), side, keys, places[getattr(rule, side)])
+        for side, frame in sides.items()
+    }
+    joined = ranked["left"].join(ranked["right"], [*keys, "rank"], "full_outer")
+    has = {side: F.col(side).isNotNull() for side in sides}
+    both = has["left"] & has["right"]
+    own = {side: _source(F.col(f"{side}.kafka"), F.col(f"{side}_old")) for side in sides}
+    last = F.when(F.col("left_ord") > F.col("right_ord"), F.col("left_ord")).otherwise(F.col("right_ord"))
+    results = joined.filter(both | ~F.coalesce("left_old", "right_old")).select(
+        F.when(both, "out").otherwise("pending").alias("kind"),
+        F.when(both, rule.out).alias("out"),
+        F.lit(rule.name).alias("rule"),
+        F.when(both, target.fingerprint).alias("schema"),
+        F.when(both, last).otherwise(F.coalesce("left_ord", "right_ord")).alias("ord"),
+        F.when(both, F.array(own["left"], own["right"]))
+        .otherwise(F.array(F.when(has["left"], own["left"]).otherwise(own["right"])))
+        .alias("source"),
+        F.when(~both, F.coalesce("left_hash", "right_hash")).alias("hash"),
+        *_columns(rule, target, both),
+    )
+    nulls = [null_keys(rule, frame, side, places[getattr(rule, side)]) for side, frame in sides.items()]
+    return union([results, *nulls])
+
+
+def null_keys(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
+    """New records whose join key is null: they match nothing and stay pending."""
+    from pyspark.sql import functions as F
+
+    order = _order(F.col("time"), place, F.col(f"{side}.kafka"))
+    found = frame.filter(F.col("hash").isNull() & ~F.col("old"))
+    return found.select(*_pending(rule, order, F.col(f"{side}.kafka"), F.col("hash")))
+
+
+def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
+    """New records of a rule whose other side has no records at all, and so no schema yet: all of them wait."""
+    from pyspark.sql import functions as F
+
+    order = _order(F.col("time"), place, F.col(f"{side}.kafka"))
+    return frame.filter(~F.col("old")).select(*_pending(rule, order, F.col(f"{side}.kafka"), F.col("hash")))
+
+
+def union(frames: Sequence[DataFrame]) -> DataFrame:
+    """All rows of result frames; a column that one lacks is null there."""
+    whole = frames[0]
+    for frame in frames[1:]:
+        whole = whole.unionByName(frame, allowMissingColumns=True)
+    return whole
+
+
+def _ranked(frame: DataFrame, side: str, keys: Sequence[str], place: int) -> DataFrame:
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F
+
+    kafka = f"{side}.kafka"
+    window = Window.partitionBy(*keys).orderBy(F.col(f"{kafka}.partition"), F.col(f"{kafka}.offset"))
+    return frame.select(
+        *keys,
+        F.row_number().over(window).alias("rank"),
+        F.col(side),
+        F.col("old").alias(f"{side}_old"),
+        F.col("hash").alias(f"{side}_hash"),
+        _order(F.col("time"), place, F.col(kafka)).alias(f"{side}_ord"),
+    )
+
+
+def _order(time: Column, place: int, kafka: Column) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.struct(
+        time.alias("time"),
+        F.lit(place).alias("place"),
+        kafka.getField("partition").alias("partition"),
+        kafka.getField("offset").alias("offset"),
+    )
+
+
+def _source(kafka: Column, old: Column) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.struct(*(kafka.getField(name).alias(name) for name in ("topic", "partition", "offset")), old.alias("old"))
+
+
+def _single(kafka: Column, old: bool) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.array(_source(kafka, F.lit(old))).alias("source")
+
+
+def _pending(rule: Denorm, order: Column, kafka: Column, key_hash: Column) -> list[Column]:
+    from pyspark.sql import functions as F
+
+    return [
+        F.lit("pending").alias("kind"),
+        F.lit(rule.name).alias("rule"),
+        order.alias("ord"),
+        _single(kafka, False),
+        key_hash.alias("hash"),
+    ]
+
+
+def _columns(rule: Rule, target: Target, only: Column | None = None) -> list[Column]:
+    """The rule's key and value in the topic's columns; where ``only`` does not hold, nothing is evaluated."""
+    from pyspark.sql import functions as F
+
+    columns: list[Column] = []
+    for shape, side in ((rule.key, target.key), (rule.value, target.value)):
+        if side is not None:
+            made = project(F.expr(shape_sql(shape)), side[1], side[2])
+            columns.append((made if only is None else F.when(only, made)).alias(side[0]))
+    return columns

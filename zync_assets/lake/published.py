@@ -1,0 +1,75 @@
+"""How far a staging pool has been published: a table without rows, all in Delta ``txn`` actions.
+
+    zync:window:<topic>:<partition>      the end of the last window that a publisher announced
+    zync:verified:<topic>:<partition>    below this offset Kafka holds what staging holds
+    zync:topic:<topic>:<topic id>        the topic that is published to (its version says nothing)
+    zync:named:<topic>                   1 once such an id is known
+
+A publisher announces a window before it sends the first record of it. Where the window's end is past the verified
+offset, a publisher stopped uncleanly, and records of it may still surface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from zync_assets.lake import storage, tables
+from zync_assets.lake.tables import Opened
+
+_SCHEMA = pa.schema([("topic", pa.string())])
+
+
+@dataclass(frozen=True)
+class Published:
+    """How far one output partition has been published."""
+
+    opened: Opened | None = field(repr=False)
+    topic: str
+    partition: int
+    window: int | None
+    verified: int | None
+
+    def topic_known(self) -> bool:
+        return self.opened is not None and self.opened.number(f"zync:named:{self.topic}") is not None
+
+    def made_for(self, topic_id: str) -> bool:
+        return self.opened is not None and self.opened.number(f"zync:topic:{self.topic}:{topic_id}") == 0
+
+
+def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Published:
+    """How far an output partition has been published; all None where nothing was."""
+    opened = tables.open_table(storage.published_uri(lake, pool))
+    if opened is None:
+        return Published(None, topic, partition, None, None)
+    place = f"{topic}:{partition}"
+    return Published(
+        opened, topic, partition, opened.number(f"zync:window:{place}"), opened.number(f"zync:verified:{place}")
+    )
+
+
+def commit_published(
+    lake: str,
+    pool: str,
+    before: Published,
+    *,
+    window: int,
+    verified: int,
+    topic_id: str,
+    replaced: bool = False,
+) -> Published:
+    """Set an output's window and verified offset, and the topic that they are for; returns the new state.
+
+    ``replaced``: the topic was created anew on purpose. Raises CommitConflict if another publisher of the topic
+    committed since ``before`` was opened.
+    """
+    place = f"{before.topic}:{before.partition}"
+    numbers = {f"zync:window:{place}": window, f"zync:verified:{place}": verified}
+    if replaced or not before.made_for(topic_id):
+        numbers |= {f"zync:topic:{before.topic}:{topic_id}": 0, f"zync:named:{before.topic}": 1}
+    if before.opened is None:
+        tables.create_table(storage.published_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
+    else:
+        tables.commit(before.opened, [], numbers)
+    return open_published(lake, pool, before.topic, before.partition)

@@ -1,0 +1,132 @@
+"""Spark reads the files that the Delta log lists, as Parquet, with the table's schema. No jar beyond PySpark's is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.lake import storage
+from zync_assets.lake.raw import RawState, carried_times, raw_files
+from zync_assets.lake.staging import ACCOUNT_TYPE, StagingState, key_column, value_column
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+
+def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
+    """A lazy frame over some files of a table; columns that a file lacks are null."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    kind = from_arrow_schema(schema)
+    if not files:
+        return spark.createDataFrame([], kind)
+    return spark.read.schema(kind).parquet(*(storage.join(uri, item.path) for item in files))
+
+
+def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRange]) -> DataFrame:
+    """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which never runs back within a
+    partition. A side that has no type yet is void."""
+    parts = list(ranges)
+    every = raw_files(state)
+    files = raw_files(state, parts)
+    return _in_ranges(
+        _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files), parts
+    )
+
+
+def records_at(spark: SparkSession, state: RawState, places: DataFrame) -> DataFrame:
+    """The raw records at some places (columns ``partition`` and ``first``, the offset), reading only files that hold one.
+
+    The columns are those of ``record_frame``.
+    """
+    from pyspark.sql import functions as F
+
+    every = raw_files(state)
+    listed = spark.createDataFrame(
+        [(index, item.partition, item.first, item.last) for index, item in enumerate(every)],
+        "file int, file_partition int, low long, high long",
+    )
+    inside = (F.col("partition") == F.col("file_partition")) & F.col("first").between(F.col("low"), F.col("high"))
+    needed = places.join(F.broadcast(listed), inside).select("file").distinct().collect()
+    files = [every[row["file"]] for row in sorted(needed)]
+    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
+    wanted = places.select(F.col("partition").alias("at_partition"), F.col("first").alias("at_offset"))
+    here = (F.col("kafka.partition") == F.col("at_partition")) & (F.col("kafka.offset") == F.col("at_offset"))
+    return frame.join(wanted, here, "left_semi")
+
+
+def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
+    """The ledger's entries, with the fields of the account column."""
+    schema = pa.schema([("account", ACCOUNT_TYPE)])
+    return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
+
+
+def _sides(frame: DataFrame) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    return frame.select(
+        "kafka", *(F.col(name) if name in frame.columns else F.lit(None).alias(name) for name in ("key", "value"))
+    )
+
+
+def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    condition: Column = F.lit(False)
+    for part in parts:
+        condition = condition | (
+            (F.col("kafka.partition") == part.partition)
+            & (F.col("kafka.offset") >= part.first)
+            & (F.col("kafka.offset") < part.end)
+        )
+    return frame.filter(condition)
+
+
+def _with_time(
+    spark: SparkSession, frame: DataFrame, every: Sequence[DataFile], files: Sequence[DataFile]
+) -> DataFrame:
+    """Ingest wrote a running maximum within a file; where an earlier file of the partition reaches past a file's lowest
+    time, that maximum holds here too."""
+    from pyspark.sql import functions as F
+
+    carried = carried_times(every)
+    rows = [
+        (item.partition, item.first, item.last, carried[item.path] / 1000) for item in files if item.path in carried
+    ]
+    if not rows:
+        return frame.withColumn("time", F.col("kafka.time"))
+    before = spark.createDataFrame(rows, "at int, low long, high long, reached double").withColumn(
+        "reached", F.timestamp_seconds("reached")
+    )
+    inside = (F.col("kafka.partition") == F.col("at")) & F.col("kafka.offset").between(F.col("low"), F.col("high"))
+    return (
+        frame.join(F.broadcast(before), inside, "left")
+        .withColumn("time", F.greatest(F.col("kafka.time"), F.col("reached")))
+        .drop("at", "low", "high", "reached")
+    )
+
+
+def output_frame(
+    spark: SparkSession, state: StagingState, topic: str, ranges: Iterable[OffsetRange] | None = None
+) -> DataFrame:
+    """An output topic's records: ``kafka``, ``key``, ``value``, ``rule``, ``source``, ``schema``, ``left_out``."""
+    from pyspark.sql import functions as F
+
+    names = {"key": key_column(topic), "value": value_column(topic)}
+    present = {side: name for side, name in names.items() if name in state.schema.names}
+    plain = ["kafka", "rule", "source", "schema", "left_out"]
+    schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *plain[1:]]])
+    parts = None if ranges is None else list(ranges)
+    files = [
+        item
+        for item in state.output_files(topic)
+        if parts is None or any((item.first or 0) < part.end and part.first <= (item.last or 0) for part in parts)
+    ]
+    frame = parquet_frame(spark, state.opened.uri, files, schema)
+    sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
+    whole = frame.select("kafka", *sides, *plain[1:])
+    return whole if parts is None else _in_ranges(whole, parts)

@@ -1,0 +1,173 @@
+"""Staged rows as the bytes that Kafka is to hold: what publishing sends, and what it and the checks compare with.
+
+Uses what is kept in the pool (each row's output schema), never the pipeline file, which may have changed since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.encode import Encoder, make_encoder
+from zync_assets.errors import LakeError, SchemaError
+from zync_assets.kafka.registry import Registry
+from zync_assets.lake import staging, storage
+from zync_assets.lake.staging import StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.pipeline import RegistryConfig
+
+BATCH_RECORDS = 50_000
+
+ENCODED_SCHEMA = pa.schema([("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary())])
+
+
+@dataclass(frozen=True)
+class SideSchema:
+    """How one side of a row is encoded; ``schema`` and ``schema_id`` are None where the side is always null."""
+
+    format: str
+    schema: str | None
+    schema_id: int | None
+
+
+@dataclass(frozen=True)
+class StagedTopic:
+    """All that is needed to encode the rows of one output topic; pickles."""
+
+    topic: str
+    uri: str
+    files: tuple[DataFile, ...]
+    schemas: Mapping[str, tuple[SideSchema, SideSchema]]
+    """Fingerprint → (key, value)."""
+
+
+def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
+    """An output topic of a staging pool, its schemas registered under ``<topic>-key`` and ``<topic>-value``.
+
+    Raises RegistryError if the registry refuses one.
+    """
+    client = Registry(registry) if registry else None
+    schemas: dict[str, tuple[SideSchema, SideSchema]] = {}
+    for name, (of, text) in state.head.schemas.items():
+        if of == topic:
+            sides = json.loads(text)
+            schemas[name] = (_side(client, topic, "key", sides["key"]), _side(client, topic, "value", sides["value"]))
+    return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas)
+
+
+def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
+    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA.
+
+    Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
+    """
+    upcoming = first
+    for batch in _rows(staged, first, end):
+        encoded = _encode(staged, batch)
+        offsets = encoded.column("offset")
+        if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
+            raise LakeError(
+                f"topic {staged.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
+                " published; run zync check."
+            )
+        upcoming += len(offsets)
+        yield encoded
+    if upcoming != end:
+        raise LakeError(
+            f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}; run zync check"
+        )
+
+
+def first_difference(ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordBatch]) -> tuple[int | None, int]:
+    """Compare staged rows with Kafka's records (columns offset, key, value): the first offset at which they differ (None:
+    they don't) and how many are equal before it."""
+    equal = 0
+    for mine, other in zip_longest(_single_rows(ours), _single_rows(theirs)):
+        if mine != other:
+            return min(row[0] for row in (mine, other) if row is not None), equal
+        equal += 1
+    return None, equal
+
+
+def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+    for batch in batches:
+        yield from zip(*(batch.column(name).to_pylist() for name in ("offset", "key", "value")), strict=True)
+
+
+def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, object]) -> SideSchema:
+    form, schema = str(found["format"]), found["schema"]
+    if schema is None:
+        return SideSchema(form, None, None)
+    text = json.dumps(schema)
+    if form != "avro":
+        return SideSchema(form, text, None)
+    if client is None:
+        raise SchemaError(f"topic {topic}: its {side}s are Avro and the pipeline has no registry. Add registry: url.")
+    return SideSchema(form, text, client.register(f"{topic}-{side}", text))
+
+
+def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
+    names = ["kafka", "schema", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+    for item in staged.files:
+        if (item.last or 0) < first or (item.first or 0) >= end:
+            continue
+        system, path = storage.filesystem(storage.join(staged.uri, item.path))
+        source = pq.ParquetFile(path, filesystem=system)
+        present = [name for name in names if name in source.schema_arrow.names]
+        for batch in source.iter_batches(BATCH_RECORDS, columns=present):
+            offsets = pc.struct_field(batch.column("kafka"), "offset")
+            inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))
+            kept = batch.filter(inside)
+            if kept.num_rows:
+                yield kept
+
+
+def _encode(staged: StagedTopic, batch: pa.RecordBatch) -> pa.RecordBatch:
+    offsets = pc.struct_field(batch.column("kafka"), "offset")
+    prints = batch.column("schema")
+    order: list[pa.Array] = []
+    keys: list[pa.Array] = []
+    values: list[pa.Array] = []
+    for name in pc.unique(prints).to_pylist():
+        if name not in staged.schemas:
+            raise LakeError(f"topic {staged.topic}: the pool has no output schema {name}; run zync check")
+        places = pc.indices_nonzero(pc.equal(prints, name))
+        rows = batch if len(places) == batch.num_rows else batch.take(places)
+        order.append(places)
+        for side, column, into in zip(
+            staged.schemas[name],
+            (staging.key_column(staged.topic), staging.value_column(staged.topic)),
+            (keys, values),
+            strict=True,
+        ):
+            into.append(_encode_side(staged.topic, side, rows, column))
+    if len(order) == 1:
+        return pa.RecordBatch.from_arrays([offsets, keys[0], values[0]], schema=ENCODED_SCHEMA)
+    back = pc.sort_indices(pa.concat_arrays(order))
+    sides = [pa.concat_arrays(parts).take(back) for parts in (keys, values)]
+    return pa.RecordBatch.from_arrays([offsets, *sides], schema=ENCODED_SCHEMA)
+
+
+def _encode_side(topic: str, side: SideSchema, rows: pa.RecordBatch, column: str) -> pa.Array:
+    if side.schema is None or column not in rows.schema.names:
+        return pa.nulls(rows.num_rows, pa.binary())
+    encoded = _encoder(side).encode(rows.column(column))
+    if encoded.bad:
+        worst = encoded.bad[0]
+        offset = rows.column("kafka")[worst.index]["offset"].as_py()
+        raise SchemaError(
+            f"topic {topic}, offset {offset}: {worst.error}. Nothing from this offset on was published; the record is staged"
+            " and can't be encoded."
+        )
+    return encoded.payloads
+
+
+@lru_cache(maxsize=256)
+def _encoder(side: SideSchema) -> Encoder:
+    return make_encoder(side.format, side.schema, side.schema_id)  # type: ignore[arg-type]

@@ -1,0 +1,488 @@
+"""ETL: raw tables → staging table.
+
+plan_etl         what is new since the account's seen positions (no JVM)
+read_raw         the lazy slice of one input
+transform        the lazy batch over all slices
+commit_staging   outputs, what became of each input, and positions, in one commit
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.errors import EtlError, KafkaError, TopicMissing
+from zync_assets.etl import ledger, matching, numbering
+from zync_assets.etl.shapes import short
+from zync_assets.kafka.topics import topic_states
+from zync_assets.lake import quarantine, raw, reading, staging, storage
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange, new_ranges
+from zync_assets.pipeline import Denorm, Output, Pipeline, Stateless
+from zync_assets.steps.outputs import OutputType, output_types
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+
+@dataclass(frozen=True)
+class EtlPlan:
+    """What there is to transform for one staging pool. Staging is read before raw, so that seen is never past next."""
+
+    pool: str
+    state: StagingState | None = field(repr=False)
+    raw: Mapping[str, RawState | None] = field(repr=False)
+    ranges: Mapping[str, tuple[OffsetRange, ...]]
+    """Input topic → new offsets, from seen to the next offset to ingest."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not any(self.ranges.values())
+
+    @property
+    def head(self) -> Head:
+        return self.state.head if self.state else Head()
+
+
+@dataclass(frozen=True)
+class RawSlice:
+    """The new records of one input, lazily."""
+
+    topic: str
+    plan: EtlPlan = field(repr=False)
+    spark: SparkSession = field(repr=False)
+
+    def dataframe(self) -> DataFrame | None:
+        """The records with ``kafka``, ``key``, ``value`` and ``time``; None where the topic has no table yet."""
+        state = self.plan.raw[self.topic]
+        return None if state is None else reading.record_frame(self.spark, state, self.plan.ranges[self.topic])
+
+
+@dataclass(frozen=True)
+class EtlBatch:
+    """A lazy batch: the plan and the slices that it was made from. Nothing has run."""
+
+    plan: EtlPlan
+    slices: Mapping[str, RawSlice] = field(repr=False)
+    spark: SparkSession = field(repr=False)
+
+
+@dataclass(frozen=True)
+class EtlCommit:
+    """What one ETL commit did. ``outputs``: the offsets numbered by it; ``counts``: new records by what became of them."""
+
+    pool: str
+    batch: int
+    outputs: Mapping[str, tuple[OffsetRange, ...]]
+    consumed: Mapping[str, tuple[OffsetRange, ...]]
+    counts: Mapping[str, int]
+    seconds: float
+
+
+def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
+    """What is new for a staging pool."""
+    state = staging.open_staging(pipeline.lake, pool)
+    head = state.head if state else Head()
+    topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
+    states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
+    ranges: dict[str, tuple[OffsetRange, ...]] = {}
+    for topic, found in states.items():
+        if found is None:
+            ranges[topic] = ()
+            continue
+        ranges[topic] = tuple(new_ranges({**found.first, **head.seen(topic)}, found.next))
+    return EtlPlan(pool, state, states, ranges)
+
+
+def read_raw(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
+    """The read half for one input."""
+    pipeline.input(topic)
+    return RawSlice(topic, plan, spark)
+
+
+def transform(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]) -> EtlBatch:
+    """The batch over all slices of one plan; EtlError if slices are missing or belong to another batch."""
+    for topic in plan.ranges:
+        found = slices.get(topic)
+        if found is None or found.plan.head.batch != plan.head.batch:
+            raise EtlError(
+                f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
+            )
+    return EtlBatch(plan, slices, spark)
+
+
+def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
+    """The commit half. Raises CommitConflict if another batch was committed since the plan, EtlError if an expression
+    fails; nothing of the batch is visible then."""
+    from pyspark.errors import PySparkException
+
+    started = time.monotonic()
+    try:
+        return _Run(pipeline, batch).commit(started)
+    except PySparkException as error:
+        raise EtlError(
+            f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}: {short(error)} Nothing was committed; mend the rule"
+            " or the data (try_cast gives NULL where cast fails)."
+        ) from error
+
+
+class _Run:
+    """One batch on its way into the table; the steps share much, so it is an object."""
+
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch) -> None:
+        self.pipeline, self.batch = pipeline, batch
+        self.plan, self.spark = batch.plan, batch.spark
+        self.rules = pipeline.rules
+        self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
+        self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
+        self.uri = storage.staging_uri(pipeline.lake, self.plan.pool)
+        self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
+
+    def commit(self, started: float) -> EtlCommit:
+        head, plan = self.plan.head, self.plan
+        outputs = _output_positions(self.pipeline, plan.pool, head)
+        frames = self._frames()
+        types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
+        rows = numbering.arranged(self._results(frames, types), numbering.time_bounds(self._spans())).persist()
+        try:
+            found = numbering.facts(rows)
+            self._check(found, rows)
+            files, ends = self._write_outputs(rows, found, outputs, types)
+            files += self._write_ledger(rows, found)
+            done = _next_head(plan, found, outputs, ends, types, self._quarantined())
+            schema = _table_schema(plan.state, types)
+            staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, files)
+        finally:
+            rows.unpersist()
+        made = {
+            topic: (OffsetRange(0, outputs[topic, 0].next, end),)
+            for topic, end in ends.items()
+            if end > outputs[topic, 0].next
+        }
+        return EtlCommit(plan.pool, done.batch, made, plan.ranges, _new_counts(found), time.monotonic() - started)
+
+    def _frames(self) -> dict[str, DataFrame]:
+        from pyspark.sql import functions as F
+
+        frames = {topic: part.dataframe() for topic, part in self.batch.slices.items()}
+        return {topic: frame.withColumn("old", F.lit(False)) for topic, frame in frames.items() if frame is not None}
+
+    def _results(self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType]) -> DataFrame:
+        taken = {
+            topic: matching.assign(self.pipeline.input(topic), self.places[topic], frame, self.rules)
+            for topic, frame in frames.items()
+            if self.plan.ranges[topic]
+        }
+        parts = [matching.left_over(item, self.ours) for item in taken.values()]
+        for index, rule in enumerate(self.rules):
+            if not self.ours[index]:
+                continue
+            if isinstance(rule, Stateless):
+                if rule.input in taken and matching.has_schema(frames[rule.input]):
+                    target = types[rule.out].target(rule.name)
+                    parts.append(matching.stateless_outputs(rule, index, taken[rule.input], target))
+            else:
+                parts += self._denorm(rule, index, frames, taken, types)
+        return matching.union(parts)
+
+    def _denorm(
+        self,
+        rule: Denorm,
+        index: int,
+        frames: Mapping[str, DataFrame],
+        taken: Mapping[str, matching.Taken],
+        types: Mapping[str, OutputType],
+    ) -> list[DataFrame]:
+        from pyspark.sql import functions as F
+
+        sides = {"left": rule.left, "right": rule.right}
+        known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
+        new = {
+            side: matching.keyed(
+                rule,
+                side,
+                matching.in_frame(
+                    (taken[topic].frame.filter(F.col("taken") == index) if topic in taken else frames[topic]), side
+                ),
+            )
+            for side, topic in known.items()
+        }
+        if len(new) < 2:
+            return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
+        matching.check_key_types(rule, new["left"], new["right"])
+        whole = {side: matching.union([frame, *self._waiting(rule, side, sides, new)]) for side, frame in new.items()}
+        return [matching.paired(rule, whole["left"], whole["right"], self.places, types[rule.out].target(rule.name))]
+
+    def _waiting(
+        self, rule: Denorm, side: str, sides: Mapping[str, str], new: Mapping[str, DataFrame]
+    ) -> list[DataFrame]:
+        """The pending records of one side whose join key a new record of the other side has."""
+        from pyspark.sql import functions as F
+
+        other = "right" if side == "left" else "left"
+        topic, state, raw_state = sides[side], self.plan.state, self.plan.raw[sides[side]]
+        counted = self.plan.head.waiting.get((rule.name, topic), 0)
+        if not counted or state is None or raw_state is None or not self.plan.ranges[sides[other]]:
+            return []
+        entries = reading.ledger_frame(self.spark, state).filter(F.col("topic") == topic)
+        pending = entries.filter(
+            (F.col("kind") == "pending") & (F.col("rule") == rule.name) & F.col("hash").isNotNull()
+        )
+        completed = entries.filter(F.col("kind") == "completed")
+        met = pending.join(new[other].select("hash").distinct(), "hash", "left_semi").join(
+            completed, ["partition", "first"], "left_anti"
+        )
+        found = reading.records_at(self.spark, raw_state, met.select("partition", "first"))
+        return [matching.keyed(rule, side, matching.in_frame(found.withColumn("old", F.lit(True)), side))]
+
+    def _spans(self) -> list[numbering.TimeSpan]:
+        spans: list[numbering.TimeSpan] = []
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            for item in raw.raw_files(state, ranges) if state else ():
+                spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
+        return spans
+
+    def _check(self, found: Sequence[Row], rows: DataFrame) -> None:
+        """Every new record that was read is in exactly one class; and none is unmatched where the file forbids it."""
+        from pyspark.sql import functions as F
+
+        for item in self.pipeline.inputs:
+            if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
+                of = F.col("source").getItem(0)
+                first = rows.filter((F.col("kind") == "unmatched") & (of.topic == item.topic)).agg(
+                    F.min(F.struct(of.partition.alias("partition"), of.offset.alias("offset"))).alias("at")
+                )
+                at = first.collect()[0]["at"]
+                raise EtlError(
+                    f"topic {item.topic}, partition {at.partition}, offset {at.offset}: no rule takes this record. Add a rule,"
+                    " or set unmatched: keep or drop."
+                )
+        counted = Counter[str]()
+        for row in found:
+            if not row.old:
+                counted[row.topic] += row.entries
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            if state is None:
+                continue
+            files = raw.raw_files(state, ranges)
+            inside = all(any(_covers(part, item) for part in ranges) for item in files)
+            expected = sum(item.records for item in files) if inside else self.batch.slices[topic].dataframe().count()  # type: ignore[union-attr]
+            if counted[topic] != expected:
+                raise EtlError(
+                    f"pool {self.plan.pool}: {expected} new records of {topic} were read and {counted[topic]} accounted for;"
+                    " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
+                )
+
+    def _write_outputs(
+        self,
+        rows: DataFrame,
+        found: Sequence[Row],
+        outputs: Mapping[tuple[str, int], OutputPosition],
+        types: Mapping[str, OutputType],
+    ) -> tuple[list[DataFile], dict[str, int]]:
+        from pyspark.sql import functions as F
+
+        files: list[DataFile] = []
+        ends: dict[str, int] = {}
+        buckets = 1 + max((row.bucket for row in found), default=0)
+        for (topic, _), position in outputs.items():
+            sizes = Counter[int]()
+            for row in found:
+                if row.kind == "out" and row.out == topic:
+                    sizes[row.bucket] += row.rows
+            firsts = [position.next + sum(sizes[b] for b in range(bucket)) for bucket in range(buckets)]
+            ends[topic] = position.next + sizes.total()
+            if not sizes:
+                continue
+            folder = f"{self.folder}/topic={topic}"
+            sides = types[topic].columns
+            numbered = numbering.numbered(rows, topic, firsts)
+            columns = [
+                F.col("kafka"),
+                F.col("rule"),
+                F.transform(
+                    "source",
+                    lambda of: F.struct(
+                        of.topic.alias("topic"), of.partition.alias("partition"), of.offset.alias("offset")
+                    ),
+                ).alias("source"),
+                F.col("schema"),
+                F.lit(None).cast("array<string>").alias("left_out"),
+                *(F.col(f"`{name}`") for name in sides),
+            ]
+            _write(numbered.select(*columns), storage.join(self.uri, folder))
+            found_paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
+            made = [staging.staged_file(self.uri, f"{folder}/{path}", topic) for path in found_paths]
+            files += [item for item in made if item.records]
+        return files, ends
+
+    def _write_ledger(self, rows: DataFrame, found: Sequence[Row]) -> list[DataFile]:
+        from pyspark.sql import functions as F
+
+        folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
+        bad = self._quarantine_frame()
+        plain = bad is None and all(row.kind == "out" for row in found)
+        waited = any(row.old for row in found)
+        if plain and not waited:
+            entries = ledger.whole_ranges(self.plan.ranges)
+            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
+        others = ledger.exceptions(rows)
+        if bad is not None:
+            others = others.unionByName(bad, allowMissingColumns=True)
+        entries_frame = ledger.ledger_rows(self.spark, self.plan.ranges, others)
+        if waited:
+            entries_frame = entries_frame.unionByName(ledger.completed(rows))
+        _write(entries_frame.select(F.struct(*entries_frame.columns).alias("account")), storage.join(self.uri, folder))
+        paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
+        made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
+        return [item for item in made if item.records]
+
+    def _quarantine_files(self) -> list[tuple[str, str, DataFile]]:
+        found: list[tuple[str, str, DataFile]] = []
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            if state is None or not any(state.bad.values()):
+                continue
+            pool = self.pipeline.input(topic).pool
+            uri = storage.quarantine_uri(self.pipeline.lake, pool, topic)
+            for item in quarantine.quarantine_files(self.pipeline.lake, pool, topic, state.next):
+                if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges):
+                    found.append((topic, uri, item))
+        return found
+
+    def _quarantine_frame(self) -> DataFrame | None:
+        """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``."""
+        from pyspark.sql import functions as F
+
+        from zync_assets.records import BAD_SCHEMA
+
+        frames: list[DataFrame] = []
+        for topic, uri, item in self._quarantine_files():
+            frame = reading.parquet_frame(self.spark, uri, [item], BAD_SCHEMA).select(
+                F.when(F.col("stage") == "lost", "dropped").otherwise("quarantined").alias("kind"),
+                F.lit(topic).alias("topic"),
+                F.col("kafka.partition").alias("partition"),
+                F.col("kafka.offset").alias("first"),
+                "end",
+            )
+            inside = F.lit(False)
+            for part in self.plan.ranges[topic]:
+                inside = inside | (
+                    (F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1)
+                )
+            frames.append(ledger.cut_at_strides(frame.filter(inside)))
+        return matching.union(frames) if frames else None
+
+    def _quarantined(self) -> Counter[tuple[str, int]]:
+        """(topic, partition) → quarantined records in the new ranges; lost ranges hold none."""
+        frame = self._quarantine_frame()
+        if frame is None:
+            return Counter()
+        rows = frame.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
+        return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
+
+
+def _covers(part: OffsetRange, item: DataFile) -> bool:
+    return part.partition == item.partition and part.first <= (item.first or 0) and (item.last or 0) < part.end
+
+
+def _write(frame: DataFrame, uri: str) -> None:
+    """Spark's own Parquet writer, without the marker file that nothing here reads."""
+    frame.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false").option(
+        "compression", "snappy"
+    ).parquet(uri)
+
+
+def _output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
+    """Where each output stands; one that is new to the account is looked up in Kafka, which fixes its base."""
+    fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
+    found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
+    positions = dict(head.outputs)
+    for item in fresh:
+        state = found.get(item.topic)
+        if state is None:
+            positions[item.topic, 0] = _absent(item)
+            continue
+        end = state.partitions[0].end
+        if end and item.start_at != "end":
+            raise KafkaError(
+                f"topic {item.topic} holds records already (its end is {end}), and output numbers begin at 0. Give the output"
+                " an empty topic, or set start-at: end."
+            )
+        positions[item.topic, 0] = OutputPosition(end, end, state.topic_id, len(state.partitions))
+    return positions
+
+
+def _absent(item: Output) -> OutputPosition:
+    if item.create is None:
+        raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
+    if item.start_at == "end":
+        raise TopicMissing(
+            f"topic {item.topic} is not there, and start-at: end needs it. Create it, or remove start-at."
+        )
+    return OutputPosition(0, 0, None, None)
+
+
+def _next_head(
+    plan: EtlPlan,
+    found: Sequence[Row],
+    outputs: Mapping[tuple[str, int], OutputPosition],
+    ends: Mapping[str, int],
+    types: Mapping[str, OutputType],
+    quarantined: Mapping[tuple[str, int], int],
+) -> Head:
+    head = plan.head
+    counts, waiting = Counter(head.counts), Counter(head.waiting)
+    records = Counter[tuple[str, int]](quarantined)
+    for (topic, partition), count in quarantined.items():
+        counts[topic, partition, "quarantined"] += count
+    for row in found:
+        name = "done" if row.kind == "out" else row.kind
+        counts[row.topic, row.partition, name] += row.entries
+        if row.old:
+            counts[row.topic, row.partition, "pending"] -= row.entries
+            waiting[row.rule, row.topic] -= row.entries
+        else:
+            records[row.topic, row.partition] += row.entries
+        if row.kind == "pending":
+            waiting[row.rule, row.topic] += row.entries
+    inputs = dict(head.inputs)
+    for topic, ranges in plan.ranges.items():
+        for part in ranges:
+            old = inputs.get((topic, part.partition), Position(part.first, part.first))
+            inputs[topic, part.partition] = Position(old.first, part.end, old.records + records[topic, part.partition])
+    positions = {place: replace(item, next=ends[place[0]]) for place, item in outputs.items()}
+    schemas = dict(head.schemas)
+    used = {row.rule for row in found if row.kind == "out"}
+    for topic, kind in types.items():
+        schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas)
+
+
+def _new_counts(found: Sequence[Row]) -> dict[str, int]:
+    counts = Counter[str]()
+    for row in found:
+        if row.kind == "out":
+            counts["outputs"] += row.rows
+            counts["done"] += row.entries
+        else:
+            counts[row.kind] += row.rows
+    return dict(counts)
+
+
+def _table_schema(state: StagingState | None, types: Mapping[str, OutputType]) -> pa.Schema:
+    """The staging table's columns, old ones first, with those of the outputs widened."""
+    fields = {item.name: item for item in (state.schema if state else staging.BASE_SCHEMA)}
+    for kind in types.values():
+        fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
+    return pa.schema(list(fields.values()))

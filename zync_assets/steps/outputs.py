@@ -1,0 +1,137 @@
+"""Output topics: the type of their keys and values over all rules, and each rule's own output schema.
+
+An output schema is what publishing needs to encode a record as it was meant, whatever the pipeline file says by then:
+the formats and, a side, the Avro schema of the fields that the rule makes. It is kept in the pool under its fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.avro_types import avro_schema
+from zync_assets.errors import EtlError
+from zync_assets.etl import matching
+from zync_assets.etl.matching import Target
+from zync_assets.etl.shapes import analysed, own_type, shape_sql, unify, void_fields
+from zync_assets.lake import staging
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import Output, Pipeline, Rule, Stateless
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+
+@dataclass(frozen=True)
+class OutputType:
+    """An output topic's columns in the staging table, and what each of its rules puts there."""
+
+    topic: str
+    columns: Mapping[str, pa.DataType]
+    """Column name → type; a side that every rule makes NULL has no column."""
+    targets: Mapping[str, Target]
+    texts: Mapping[str, str]
+    """Rule → its output schema, as JSON."""
+
+    def target(self, rule: str) -> Target:
+        return self.targets[rule]
+
+
+def output_types(
+    pipeline: Pipeline, pool: str, state: StagingState | None, frames: Mapping[str, DataFrame]
+) -> dict[str, OutputType]:
+    """The types of a pool's outputs, from its table and from all rules whose inputs have a schema by now.
+
+    ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``). EtlError if two rules disagree
+    or an expression can't be resolved.
+    """
+    return {item.topic: _output_type(pipeline, item, state, frames) for item in pipeline.outputs_of(pool)}
+
+
+def _output_type(
+    pipeline: Pipeline, item: Output, state: StagingState | None, frames: Mapping[str, DataFrame]
+) -> OutputType:
+    from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
+
+    rules = {rule.name: rule for rule in pipeline.rules if rule.out == item.topic}
+    made = {name: found for name, rule in rules.items() if (found := _rule_types(rule, frames)) is not None}
+    names = (staging.key_column(item.topic), staging.value_column(item.topic))
+    have = {field.name: field.type for field in state.schema} if state else {}
+    whole: list[DataType] = []
+    for index, (side, column) in enumerate(zip(("key", "value"), names, strict=True)):
+        parts = [(f"rule {name}", kinds[index]) for name, kinds in made.items()]
+        if column in have:
+            parts.insert(0, ("the staging pool", from_arrow_type(have[column])))
+        whole.append(unify(parts, item.topic, side))
+    columns = {
+        column: to_arrow_type(kind, timezone="UTC")
+        for column, kind in zip(names, whole, strict=True)
+        if kind.simpleString() != "void"
+    }
+    targets: dict[str, Target] = {}
+    texts: dict[str, str] = {}
+    for name, kinds in made.items():
+        own = [own_type(kind, all_) for kind, all_ in zip(kinds, whole, strict=True)]
+        for side, kind, all_ in zip(("key", "value"), own, whole, strict=True):
+            for path in void_fields(kind, side):
+                if path != side or all_.simpleString() != "void":
+                    raise EtlError(
+                        f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
+                        " Write CAST(NULL AS <type>)."
+                    )
+        texts[name] = _schema_text(item, rules[name], own)
+        sides = [
+            None if column not in columns else (column, kind, all_)
+            for column, kind, all_ in zip(names, kinds, whole, strict=True)
+        ]
+        targets[name] = Target(fingerprint(texts[name]), sides[0], sides[1])
+    return OutputType(item.topic, columns, targets, texts)
+
+
+def fingerprint(text: str) -> str:
+    """The name of an output schema: the first 16 hexadecimal digits of its SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, DataType] | None:
+    """The types of a rule's key and value; None while an input has no schema."""
+    if any(topic not in frames or not matching.has_schema(frames[topic]) for topic in rule.topics):
+        return None
+    if isinstance(rule, Stateless):
+        whole = matching.in_frame(frames[rule.input], "in")
+    else:
+        left = matching.in_frame(frames[rule.left], "left").select("left")
+        whole = left.crossJoin(matching.in_frame(frames[rule.right], "right").select("right"))
+    return (
+        analysed(whole, shape_sql(rule.key), rule.name, "key"),
+        analysed(whole, shape_sql(rule.value), rule.name, "value"),
+    )
+
+
+def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    sides: dict[str, object] = {}
+    for side, shape, kind, asked in zip(
+        ("key", "value"), (rule.key, rule.value), own, (item.key, item.value), strict=True
+    ):
+        schema = None
+        if shape is not None and kind.simpleString() != "void":
+            schema = json.loads(
+                avro_schema(to_arrow_type(kind, timezone="UTC"), side.capitalize(), namespace(item.topic))
+            )
+        sides[side] = {"format": asked.format, "schema": schema}
+    return json.dumps(sides, separators=(",", ":"))
+
+
+def namespace(topic: str) -> str:
+    """An Avro namespace from a topic's name: its parts, with what Avro's names don't allow made an underscore."""
+    parts = [re.sub(r"[^A-Za-z0-9_]", "_", part) for part in topic.split(".") if part]
+    return ".".join(f"_{part}" if part[0].isdigit() else part for part in parts)

@@ -1,0 +1,293 @@
+"""Publish: staging table → output topic.
+
+    plan_publish   what Kafka lacks, and what has to be verified first (no JVM)
+    read_staging   the lazy batch
+    publish        verify, then send window by window
+
+The record at Kafka offset k is the one that staging numbers k. Kafka can't keep a second writer out (with transactions it
+could, but then commit markers would take offsets), so whatever lies in the topic unverified is compared first, and each
+delivery must get the offset that staging gave it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, topic_states
+from zync_assets.kafka.writer import high_watermark, write_in_order
+from zync_assets.lake import reading, staging
+from zync_assets.lake.published import Published, commit_published, open_published
+from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Output, Pipeline
+from zync_assets.steps.encoding import StagedTopic, encoded_rows, first_difference, staged_topic
+from zync_assets.steps.tasks import run_tasks
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WINDOW_RECORDS = 500_000
+"""Records that are announced, sent and counted as verified together."""
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """Where an output topic stands against staging. ``topic_state`` is None where the topic has to be created."""
+
+    output: Output
+    state: StagingState | None = field(repr=False)
+    position: OutputPosition | None
+    topic_state: TopicState | None
+    published: Published
+    high: int
+
+    @property
+    def end(self) -> int:
+        """The offset after the last staged record."""
+        return self.position.next if self.position else 0
+
+    @property
+    def verified(self) -> int:
+        if self.published.verified is not None:
+            return self.published.verified
+        return self.position.base if self.position else 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last publisher stopped with all that it had announced sent and verified."""
+        return (self.published.window or 0) <= self.verified
+
+    @property
+    def nothing_to_do(self) -> bool:
+        if self.position is None:
+            return True
+        return self.topic_state is not None and self.clean and self.high == self.verified == self.end
+
+    @property
+    def ranges(self) -> tuple[OffsetRange, ...]:
+        """What Kafka lacks."""
+        return (OffsetRange(0, min(self.high, self.end), self.end),) if self.position else ()
+
+    @property
+    def lag(self) -> int:
+        return max(0, self.end - self.high)
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """A lazy batch of staged records to publish."""
+
+    plan: PublishPlan
+    spark: SparkSession = field(repr=False)
+
+    @property
+    def topic(self) -> str:
+        return self.plan.output.topic
+
+    def dataframe(self) -> DataFrame:
+        """The staged records that Kafka lacks: kafka, key, value, rule, source, as a Spark DataFrame."""
+        if self.plan.state is None:
+            raise TopicMissing(f"topic {self.topic}: nothing is staged yet. Run ETL first.")
+        return reading.output_frame(self.spark, self.plan.state, self.topic, self.plan.ranges)
+
+
+@dataclass(frozen=True)
+class PublishCommit:
+    """What one publish did: the range that it sent, and how many records it found there and verified before."""
+
+    topic: str
+    range: OffsetRange
+    verified: int
+    seconds: float
+
+    @property
+    def records(self) -> int:
+        return self.range.end - self.range.first
+
+
+def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
+    """Where a topic stands. Raises TopicMissing, TopicRecreated, ForeignRecord for what is plain to see already."""
+    item = pipeline.output(topic)
+    state = staging.open_staging(pipeline.lake, item.pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
+    done = open_published(pipeline.lake, item.pool, topic)
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    if found is None and position is not None:
+        if done.topic_known() or position.topic_id is not None:
+            raise TopicMissing(
+                f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
+                f" one with zync to-kafka --recreate {topic}."
+            )
+        if item.create is None:
+            raise TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
+    if found is not None:
+        _check_identity(topic, found, position, done)
+    high = high_watermark(pipeline.kafka, topic, 0) if found else (position.base if position else 0)
+    plan = PublishPlan(item, state, position, found, done, high)
+    if position is not None:
+        _check_watermark(plan)
+    return plan
+
+
+def read_staging(spark: SparkSession, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
+    """The read half: a lazy batch of what Kafka lacks."""
+    pipeline.output(plan.output.topic)
+    return OutputBatch(plan, spark)
+
+
+def publish(
+    pipeline: Pipeline, batch: OutputBatch, progress: Callable[[int, int], None] | None = None
+) -> PublishCommit:
+    """The commit half. ``progress(sent, total)`` is called after each window.
+
+    Raises ForeignRecord if the topic holds what staging does not: nothing is sent after that is known.
+    """
+    started = time.monotonic()
+    plan = batch.plan
+    if plan.position is None or plan.state is None:
+        return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
+    topic_state = plan.topic_state or _create(pipeline, plan.output)
+    run = _Publisher(pipeline, batch.spark, plan, topic_state)
+    high = run.settle() if not plan.clean else plan.high
+    verified = run.verify(plan.verified, high)
+    run.send(high, plan.end, progress)
+    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), verified, time.monotonic() - started)
+
+
+def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
+    """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
+    record. Its partitions and settings are kept, or taken from ``create:`` where it is not there."""
+    item = pipeline.output(topic)
+    state = staging.open_staging(pipeline.lake, item.pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
+    if position is None:
+        raise KafkaError(f"topic {topic}: nothing is staged for it, so there is nothing to publish again")
+    if position.base:
+        raise KafkaError(
+            f"topic {topic} began at offset {position.base} (start-at: end); records before that are not in the lake and"
+            " would be lost. Publish to another topic instead."
+        )
+    if topic_states(pipeline.kafka, [topic]):
+        delete_topic(pipeline.kafka, topic)
+    made = _create(pipeline, item)
+    done = open_published(pipeline.lake, item.pool, topic)
+    commit_published(pipeline.lake, item.pool, done, window=0, verified=0, topic_id=made.topic_id, replaced=True)
+    return made
+
+
+def _check_identity(topic: str, found: TopicState, position: OutputPosition | None, done: Published) -> None:
+    known = done.made_for(found.topic_id) if done.topic_known() else None
+    if known is None and position is not None and position.topic_id is not None:
+        known = position.topic_id == found.topic_id
+    if known is False:
+        raise TopicRecreated(
+            f"topic {topic} is another topic than the one that was published to (its id is now {found.topic_id}): it was"
+            f" deleted and created again. To publish all of staging to it: zync to-kafka --recreate {topic}."
+        )
+
+
+def _check_watermark(plan: PublishPlan) -> None:
+    topic = plan.output.topic
+    if plan.high < plan.verified:
+        raise KafkaError(
+            f"topic {topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it was"
+            f" published: the topic has lost records. To publish all of staging again: zync to-kafka --recreate {topic}."
+        )
+    if plan.high > plan.end:
+        raise _foreign(topic, plan.end)
+
+
+def _foreign(topic: str, offset: int) -> ForeignRecord:
+    return ForeignRecord(
+        f"topic {topic}, partition 0: the record at offset {offset} is not staging's; another program writes to this topic."
+        f" Nothing more is published. Stop that program, then: zync to-kafka --recreate {topic}."
+    )
+
+
+def _create(pipeline: Pipeline, item: Output) -> TopicState:
+    if item.create is None:
+        raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
+    how = item.create
+    return create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, how.config)
+
+
+class _Publisher:
+    """One output partition on its way to Kafka. Keeps the published table's state from one commit to the next."""
+
+    def __init__(self, pipeline: Pipeline, spark: SparkSession, plan: PublishPlan, topic_state: TopicState) -> None:
+        assert plan.state is not None
+        self.pipeline, self.spark, self.plan = pipeline, spark, plan
+        self.topic, self.topic_id = plan.output.topic, topic_state.topic_id
+        self.kafka = pipeline.kafka
+        self.state = plan.published
+        self.staged = staged_topic(plan.state, self.topic, pipeline.registry)
+
+    def settle(self) -> int:
+        """After an unclean stop: wait until all that was announced is there, or the high watermark has stood still for
+        longer than a lagging replica may take. A crashed producer's records can still surface with replication."""
+        announced, still = self.plan.published.window or 0, time.monotonic()
+        high = self.plan.high
+        while high < announced and time.monotonic() - still < self.pipeline.settle_seconds:
+            time.sleep(0.2)
+            now = high_watermark(self.kafka, self.topic, 0)
+            if now != high:
+                high, still = now, time.monotonic()
+        if high > self.plan.end:
+            raise _foreign(self.topic, self.plan.end)
+        return high
+
+    def verify(self, first: int, high: int) -> int:
+        """Compare what lies in the topic from the last verified offset on; returns how many records that were."""
+        if first < high:
+            staged, kafka, topic = self.staged, self.kafka, self.topic
+
+            def compare(_: int) -> tuple[int | None, int]:
+                theirs = read_range(kafka, topic, 0, first, high)
+                return first_difference(encoded_rows(staged, first, high), theirs)
+
+            offset, equal = run_tasks(self.spark, 1, compare)[0]
+            if offset is not None:
+                raise _foreign(self.topic, offset)
+            self._commit(high, high)
+            return equal
+        if not self.plan.clean:
+            self._commit(high, high)
+        return 0
+
+    def send(self, first: int, end: int, progress: Callable[[int, int], None] | None) -> None:
+        """Announce a window, send it, and go on; the last window is verified by a commit of its own."""
+        at = first
+        while at < end:
+            until = min(end, at + WINDOW_RECORDS)
+            self._commit(until, at)
+            run_tasks(self.spark, 1, _window(self.staged, self.kafka, at, until))
+            at = until
+            if progress is not None:
+                progress(at - first, end - first)
+        if first < end or self.state.verified is None:
+            self._commit(end, end)
+
+    def _commit(self, window: int, verified: int) -> None:
+        pool = self.plan.output.pool
+        self.state = commit_published(
+            self.pipeline.lake, pool, self.state, window=window, verified=verified, topic_id=self.topic_id
+        )
+
+
+def _window(staged: StagedTopic, kafka: object, first: int, end: int) -> Callable[[int], int]:
+    """The task that sends one window."""
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield from encoded_rows(staged, first, end)
+
+    def work(_: int) -> int:
+        return write_in_order(kafka, staged.topic, 0, first, rows())  # type: ignore[arg-type]
+
+    return work

@@ -1,0 +1,54 @@
+"""Python functions as Spark tasks: one task an index, results and errors brought back whole."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import pyarrow as pa
+
+from zync_assets.errors import ZyncError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+T = TypeVar("T")
+
+
+def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list[T]:
+    """``work(index)`` for each index below ``count``, each in a Spark task of its own; their results, by index.
+
+    A ZyncError that a task raises is raised here, as it was: Spark would bury it in its own stack trace. All tasks run
+    to their end first, so that none is still at work when this returns.
+    """
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for index in indexes(batches):
+            try:
+                found: object = work(index)
+            except ZyncError as error:
+                found = error
+            yield pa.RecordBatch.from_arrays(
+                [pa.array([index]), pa.array([pickle.dumps(found)])], names=["task", "found"]
+            )
+
+    if count == 0:
+        return []
+    rows = task_frame(spark, count).mapInArrow(run, "task long, found binary").collect()
+    results = [pickle.loads(bytes(row["found"])) for row in sorted(rows, key=lambda row: row["task"])]
+    for found in results:
+        if isinstance(found, ZyncError):
+            raise found
+    return results
+
+
+def task_frame(spark: SparkSession, count: int) -> DataFrame:
+    """A frame of ``count`` rows (column ``id``, from 0), a Spark partition each."""
+    return spark.range(0, count, 1, max(1, count))
+
+
+def indexes(batches: Iterator[pa.RecordBatch]) -> Iterator[int]:
+    """The ids of a ``task_frame`` within one task."""
+    for batch in batches:
+        yield from batch.column(0).to_pylist()
