@@ -1,0 +1,113 @@
+"""The account of a staging pool as arrays: which class each input offset is in, by its ledger alone.
+
+An offset that was pending and is completed counts as done. Memory: 17 bytes a range and 25 a record that was ever
+pending; done ranges cost next to nothing however many records they span.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.checks.columns import integers, read_columns
+from zync_assets.lake.staging import StagingState
+
+CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
+DONE, PENDING, NONE = CLASSES.index("done"), CLASSES.index("pending"), 255
+_KINDS = pa.array([*CLASSES, "completed"], pa.string())
+_COMPLETED = len(CLASSES)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the ledger says of one input partition. Three parallel arrays, sorted by ``first``, one entry a range or a
+    record that was ever pending; ``completed`` is sorted."""
+
+    first: np.ndarray
+    end: np.ndarray
+    kind: np.ndarray
+    completed: np.ndarray
+
+    def classes(self, offsets: np.ndarray) -> np.ndarray:
+        """The class of each offset now, an index of CLASSES; NONE where the ledger says nothing."""
+        at = np.searchsorted(self.first, offsets, side="right") - 1
+        known = at >= 0
+        known[known] = offsets[known] < self.end[at[known]]
+        found = np.full(len(offsets), NONE, np.uint8)
+        found[known] = self.kind[at[known]]
+        waits = found == PENDING
+        found[waits] = np.where(np.isin(offsets[waits], self.completed), DONE, PENDING)
+        return found
+
+    @cached_property
+    def waiting(self) -> np.ndarray:
+        """The offsets that are pending now, sorted."""
+        return np.setdiff1d(self.first[self.kind == PENDING], self.completed)
+
+    def problems(self, first: int, seen: int) -> Iterator[str]:
+        """Why the facts don't cover ``first <= offset < seen`` exactly once."""
+        reach = np.concatenate([[first], self.end])
+        starts = np.concatenate([self.first, [seen]])
+        for at in np.flatnonzero(reach != starts)[:1]:
+            if starts[at] > reach[at]:
+                yield f"offsets {reach[at]} to {starts[at] - 1} are in no class of the account"
+            elif at == len(self.first):
+                yield f"the account goes to offset {reach[at]}, past the seen offset {seen}"
+            else:
+                yield f"offset {starts[at]} is in the account twice"
+        twice, times = np.unique(self.completed, return_counts=True)
+        if (times > 1).any():
+            yield f"offset {twice[times > 1][0]} was completed twice"
+        stray = np.setdiff1d(self.completed, self.first[self.kind == PENDING])
+        if len(stray):
+            yield f"offset {stray[0]} was completed and never pending"
+
+
+@dataclass
+class _Parts:
+    first: list[np.ndarray] = field(default_factory=list)
+    end: list[np.ndarray] = field(default_factory=list)
+    kind: list[np.ndarray] = field(default_factory=list)
+
+    def facts(self) -> Facts:
+        first, end, kind = (np.concatenate(item) for item in (self.first, self.end, self.kind))
+        order = np.lexsort((end, first))
+        first, end, kind = first[order], end[order], kind[order].astype(np.uint8)
+        done_late = kind == _COMPLETED
+        return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late])
+
+
+def read_facts(state: StagingState) -> tuple[dict[tuple[str, int], Facts], Counter[tuple[str, str]]]:
+    """The facts by (input topic, partition), and how many records wait by (rule, input topic). Raises DamagedFile."""
+    parts: dict[tuple[str, int], _Parts] = {}
+    waiting: Counter[tuple[str, str]] = Counter()
+    names = ("kind", "topic", "partition", "first", "end", "rule")
+    for item in state.ledger_files:
+        for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
+            rows = pa.Table.from_batches([batch]).flatten()
+            rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
+            _count_waiting(rows, waiting)
+            codes = integers(pc.index_in(rows["kind"], _KINDS))
+            partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
+            for topic in rows["topic"].unique().to_pylist():
+                of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
+                for partition in np.unique(partitions[of_topic]).tolist():
+                    here = of_topic & (partitions == partition) & (codes >= 0)
+                    part = parts.setdefault((topic, partition), _Parts())
+                    part.first.append(first[here])
+                    part.end.append(end[here])
+                    part.kind.append(codes[here])
+    return {place: part.facts() for place, part in sorted(parts.items())}, +waiting
+
+
+def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
+    moved = rows.filter(pc.is_in(rows["kind"], pa.array(["pending", "completed"])))
+    for found in moved.group_by(["kind", "rule", "topic"]).aggregate([([], "count_all")]).to_pylist():
+        sign = 1 if found["kind"] == "pending" else -1
+        waiting[found["rule"], found["topic"]] += sign * found["count_all"]

@@ -1,0 +1,23 @@
+"""Every check of a pipeline, over everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zync_assets.checks import raw_checks, staging_checks
+from zync_assets.checks.result import CheckResult
+from zync_assets.pipeline import Pipeline
+
+
+def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
+    """The results one by one, in the order of the data's way. Raises ZyncError where a check can't look."""
+    for item in pipeline.inputs:
+        yield raw_checks.monotonic_offsets(pipeline, item.topic)
+        yield raw_checks.no_unexplained_loss(pipeline, item.topic)
+        yield raw_checks.schema_change(pipeline, item.topic)
+        yield raw_checks.quarantine_size(pipeline, item.topic)
+    for pool in pipeline.staging_pools:
+        yield staging_checks.exactly_once_done_coverage(pipeline, pool)
+        for output in pipeline.outputs_of(pool):
+            yield staging_checks.contiguous_output_offsets(pipeline, output.topic)
+        yield staging_checks.pending_age(pipeline, pool)

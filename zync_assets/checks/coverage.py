@@ -1,0 +1,196 @@
+"""The account of a staging pool against its raw pools and its outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.checks.account import CLASSES, DONE, PENDING, Facts, read_facts
+from zync_assets.checks.columns import HeldOffsets, integers, read_columns
+from zync_assets.checks.marks import CHUNK, Marks
+from zync_assets.checks.quarantined import read_quarantine, touches
+from zync_assets.checks.result import Number
+from zync_assets.lake import raw
+from zync_assets.lake.staging import Position, StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline
+
+Ranges = Mapping[str, Sequence[OffsetRange]]
+
+
+def problems(
+    pipeline: Pipeline, state: StagingState, ranges: Ranges | None, numbers: dict[str, Number]
+) -> Iterator[str]:
+    """What is wrong with the account, worst first within a partition; ``numbers`` are filled in. Raises DamagedFile."""
+    facts, waiting = read_facts(state)
+    for place in sorted({*facts, *state.head.inputs}):
+        yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
+    heads = Counter({place: count for place, count in state.head.waiting.items() if count})
+    for rule, topic in sorted((heads - waiting) | (waiting - heads)):
+        yield (
+            f"rule {rule}: {heads[rule, topic]} records of {topic} were counted as pending,"
+            f" and the ledger has {waiting[rule, topic]}"
+        )
+    marks = Marks()
+    yield from _read_sources(state, ranges, marks, numbers)
+    for topic, partition, offset in marks.doubled[:1]:
+        yield f"{topic} {partition}:{offset} made more than one output"
+    for topic, partition in marks.places():
+        if (topic, partition) not in facts:
+            yield f"outputs were made of {topic}, partition {partition}, which is not in the account"
+    totals: Counter[str] = Counter()
+    for (topic, partition), found in facts.items():
+        position = state.head.inputs.get((topic, partition))
+        if position is None or topic not in {item.topic for item in pipeline.inputs}:
+            continue
+        side = _Input(pipeline, state, topic, partition, position, found, marks)
+        yield from side.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
+    numbers["sources"] = marks.count
+    numbers |= {name: totals[name] for name in CLASSES if totals[name]}
+
+
+def _ledger_problems(place: tuple[str, int], found: Facts | None, position: Position | None) -> Iterator[str]:
+    name = f"{place[0]}, partition {place[1]}"
+    if position is None:
+        yield f"{name}: the ledger has facts and the account no position"
+    elif found is None:
+        if position.seen > position.first:
+            yield f"{name}: offsets {position.first} to {position.seen - 1} are in no class of the account"
+    else:
+        yield from (f"{name}: {text}" for text in found.problems(position.first, position.seen))
+
+
+def _read_sources(
+    state: StagingState, ranges: Ranges | None, marks: Marks, numbers: dict[str, Number]
+) -> Iterator[str]:
+    outputs = 0
+    for name in sorted({topic for topic, _ in state.head.outputs}):
+        for item in state.output_files(name):
+            span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
+            if ranges is not None and not touches(span, ranges.get(name, ())):
+                continue
+            outputs += item.records
+            for batch in read_columns(state.uri(item), ["source"]):
+                column = batch.column("source")
+                if pc.any(pc.fill_null(pc.equal(pc.list_value_length(column), 0), True)).as_py():
+                    yield f"file {item.path} holds an output that no input made"
+                _mark(column.flatten(), marks)
+    numbers["outputs"] = outputs
+
+
+def _mark(sources: pa.StructArray, marks: Marks) -> None:
+    topics, partitions, offsets = sources.flatten()
+    parts, places = integers(partitions), integers(offsets)
+    for topic in topics.unique().to_pylist():
+        of_topic = np.asarray(pc.equal(topics, topic).to_numpy(zero_copy_only=False))
+        for partition in np.unique(parts[of_topic]).tolist():
+            marks.add(topic, partition, places[of_topic & (parts == partition)])
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One input partition: its ledger facts, its raw records and the outputs that were made of them."""
+
+    pipeline: Pipeline
+    state: StagingState
+    topic: str
+    partition: int
+    position: Position
+    facts: Facts
+    marks: Marks
+
+    def problems(self, batch: Sequence[OffsetRange] | None, whole: bool, totals: Counter[str]) -> Iterator[str]:
+        name = f"{self.topic}, partition {self.partition}"
+        pool = self.pipeline.input(self.topic).pool
+        table = raw.open_raw(self.pipeline.lake, pool, self.topic)
+        upcoming = 0 if table is None else table.next.get(self.partition, 0)
+        if table is None or self.position.seen > upcoming:
+            yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
+            return
+        if self.position.first != table.first.get(self.partition):
+            yield (
+                f"{name}: the account begins at offset {self.position.first},"
+                f" {pool}.{self.topic} at {table.first.get(self.partition)}"
+            )
+        for low, high in ((0, self.position.first), (self.position.seen, 1 << 62)):
+            for offset in self.marks.between(self.topic, self.partition, low, high)[:1]:
+                yield f"{name}: offset {offset} made an output and is outside of what the account covers"
+        span = OffsetRange(self.partition, self.position.first, self.position.seen)
+        held = HeldOffsets(table.opened.uri, raw.raw_files(table, [span]))
+        aside = read_quarantine(self.pipeline.lake, pool, self.topic, table.next, [span]).offsets(self.partition)
+        counts = np.zeros(len(CLASSES), np.int64)
+        said: set[str] = set()
+        for first, end in self._windows(batch, whole):
+            quarantined = aside[(aside >= first) & (aside < end)]
+            existing = np.union1d(held.between(first, end), quarantined)
+            classes = self.facts.classes(existing)
+            counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
+            for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):
+                if kind not in said:
+                    said.add(kind)
+                    yield f"{name}: {text}"
+        if whole:
+            yield from (f"{name}: {text}" for text in self._counter_problems(counts))
+        totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
+
+    def _windows(self, batch: Sequence[OffsetRange] | None, whole: bool) -> Iterator[tuple[int, int]]:
+        """Spans of a chunk's size, all of them or those that the batch touches."""
+        low, high = self.position.first, self.position.seen
+        spans = [(base, base + CHUNK) for base in range(low - low % CHUNK, high, CHUNK)]
+        marked = set(self.marks.chunks(self.topic, self.partition))
+        for first, end in spans:
+            span = OffsetRange(self.partition, max(first, low), min(end, high))
+            if whole or (first, end) in marked or touches(span, batch or ()):
+                yield span.first, span.end
+
+    def _window_problems(
+        self,
+        first: int,
+        end: int,
+        existing: np.ndarray,
+        classes: np.ndarray,
+        quarantined: np.ndarray,
+        batch: Sequence[OffsetRange] | None,
+    ) -> Iterator[tuple[str, str]]:
+        made = self.marks.between(self.topic, self.partition, first, end)
+        done = existing[classes == DONE]
+        wrong = np.setdiff1d(made, done, assume_unique=True)
+        if len(wrong):
+            found = self.facts.classes(wrong[:1])[0]
+            what = "done and not in the raw pool" if found == DONE else _class_name(found)
+            yield "made", f"offset {wrong[0]} made an output and is {what}"
+        idle = np.setdiff1d(done, made, assume_unique=True)
+        if batch is not None:
+            # Of an earlier batch's new records, and of those completed since, the outputs were not looked at.
+            keep = np.zeros(len(idle), dtype=bool)
+            for part in batch:
+                keep |= (part.partition == self.partition) & (idle >= part.first) & (idle < part.end)
+            idle = np.setdiff1d(idle[keep], self.facts.completed)
+        if len(idle):
+            yield "idle", f"offset {idle[0]} is done and made no output"
+        waiting = self.facts.waiting
+        gone = np.setdiff1d(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
+        if len(gone):
+            yield "gone", f"offset {gone[0]} is pending and not in the raw pool"
+        undecoded = self.facts.classes(quarantined)
+        taken = quarantined[undecoded != CLASSES.index("quarantined")]
+        if len(taken):
+            found = self.facts.classes(taken[:1])[0]
+            yield "undecoded", f"offset {taken[0]} is in quarantine and the account says {_class_name(found)}"
+
+    def _counter_problems(self, counts: np.ndarray) -> Iterator[str]:
+        for name, found in zip(CLASSES, counts.tolist(), strict=True):
+            counted = self.state.head.counts.get((self.topic, self.partition, name), 0)
+            if counted != found:
+                yield f"{counted} records were counted as {name}, and {found} are"
+        if self.position.records != int(counts.sum()):
+            yield f"{self.position.records} records were counted below seen, and {int(counts.sum())} are there"
+
+
+def _class_name(code: int) -> str:
+    return CLASSES[code] if code < len(CLASSES) else "in no class"

@@ -1,0 +1,272 @@
+"""Checks of a raw table: its order, its completeness against Kafka, its schemas and its quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, positions, read_columns
+from zync_assets.checks.quarantined import Quarantined, read_quarantine
+from zync_assets.checks.result import CheckResult, Number, Severity, conclude
+from zync_assets.errors import DataLoss
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.topics import topic_state
+from zync_assets.lake import raw, storage, tables
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange, normalize, subtract
+from zync_assets.pipeline import Pipeline
+
+MONOTONIC = "monotonic_offsets"
+NO_LOSS = "no_unexplained_loss"
+SCHEMA_CHANGE = "schema_change"
+QUARANTINE_SIZE = "quarantine_size"
+
+
+def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """Within each file offsets strictly ascend and are what the log says; no two files of a partition overlap; nothing
+    lies below the first or at or past the next offset.
+
+    Rows are read of the files in ``ranges`` only (all if None); the log is looked at whole.
+    """
+    state = _state(pipeline, topic)
+    if state is None:
+        return _nothing_yet(MONOTONIC, pipeline, topic, "error")
+    problems = [
+        f"file {item.path} carries no offsets in the log, so no reader would find it"
+        for item in tables.list_files(state.opened)
+        if item.partition is None
+    ]
+    everything = raw.raw_files(state)
+    problems += _log_problems(state, everything)
+    selected = everything if ranges is None else raw.raw_files(state, ranges)
+    for item in selected:
+        problems += _file_problems(state.opened.uri, item)
+    records = sum(item.records for item in selected)
+    return conclude(
+        MONOTONIC,
+        subject(pipeline, topic),
+        "error",
+        problems,
+        f"{records} records in {len(selected)} files ascend",
+        {"files": len(selected), "records": records},
+    )
+
+
+def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """Every record that Kafka still holds below the next offset is in the raw table or in quarantine, exactly once, or
+    in a range whose loss was accepted; and quarantine holds as many entries as were counted.
+
+    Reads Kafka again, over ``ranges`` or everything ingested. What retention took since can't be compared: the numbers
+    say how many records were. Raises TopicMissing, BrokerUnavailable.
+    """
+    state = _state(pipeline, topic)
+    if state is None:
+        return _nothing_yet(NO_LOSS, pipeline, topic, "error")
+    found = topic_state(pipeline.kafka, topic)
+    place, pool = subject(pipeline, topic), pipeline.input(topic).pool
+    if not state.made_from(found.topic_id):
+        problem = (
+            f"topic {topic} was deleted and created again (its id is now {found.topic_id}):"
+            f" {place} can't be compared with it"
+        )
+        return conclude(NO_LOSS, place, "error", [problem], "", {"compared": 0})
+    problems: list[str] = []
+    numbers: dict[str, Number] = {}
+    totals = {"compared": 0, "missing": 0, "doubled": 0, "gone_from_kafka": 0}
+    watermarks = {item.partition: item for item in found.partitions}
+    try:
+        side = read_quarantine(pipeline.lake, pool, topic, state.next, _ingested(state, ranges))
+        numbers["quarantined"] = len(side.records)
+        problems += _count_problems(state, side)
+        for part in _ingested(state, ranges):
+            mark = watermarks.get(part.partition)
+            if mark is None or mark.end < part.end:
+                end = mark.end if mark else 0
+                problems.append(
+                    f"partition {part.partition} of topic {topic} ends at offset {end}, and up to offset {part.end}"
+                    " was ingested: the topic has lost records"
+                )
+            first, end = max(part.first, mark.low if mark else 0), min(part.end, mark.end if mark else 0)
+            if first < end:
+                reader = _kafka_offsets(pipeline, topic, part.partition, first, end)
+                problems += _compare(state, side, OffsetRange(part.partition, first, end), reader, totals)
+    except DamagedFile as error:
+        problems.append(str(error))
+    good = f"all {totals['compared']} records that Kafka still holds are here once"
+    return conclude(NO_LOSS, place, "error", problems, good, {**totals, **numbers})
+
+
+def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """Warns where records came with more than one writer schema on a side."""
+    state = _state(pipeline, topic)
+    if state is None:
+        return _nothing_yet(SCHEMA_CHANGE, pipeline, topic, "warn")
+    place = subject(pipeline, topic)
+    counts: dict[str, dict[int, int]] = {"key": {}, "value": {}}
+    try:
+        for item in raw.raw_files(state, ranges):
+            uri = storage.join(state.opened.uri, item.path)
+            for batch in read_columns(uri, ["key_schema_id", "value_schema_id"]):
+                for side, seen in counts.items():
+                    ids, times = np.unique(integers(batch[f"{side}_schema_id"]), return_counts=True)
+                    for schema_id, count in zip(ids.tolist(), times.tolist(), strict=True):
+                        if schema_id >= 0:
+                            seen[schema_id] = seen.get(schema_id, 0) + count
+    except DamagedFile as error:
+        return conclude(SCHEMA_CHANGE, place, "warn", [str(error)], "", {})
+    numbers: dict[str, Number] = {}
+    for side, seen in counts.items():
+        numbers[f"{side}_schemas"] = len(seen)
+        numbers |= {f"{side}_schema_{name}": count for name, count in sorted(seen.items())}
+    problems = [
+        f"{side}s came with {len(seen)} writer schemas: ids {', '.join(map(str, sorted(seen)))}"
+        for side, seen in counts.items()
+        if len(seen) > 1
+    ]
+    return conclude(SCHEMA_CHANGE, place, "warn", problems, "one writer schema a side", numbers)
+
+
+def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """Warns where a record is in quarantine, or where a loss by retention was accepted."""
+    state = _state(pipeline, topic)
+    if state is None:
+        return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
+    place = subject(pipeline, topic)
+    try:
+        side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state.next, _ingested(state, ranges))
+    except DamagedFile as error:
+        return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
+    problems: list[str] = []
+    if len(side.records):
+        partition, offset = side.records[0].tolist()
+        problems.append(
+            f"{len(side.records)} records could not be decoded, the first at {partition}:{offset}: {side.first_error}"
+        )
+    if side.lost:
+        problems.append(f"retention took {', '.join(map(str, side.lost))} before they were ingested")
+    numbers = {
+        "quarantined": len(side.records),
+        "lost_offsets": sum(part.end - part.first for part in side.lost),
+    }
+    return conclude(QUARANTINE_SIZE, place, "warn", problems, "nothing in quarantine", numbers)
+
+
+def subject(pipeline: Pipeline, topic: str) -> str:
+    return f"{pipeline.input(topic).pool}/{topic}"
+
+
+def _state(pipeline: Pipeline, topic: str) -> RawState | None:
+    return raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+
+
+def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) -> CheckResult:
+    return conclude(name, subject(pipeline, topic), severity, [], "nothing ingested yet", {"records": 0})
+
+
+def _ingested(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
+    """What of ``ranges`` (of everything if None) has been ingested."""
+    whole = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
+    return normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
+
+
+def _log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
+    for before, item in pairwise(files):
+        if before.partition == item.partition and (item.first or 0) <= (before.last or 0):
+            yield (f"files {before.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
+    for partition, end in state.next.items():
+        if end < state.first.get(partition, 0):
+            yield f"partition {partition}: next offset {end} is below the first, {state.first[partition]}"
+    for item in files:
+        low, end = state.first.get(item.partition or 0, 0), state.next.get(item.partition or 0, 0)
+        if (item.first or 0) < low or (item.last or 0) >= end:
+            yield (
+                f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
+                f" of which {low} to {end - 1} were ingested"
+            )
+
+
+def _file_problems(table_uri: str, item: DataFile) -> Iterator[str]:
+    records, first, last = 0, None, -1
+    try:
+        for partitions, offsets in positions(storage.join(table_uri, item.path)):
+            if not len(offsets):
+                continue
+            if (partitions != item.partition).any():
+                stray = partitions[partitions != item.partition][0]
+                yield f"file {item.path} of partition {item.partition} holds a record of partition {stray}"
+            steps = np.diff(offsets, prepend=last)
+            if (steps <= 0).any():
+                at = int(np.argmax(steps <= 0))
+                yield (
+                    f"file {item.path}: offset {offsets[at]} follows {offsets[at - 1] if at else last}"
+                    f" in row {records + at}"
+                )
+            first = int(offsets[0]) if first is None else first
+            records, last = records + len(offsets), int(offsets[-1])
+    except DamagedFile as error:
+        yield str(error)
+        return
+    if (records, first, last) != (item.records, item.first, item.last):
+        yield (
+            f"file {item.path} holds {records} records from {first} to {last};"
+            f" the log says {item.records} from {item.first} to {item.last}"
+        )
+
+
+def _count_problems(state: RawState, side: Quarantined) -> Iterator[str]:
+    for partition in sorted({*side.entries, *state.bad}):
+        counted, found = state.bad.get(partition, 0), side.entries.get(partition, 0)
+        if counted != found:
+            yield f"partition {partition}: {counted} quarantined entries were counted and {found} are there"
+
+
+def _kafka_offsets(
+    pipeline: Pipeline, topic: str, partition: int, first: int, end: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The offsets that Kafka holds, batch by batch, each with the offset from which on it is complete: what retention
+    takes meanwhile is skipped."""
+    while first < end:
+        try:
+            for batch in read_range(pipeline.kafka, topic, partition, first, end):
+                offsets = integers(batch.column("offset"))
+                yield first, offsets
+                first = int(offsets[-1]) + 1
+            yield first, np.empty(0, np.int64)
+            return
+        except DataLoss:
+            marks = {item.partition: item.low for item in topic_state(pipeline.kafka, topic).partitions}
+            low = marks.get(partition, 0)
+            if low <= first:
+                raise
+            first = low
+
+
+def _compare(
+    state: RawState,
+    side: Quarantined,
+    part: OffsetRange,
+    reader: Iterable[tuple[int, np.ndarray]],
+    totals: dict[str, int],
+) -> list[str]:
+    held = HeldOffsets(state.opened.uri, raw.raw_files(state, [part]))
+    aside = side.offsets(part.partition)
+    missing: list[int] = []
+    doubled: list[int] = []
+    for first, offsets in reader:
+        end = int(offsets[-1]) + 1 if len(offsets) else part.end
+        ours = np.concatenate([held.between(first, end), aside[(aside >= first) & (aside < end)]])
+        present, times = np.unique(ours, return_counts=True)
+        absent = side.not_lost(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
+        totals["compared"] += len(offsets)
+        totals["missing"] += len(absent)
+        totals["doubled"] += int((times > 1).sum())
+        # Compaction and retention may take a record after it was ingested: no loss of ours.
+        totals["gone_from_kafka"] += len(np.setdiff1d(present, offsets, assume_unique=True))
+        missing += absent[:1].tolist()
+        doubled += present[times > 1][:1].tolist()
+    place = f"partition {part.partition} of topic {state.opened.uri.rsplit('/', 1)[-1]}"
+    problems = [f"the record at offset {missing[0]} in {place} is in Kafka and not in the lake"] if missing else []
+    return problems + ([f"the record at offset {doubled[0]} in {place} is in the lake twice"] if doubled else [])

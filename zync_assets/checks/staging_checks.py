@@ -1,0 +1,193 @@
+"""Checks of a staging pool: its account against raw and outputs, its numbering, and what waits for long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.checks import coverage
+from zync_assets.checks.account import read_facts
+from zync_assets.checks.columns import DamagedFile, positions, read_columns
+from zync_assets.checks.result import CheckResult, Number, conclude
+from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.staging import StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline
+
+COVERAGE = "exactly_once_done_coverage"
+CONTIGUOUS = "contiguous_output_offsets"
+PENDING_AGE = "pending_age"
+
+MAX_AGE_SECONDS = 86_400
+"""How long a record may wait for its counterpart before ``pending_age`` warns."""
+
+
+def exactly_once_done_coverage(
+    pipeline: Pipeline, pool: str, ranges: Mapping[str, Sequence[OffsetRange]] | None = None
+) -> CheckResult:
+    """Each input offset below seen is in exactly one class of the account; each done record exists in raw and made
+    exactly one output; each output's sources are done; the counters agree.
+
+    ``ranges`` narrows it to one batch: output topics → the outputs whose rows are read, input topics → the new offsets
+    whose done records must have made these. The ledger is covered whole either way.
+    """
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None:
+        return conclude(COVERAGE, pool, "error", [], "nothing transformed yet", {"records": 0})
+    numbers: dict[str, Number] = {"batches": state.head.batch}
+    try:
+        problems = list(coverage.problems(pipeline, state, ranges, numbers))
+    except DamagedFile as error:
+        problems = [str(error)]
+    good = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
+    return conclude(COVERAGE, pool, "error", problems, good, numbers)
+
+
+def contiguous_output_offsets(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None
+) -> CheckResult:
+    """An output topic's rows are numbered base..next without a gap or a double, sorted within files, as the log says.
+
+    Rows are read of the files in ``ranges`` only (all if None); the log is looked at whole.
+    """
+    pool = pipeline.output(topic).pool
+    subject = f"{pool}/{topic}"
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None:
+        return conclude(CONTIGUOUS, subject, "error", [], "nothing transformed yet", {"records": 0})
+    files = state.output_files(topic)
+    parts = None if ranges is None else list(ranges)
+    selected = [item for item in files if parts is None or _touches(item, parts)]
+    problems = [*_numbering_problems(state, topic, files)]
+    for item in selected:
+        problems += _file_problems(state, topic, item)
+    records = sum(item.records for item in selected)
+    numbers: dict[str, Number] = {"files": len(selected), "records": records}
+    return conclude(CONTIGUOUS, subject, "error", problems, f"{records} outputs follow each other", numbers)
+
+
+def pending_age(
+    pipeline: Pipeline, pool: str, max_age_seconds: float = MAX_AGE_SECONDS, now: float | None = None
+) -> CheckResult:
+    """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null.
+
+    ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
+    """
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None:
+        return conclude(PENDING_AGE, pool, "warn", [], "nothing transformed yet", {"pending": 0})
+    moment = time.time() if now is None else now
+    problems: list[str] = []
+    numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
+    numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
+    if numbers["pending"]:
+        try:
+            problems += _age_problems(pipeline, state, max_age_seconds, moment, numbers)
+        except DamagedFile as error:
+            problems.append(str(error))
+    return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
+
+
+def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> float | None:
+    """The time of a raw record, in seconds since the epoch; None where there is no such record. Raises DamagedFile."""
+    found = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+    if found is None:
+        return None
+    for item in raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)]):
+        uri = storage.join(found.opened.uri, item.path)
+        for batch in read_columns(uri, ["kafka.offset", "kafka.time"]):
+            rows = pa.Table.from_batches([batch]).flatten()
+            hit = rows.filter(pc.equal(rows["kafka.offset"], offset))
+            if hit.num_rows:
+                return hit["kafka.time"][0].as_py().timestamp()
+    return None
+
+
+def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:
+    return any(
+        part.partition == item.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
+        for part in parts
+    )
+
+
+def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFile]) -> Iterator[str]:
+    """By the log and the head alone."""
+    known = {partition: item for (name, partition), item in state.head.outputs.items() if name == topic}
+    for item in files:
+        if item.partition not in known:
+            yield f"file {item.path} holds outputs of partition {item.partition}, which the account does not know"
+    for partition, position in sorted(known.items()):
+        own = [item for item in files if item.partition == partition]
+        edges = [position.base, *[(item.last or 0) + 1 for item in own]]
+        starts = [*[item.first or 0 for item in own], position.next]
+        for reach, start in zip(edges, starts, strict=True):
+            if reach < start:
+                yield f"partition {partition}: outputs {reach} to {start - 1} are not there"
+            elif reach > start:
+                yield f"partition {partition}: outputs {start} to {reach - 1} are there more than once"
+
+
+def _file_problems(state: StagingState, topic: str, item: DataFile) -> Iterator[str]:
+    uri, records, following = state.uri(item), 0, item.first or 0
+    try:
+        for batch in read_columns(uri, ["kafka.topic"]):
+            names = pa.Table.from_batches([batch]).flatten()["kafka.topic"]
+            if not pc.all(pc.fill_null(pc.equal(names, topic), False), min_count=0).as_py():
+                yield f"file {item.path} holds an output of another topic than {topic}"
+                break
+        for partitions, offsets in positions(uri):
+            if (partitions != item.partition).any():
+                yield f"file {item.path} holds an output of another partition than {item.partition}"
+            wrong = np.flatnonzero(offsets != np.arange(following, following + len(offsets)))
+            if len(wrong):
+                at = int(wrong[0])
+                yield f"file {item.path}: row {records + at} has offset {offsets[at]} in place of {following + at}"
+            records, following = records + len(offsets), following + len(offsets)
+    except DamagedFile as error:
+        yield str(error)
+        return
+    if records != item.records or following - 1 != item.last:
+        yield (
+            f"file {item.path} holds {records} outputs from {item.first};"
+            f" the log says {item.records}, up to {item.last}"
+        )
+
+
+def _age_problems(
+    pipeline: Pipeline, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
+) -> Iterator[str]:
+    facts, _ = read_facts(state)
+    # A record's time never runs back within its partition: the lowest pending offset is the oldest.
+    oldest: list[tuple[float, str]] = []
+    for (topic, partition), found in facts.items():
+        waiting = found.waiting
+        when = raw_time(pipeline, topic, partition, int(waiting[0])) if len(waiting) else None
+        if when is not None:
+            oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
+    if oldest:
+        when, place = min(oldest)
+        age = max(0.0, now - when)
+        numbers["oldest_seconds"] = round(age, 3)
+        numbers["oldest"] = place
+        if age > max_age:
+            yield f"{place} has waited for {age:.0f} s, longer than {max_age:.0f} s"
+    null_keys = _null_keys(state)
+    numbers["null_keys"] = null_keys
+    if null_keys:
+        yield f"{null_keys} records have a null join key: nothing will ever match them"
+
+
+def _null_keys(state: StagingState) -> int:
+    """Pending records without a hash. Null equals nothing, so that none of them is ever completed."""
+    count = 0
+    for item in state.ledger_files:
+        for batch in read_columns(state.uri(item), ["account.kind", "account.hash"]):
+            rows = pa.Table.from_batches([batch]).flatten()
+            null = pc.and_(pc.equal(rows["account.kind"], "pending"), pc.is_null(rows["account.hash"]))
+            count += pc.sum(null).as_py() or 0
+    return count
