@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -62,19 +63,40 @@ def _carries(pid: int, token: str) -> bool:
 
 def stop(found: Iterable[psutil.Process], *, gently: bool = True, seconds: float = 20.0) -> None:
     """End these processes: asked first where ``gently``, killed when they don't end in time."""
-    processes = list(found)
+    left = list(found)
     if gently:
-        for process in processes:
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        _, processes = psutil.wait_procs(processes, timeout=seconds)
-    for process in processes:
+        left = wait(left, seconds)
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    _, left = psutil.wait_procs(processes, timeout=seconds)
-    for process in left:
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
+    for process in wait(left, seconds):
+        raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
+
+
+def wait(found: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those of the processes that still run when all have ended or the time is over.
+
+    Unlike psutil's own function it takes a zombie for ended, since in a container nobody may ever collect it; but
+    one whose threads are still ending holds its ports and files.
+    """
+    deadline = time.monotonic() + seconds
+    left = [process for process in found if not _ended(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = [process for process in left if not _ended(process)]
+    return left
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        if not process.is_running():
+            return True
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
 
 
 def port_is_free(port: int) -> bool:

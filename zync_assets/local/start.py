@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from zync_assets.local.jars import Jars
 from zync_assets.local.state import Entry, Name, State, save
 
 START_SECONDS = 120.0
+KEPT_SECONDS = 1.0
 TAIL_LINES = 10
+ERROR = re.compile(r"\b(ERROR|FATAL)\b|Exception\b|^Caused by")
 LABELS: Mapping[Name, str] = {"kafka": "Kafka", "registry": "the schema registry"}
 LOGS: Mapping[Name, str] = {"kafka": broker.LOG, "registry": registry.LOG}
 
@@ -124,7 +127,15 @@ def _prepare(setup: Setup, state: State, name: Name, entry: Entry) -> list[str]:
 
 
 def _kept_or_free(last: int | None) -> int:
-    return last if last is not None and processes.port_is_free(last) else processes.free_port()
+    if last is None:
+        return processes.free_port()
+    # A server that was killed a moment ago may hold its port a moment longer.
+    deadline = time.monotonic() + KEPT_SECONDS
+    while not processes.port_is_free(last):
+        if time.monotonic() > deadline:
+            return processes.free_port()
+        time.sleep(0.05)
+    return last
 
 
 def _read_log(home: Path, name: Name) -> str:
@@ -135,6 +146,9 @@ def _read_log(home: Path, name: Name) -> str:
 
 
 def _tail(home: Path, name: Name) -> str:
-    """The last lines of the log without Java's stack frames, as the end of a message."""
-    lines = [line for line in _read_log(home, name).splitlines() if line.strip() and not line.startswith("\t")]
-    return f" The end of {home / name / LOGS[name]}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+    """What the log says of errors, else its last lines, as the end of a message; no stack frames."""
+    log = [line for line in _read_log(home, name).splitlines() if line.strip() and not line.startswith("\t")]
+    # The first errors are the cause; what follows them is the shutdown.
+    errors = [line for line in log if ERROR.search(line)]
+    lines = errors[:TAIL_LINES] or log[-TAIL_LINES:]
+    return f" From {home / name / LOGS[name]}:\n" + "\n".join(f"  {line}" for line in lines)
