@@ -1,0 +1,370 @@
+"""Avro binary → Arrow, a column at a time (Avro specification 1.12, "Binary Encoding").
+
+All records of a batch are read side by side: each step reads one field of every record with numpy, each record at a
+position of its own. So no byte is looked at by Python code one at a time, a record's length is known exactly, and a
+record that is damaged spoils nothing but itself.
+
+Only the encoding that writers use is read here. Whatever else a record holds (an error, or a rarity such as an array
+in several blocks) makes it *odd*: its row is to be read again by fastavro, whose word counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.avro_schema import Node
+from zync_assets.codecs.avro_types import members, plain_type
+from zync_assets.codecs.nested import (
+    Mask,
+    list_of,
+    map_entries,
+    numbers,
+    spread,
+    struct_of,
+    validity_buffer,
+)
+
+Ints = npt.NDArray[np.int64]
+
+CHUNK = 16_384
+"""Records that are read side by side: their positions and values stay in the processor's cache."""
+
+_PAD = 32
+_STOP = np.uint64(0x8080808080808080)
+_BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
+_FEW, _MANY = 16, 64
+
+
+class Source:
+    """The bytes of a batch, readable as bytes and as words at any position. ``odd``: per record."""
+
+    def __init__(self, data: npt.NDArray[np.uint8], records: int) -> None:
+        padded = np.zeros(len(data) + _PAD, dtype=np.uint8)
+        padded[: len(data)] = data
+        count = len(data) + _PAD - 8
+        self.bytes = padded
+        self.words = np.ndarray((count,), dtype="<u8", buffer=padded.data, strides=(1,))
+        self.halves = np.ndarray((count,), dtype="<u4", buffer=padded.data, strides=(1,))
+        self.buffer = pa.py_buffer(padded)
+        self.odd: Mask = np.zeros(records, dtype=np.bool_)
+
+
+@dataclass
+class Span:
+    """Where some of the records stand: next byte, end, and index of the record. Reading moves ``pos``."""
+
+    source: Source
+    pos: Ints
+    end: Ints
+    rows: Ints
+
+    def subset(self, mask: Mask) -> Span:
+        return Span(self.source, self.pos[mask], self.end[mask], self.rows[mask])
+
+    def flag(self, mask: Mask) -> None:
+        if mask.any():
+            self.source.odd[self.rows[mask]] = True
+
+    def move(self, pos: Ints) -> None:
+        """Go on at ``pos``; a record that has no so many bytes is odd and stays at its end."""
+        over = pos > self.end
+        if over.any():
+            self.flag(over)
+            pos = np.minimum(pos, self.end)
+        self.pos = pos
+
+
+def decode_columns(node: Node, source: Source, starts: Ints, ends: Ints) -> pa.Array:
+    """The records at ``starts`` to ``ends``, of the plain type; meaningless where ``source.odd`` is set afterwards."""
+    parts: list[pa.Array] = []
+    for first in range(0, len(starts), CHUNK):
+        last = min(first + CHUNK, len(starts))
+        span = Span(source, starts[first:last].copy(), ends[first:last], np.arange(first, last))
+        parts.append(_read(node, span, None))
+        span.flag(span.pos != span.end)
+    return pa.concat_arrays(parts) if parts else pa.nulls(0, plain_type(node))
+
+
+def _read(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    """One value of each record (of the valid ones; null at the others)."""
+    reader = _PRIMITIVES.get(node.kind)
+    if reader is not None:
+        return reader(node, span, valid)
+    if valid is not None:
+        if not valid.any():
+            return pa.nulls(len(valid), plain_type(node))
+        if not valid.all():
+            part = span.subset(valid)
+            values = _NESTED[node.kind](node, part)
+            span.pos[valid] = part.pos
+            return spread(values, valid)
+    return _NESTED[node.kind](node, span)
+
+
+def _long(span: Span, valid: Mask | None) -> Ints:
+    """A zigzag varint of each record."""
+    words = span.source.words[span.pos]
+    if not (words & np.uint64(0x80)).any():
+        raw = words & np.uint64(0x7F)
+        length: Ints | int = 1
+    else:
+        stop = ~words
+        stop &= _STOP
+        low = stop & (~stop + np.uint64(1))
+        mask = low | (low - np.uint64(1))
+        length = (np.bitwise_count(mask) >> 3).astype(np.int64)
+        raw = words & mask & _BITS
+        raw = (raw & np.uint64(0x007F007F007F007F)) | ((raw & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
+        raw = (raw & np.uint64(0x00003FFF00003FFF)) | ((raw & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
+        raw = (raw & np.uint64(0x0FFFFFFF)) | ((raw & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
+        longer = stop == 0
+        if longer.any():
+            _long_tail(span, longer if valid is None else longer & valid, raw, length)
+    values = (raw >> np.uint64(1)).astype(np.int64)
+    values ^= -(raw & np.uint64(1)).astype(np.int64)
+    span.move(span.pos + (length if valid is None else np.where(valid, length, 0)))
+    return values
+
+
+def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: Ints) -> None:
+    """The ninth and tenth byte of the varints that have them."""
+    at = span.pos[longer] + 8
+    ninth = span.source.bytes[np.minimum(at, len(span.source.bytes) - 2)].astype(np.uint64)
+    tenth = span.source.bytes[np.minimum(at + 1, len(span.source.bytes) - 1)].astype(np.uint64)
+    goes_on = ninth >= 0x80
+    value = raw[longer] | ((ninth & np.uint64(0x7F)) << np.uint64(56))
+    value |= np.where(goes_on, tenth & np.uint64(1), np.uint64(0)) << np.uint64(63)
+    raw[longer] = value
+    length[longer] = np.where(goes_on, 10, 9)
+    odd = np.zeros(len(longer), dtype=np.bool_)
+    odd[longer] = goes_on & (tenth > 1)
+    span.flag(odd)
+
+
+def _length(span: Span, valid: Mask | None) -> Ints:
+    """A length in bytes or a count of each record: odd ones and those of invalid records are 0."""
+    values = _long(span, valid)
+    if valid is not None:
+        values = np.where(valid, values, 0)
+    wrong = (values < 0) | (values > span.end - span.pos)
+    if wrong.any():
+        span.flag(wrong)
+        values = np.where(wrong, 0, values)
+    return values
+
+
+def _read_int(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    values = _long(span, valid)
+    narrow = values.astype(np.int32)
+    wrong = narrow != values
+    span.flag(wrong if valid is None else wrong & valid)
+    return numbers(narrow, pa.int32(), valid)
+
+
+def _read_long(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    return numbers(_long(span, valid), pa.int64(), valid)
+
+
+def _read_float(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    double = node.kind == "double"
+    values = (span.source.words if double else span.source.halves)[span.pos]
+    size = 8 if double else 4
+    span.move(span.pos + (size if valid is None else np.where(valid, size, 0)))
+    return numbers(values, pa.float64() if double else pa.float32(), valid)
+
+
+def _read_boolean(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    values = span.source.bytes[span.pos]
+    wrong = values > 1
+    span.flag(wrong if valid is None else wrong & valid)
+    span.move(span.pos + (1 if valid is None else valid.astype(np.int64)))
+    bits = pa.py_buffer(np.packbits(values, bitorder="little"))
+    return pa.Array.from_buffers(pa.bool_(), len(values), [validity_buffer(valid), bits])
+
+
+def _read_bytes(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    if node.kind == "fixed":
+        length = np.full(len(span.pos), node.size) if valid is None else np.where(valid, node.size, 0)
+        over = span.pos + length > span.end
+        if over.any():
+            span.flag(over)
+            length = np.where(over, 0, length)
+    else:
+        length = _length(span, valid)
+    count = len(length)
+    offsets = np.empty(2 * count + 1, dtype=np.int32)
+    offsets[0:-1:2] = span.pos
+    offsets[1::2] = span.pos + length
+    offsets[-1] = offsets[-2]
+    span.pos = span.pos + length
+    gaps = pa.Array.from_buffers(pa.binary(), 2 * count, [None, pa.py_buffer(offsets), span.source.buffer])
+    values = gaps.take(pa.array(np.arange(0, 2 * count, 2)))
+    if node.kind == "string":
+        values = _text(values, span)
+    if valid is None:
+        return values
+    _, offsets_buffer, data = values.buffers()
+    return pa.Array.from_buffers(values.type, count, [validity_buffer(valid), offsets_buffer, data])
+
+
+def _text(values: pa.Array, span: Span) -> pa.Array:
+    try:
+        return values.cast(pa.string())
+    except pa.ArrowInvalid:
+        pass
+    odd = np.zeros(len(values), dtype=np.bool_)
+    _find_bad_text(values, 0, odd)
+    span.flag(odd)
+    empty = pa.scalar(b"", pa.binary())
+    return pa.compute.if_else(pa.array(odd), empty, values).cast(pa.string())
+
+
+def _find_bad_text(values: pa.Array, first: int, odd: Mask) -> None:
+    try:
+        values.cast(pa.string())
+    except pa.ArrowInvalid:
+        if len(values) == 1:
+            odd[first] = True
+            return
+        half = len(values) // 2
+        _find_bad_text(values[:half], first, odd)
+        _find_bad_text(values[half:], first + half, odd)
+
+
+def _read_enum(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    index = _long(span, valid)
+    wrong = (index < 0) | (index >= len(node.symbols))
+    if wrong.any():
+        span.flag(wrong if valid is None else wrong & valid)
+        index = np.where(wrong, 0, index)
+    return pa.array(node.symbols, pa.string()).take(numbers(index, pa.int64(), valid))
+
+
+def _read_option(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    tag = span.source.bytes[span.pos]
+    there = tag == 2 * (1 - node.null_index)
+    wrong = ~there & (tag != 2 * node.null_index)
+    if valid is not None:
+        there &= valid
+        wrong &= valid
+    span.flag(wrong)
+    span.move(span.pos + (1 if valid is None else valid.astype(np.int64)))
+    return _read(node.child, span, None if there.all() else there)
+
+
+def _read_null(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    return pa.nulls(len(span.pos), pa.string())
+
+
+def _read_record(node: Node, span: Span) -> pa.Array:
+    visible = {name for name, _ in members(node)}
+    children: list[pa.Array] = []
+    for name, child in node.fields:
+        values = _read(child, span, None)
+        if name in visible:
+            children.append(values)
+    if not children:
+        return pa.array(np.ones(len(span.pos), dtype=np.bool_))
+    return struct_of(plain_type(node), children, len(span.pos), None)
+
+
+def _read_union(node: Node, span: Span) -> pa.Array:
+    index = _long(span, None)
+    wrong = (index < 0) | (index >= len(node.branches))
+    span.flag(wrong)
+    there = np.zeros(len(index), dtype=np.bool_)
+    children: list[pa.Array] = []
+    for number, branch in enumerate(node.branches):
+        if branch.kind != "null":
+            chosen = index == number
+            there |= chosen
+            children.append(_read(branch, span, chosen))
+    if not children:
+        return pa.nulls(len(index), pa.bool_())
+    return struct_of(plain_type(node), children, len(index), there)
+
+
+def _read_items(node: Node, span: Span) -> pa.Array:
+    """Arrays and maps: one block, then 0. The k-th items of all records are read side by side."""
+    count = _length(span, None)
+    present = count > 0
+    rows = np.arange(len(count))
+    keys: list[pa.Array] = []
+    items: list[pa.Array] = []
+    owners: list[Ints] = []
+    step = 0
+    while (active := count > step).any():
+        if step >= _MANY and np.count_nonzero(active) < _FEW:
+            span.flag(active)
+            count = np.where(active, 0, count)
+            break
+        part = span if active.all() else span.subset(active)
+        if node.kind == "map":
+            keys.append(_read(_KEY, part, None))
+        items.append(_read(node.child, part, None))
+        if part is not span:
+            span.pos[active] = part.pos
+        owners.append(rows[active])
+        step += 1
+    if present.any():
+        after = span.source.bytes[span.pos]
+        span.flag(present & (after != 0))
+        span.move(span.pos + present)
+    return _gather(node, span, count, keys, items, owners)
+
+
+def _gather(
+    node: Node, span: Span, count: Ints, keys: list[pa.Array], items: list[pa.Array], owners: list[Ints]
+) -> pa.Array:
+    """Lists out of the first items of all, the second items of all, and so on."""
+    type = plain_type(node)
+    offsets = np.zeros(len(count) + 1, dtype=np.int32)
+    if not owners:
+        return list_of(type, offsets, _values(node, type, keys, items), None)
+    owner = np.concatenate(owners)
+    kept = np.flatnonzero(count[owner] > 0)
+    order = pa.array(kept[np.argsort(owner[kept], kind="stable")])
+    np.cumsum(np.bincount(owner[kept], minlength=len(count)), out=offsets[1:])
+    keys = [pa.concat_arrays(keys).take(order)] if keys else []
+    values = _values(node, type, keys, [pa.concat_arrays(items).take(order)])
+    if keys and len(owners) > 1:
+        _flag_double_keys(keys[0], owner[order.to_numpy()], span)
+    return list_of(type, offsets, values, None)
+
+
+def _values(node: Node, type: pa.DataType, keys: list[pa.Array], items: list[pa.Array]) -> pa.Array:
+    values = items[0] if items else pa.nulls(0, plain_type(node.child))
+    if node.kind == "array":
+        return values
+    return map_entries(type, keys[0] if keys else pa.nulls(0, pa.string()), values)
+
+
+def _flag_double_keys(keys: pa.Array, owner: Ints, span: Span) -> None:
+    coded = keys.dictionary_encode()
+    code = coded.indices.to_numpy().astype(np.int64) + owner * np.int64(len(coded.dictionary))
+    values, first, times = np.unique(code, return_index=True, return_counts=True)
+    if len(values) < len(code):
+        double = np.zeros(len(span.pos), dtype=np.bool_)
+        double[owner[first[times > 1]]] = True
+        span.flag(double)
+
+
+_KEY = Node("string")
+_PRIMITIVES = {
+    "null": _read_null,
+    "boolean": _read_boolean,
+    "int": _read_int,
+    "long": _read_long,
+    "float": _read_float,
+    "double": _read_float,
+    "bytes": _read_bytes,
+    "string": _read_bytes,
+    "fixed": _read_bytes,
+    "enum": _read_enum,
+    "option": _read_option,
+}
+_NESTED = {"record": _read_record, "union": _read_union, "array": _read_items, "map": _read_items}

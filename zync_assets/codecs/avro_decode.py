@@ -1,0 +1,194 @@
+"""Confluent Avro → a column, whatever mixture of writer schemas it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.avro_columns import Source, decode_columns
+from zync_assets.codecs.avro_rows import TrailingBytes, row_reader
+from zync_assets.codecs.avro_schema import Node, is_hollow, parse
+from zync_assets.codecs.avro_types import lake_type, plain_type
+from zync_assets.codecs.batch import Decoded, bad_records
+from zync_assets.codecs.framing import Framed, unframe
+from zync_assets.codecs.lake_values import to_lake
+from zync_assets.codecs.merge import conform, merge_types
+from zync_assets.codecs.native import is_native
+from zync_assets.codecs.nested import isolate, validity_buffer
+from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The good records of one writer schema: their indices in the batch and, as many, their values."""
+
+    rows: Ints
+    values: pa.Array
+
+
+class AvroDecoder:
+    """See ``decode.Decoder``. Keeps the schemas that it has seen, and the column's type."""
+
+    def __init__(self, schema_of: Callable[[int], str], target: pa.DataType | None, native: bool) -> None:
+        self._schema_of = schema_of
+        self._native = native
+        self._type = pa.null() if target is None else target
+        self._writers: dict[int, Node | str] = {}
+        self._merged: set[int] = set()
+
+    @property
+    def type(self) -> pa.DataType:
+        return self._type
+
+    def decode(self, payloads: pa.Array) -> Decoded:
+        framed = unframe(payloads)
+        errors = dict(framed.errors)
+        groups: list[_Group] = []
+        for schema_id in np.unique(framed.ids[framed.there]):
+            rows = np.flatnonzero(framed.there & (framed.ids == schema_id))
+            group = self._decode_group(int(schema_id), framed, rows, errors)
+            if group is not None:
+                groups.append(group)
+        values = self._assemble(groups, len(payloads), errors)
+        ids = framed.ids.astype(np.int32)
+        buffers = [validity_buffer(framed.there), pa.py_buffer(ids)]
+        return Decoded(values, pa.Array.from_buffers(pa.int32(), len(ids), buffers), bad_records(errors))
+
+    def _writer(self, schema_id: int) -> Node | str:
+        """The writer's schema, or what is wrong with it."""
+        known = self._writers.get(schema_id)
+        if known is None:
+            try:
+                known = parse(self._schema_of(schema_id))
+            except RegistryUnavailable:
+                raise
+            except RegistryError as error:
+                # Not kept: a schema may be registered later.
+                return f"unknown schema id {schema_id}: {error}"
+            except SchemaError as error:
+                known = f"schema id {schema_id}: {error}"
+            self._writers[schema_id] = known
+        return known
+
+    def _decode_group(self, schema_id: int, framed: Framed, rows: Ints, errors: dict[int, str]) -> _Group | None:
+        writer = self._writer(schema_id)
+        if isinstance(writer, str):
+            errors.update(dict.fromkeys(rows.tolist(), writer))
+            return None
+        starts, ends = framed.starts[rows], framed.ends[rows]
+        values, wrong = decode_datums(writer, framed.data, starts, ends, native=self._native)
+        for index, error in wrong.items():
+            errors[int(rows[index])] = f"schema id {schema_id}: {error}"
+        if len(wrong) == len(rows):
+            # Nothing fits the schema: it has no say in the column's type.
+            return None
+        if schema_id not in self._merged and not is_hollow(writer):
+            try:
+                self._type = merge_types(self._type, lake_type(writer))
+            except SchemaError as error:
+                errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id}: {error}"))
+                return None
+            self._merged.add(schema_id)
+        if not wrong:
+            return _Group(rows, values)
+        good = np.ones(len(rows), dtype=np.bool_)
+        good[list(wrong)] = False
+        return _Group(rows[good], values.filter(pa.array(good)))
+
+    def _assemble(self, groups: list[_Group], count: int, errors: dict[int, str]) -> pa.Array:
+        """The groups' values at their places, as the column's type."""
+        type = self._type
+        parts: list[pa.Array] = []
+        place = np.full(count, -1, dtype=np.int64)
+        done = 0
+        for group in groups:
+            if pa.types.is_null(type):
+                continue
+            values, unfit = isolate(group.values, lambda part: conform(part, type), ValueError)
+            for index, error in unfit.items():
+                errors[int(group.rows[index])] = f"does not fit the lake's column: {error}"
+            place[group.rows] = np.arange(done, done + len(values))
+            place[[int(group.rows[index]) for index in unfit]] = -1
+            parts.append(values)
+            done += len(values)
+        if not parts:
+            return pa.nulls(count, type)
+        if len(parts) == 1 and done == count:
+            return parts[0]
+        indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
+        return pa.concat_arrays(parts).take(indices)
+
+
+def decode_datums(
+    node: Node, data: npt.NDArray[np.uint8], starts: Ints, ends: Ints, *, native: bool
+) -> tuple[pa.Array, dict[int, str]]:
+    """The bare datums at ``starts`` to ``ends`` of ``data``, of the lake's type, null where bad; errors by index."""
+    type = plain_type(node)
+    if native and is_native(node):
+        source = Source(data, len(starts))
+        values = decode_columns(node, source, starts, ends)
+        odd = np.flatnonzero(source.odd)
+    else:
+        values = pa.nulls(len(starts), type)
+        odd = np.arange(len(starts))
+    errors: dict[int, str] = {}
+    if len(odd):
+        again, errors = _read_rows(node, data, starts, ends, odd)
+        if len(odd) == len(starts):
+            values = again
+        else:
+            place = np.arange(len(starts))
+            place[odd] = np.arange(len(starts), len(starts) + len(odd))
+            values = pa.concat_arrays([values, again]).take(pa.array(place))
+    values, unfit = isolate(values, lambda part: to_lake(node, part), ValueError)
+    return values, {**{index: f"out of range: {error}" for index, error in unfit.items()}, **errors}
+
+
+def _read_rows(
+    node: Node, data: npt.NDArray[np.uint8], starts: Ints, ends: Ints, odd: Ints
+) -> tuple[pa.Array, dict[int, str]]:
+    read = row_reader(node)
+    raw = data.tobytes() if len(odd) > 64 else data
+    rows: list[Any] = []
+    errors: dict[int, str] = {}
+    for index in odd.tolist():
+        try:
+            rows.append(read(bytes(raw[starts[index] : ends[index]])))
+        # fastavro raises whatever its reading runs into: IndexError, EOFError, ValueError, OverflowError, …
+        except Exception as error:
+            rows.append(None)
+            errors[index] = _explain(error)
+    type = plain_type(node)
+    try:
+        return pa.array(rows, type), errors
+    except (ValueError, OverflowError, TypeError):
+        pass
+    parts: list[pa.Array] = []
+    for index, row in zip(odd.tolist(), rows, strict=True):
+        try:
+            parts.append(pa.array([row], type))
+        except (ValueError, OverflowError, TypeError) as error:
+            parts.append(pa.nulls(1, type))
+            errors[index] = f"out of range: {error}"
+    return pa.concat_arrays(parts), errors
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "the record ends before its schema does"
+    if isinstance(error, UnicodeDecodeError):
+        return "a string is not UTF-8"
+    if isinstance(error, IndexError):
+        return "the index of a union's branch or of an enum's symbol is out of range"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, TrailingBytes):
+        return f"the record goes on after its schema's end: {error}"
+    return f"{type(error).__name__}: {error}"

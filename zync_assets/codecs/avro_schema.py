@@ -1,0 +1,297 @@
+"""Avro schemas as a tree: names resolved, logical types checked, recursion found (Avro specification 1.12, "Schema Declaration").
+
+``parse`` is the only reader of Avro's JSON here. What it returns holds no references to look up, except ``ref`` nodes:
+a name inside the record of that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from zync_assets.errors import SchemaError
+
+PRIMITIVES = ("null", "boolean", "int", "long", "float", "double", "bytes", "string")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One type.
+
+    ``kind``: a primitive's name, ``fixed``, ``enum``, ``array``, ``map``, ``record``, ``option`` (null and one other type,
+    the other one in ``items``), ``union`` (any other union) or ``ref`` (a record inside itself, by ``name``).
+    """
+
+    kind: str
+    name: str = ""
+    logical: str = ""
+    precision: int = 0
+    scale: int = 0
+    size: int = 0
+    symbols: tuple[str, ...] = ()
+    fields: tuple[tuple[str, Node], ...] = ()
+    items: Node | None = None
+    branches: tuple[Node, ...] = ()
+    null_index: int = 0
+
+    @property
+    def child(self) -> Node:
+        """The type inside an array, a map or an option."""
+        assert self.items is not None
+        return self.items
+
+    @property
+    def children(self) -> tuple[Node, ...]:
+        if self.items is not None:
+            return (self.items,)
+        return self.branches or tuple(child for _, child in self.fields)
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The node and all below it."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def is_recursive(node: Node) -> bool:
+    return any(item.kind == "ref" for item in walk(node))
+
+
+def is_hollow(node: Node) -> bool:
+    """Whether the type's only value is null: it has no column."""
+    return node.kind == "null" or (node.kind == "union" and all(branch.kind == "null" for branch in node.branches))
+
+
+def visible_fields(node: Node) -> tuple[tuple[str, Node], ...]:
+    """A record's fields that have a column."""
+    return tuple((name, child) for name, child in node.fields if not is_hollow(child))
+
+
+def branch_names(node: Node) -> tuple[str, ...]:
+    """Column names of a union's branches, "" for null: the type's name, or a full name with ``_`` for ``.`` if short ones meet."""
+    short = [branch.name.rpartition(".")[2] or branch.kind for branch in node.branches]
+    lowered = [name.lower() for name in short]
+    return tuple(
+        ""
+        if branch.kind == "null"
+        else (branch.name.replace(".", "_") if branch.name and lowered.count(name.lower()) > 1 else name)
+        for branch, name in zip(node.branches, short, strict=True)
+    )
+
+
+@lru_cache(maxsize=512)
+def parse(schema_json: str) -> Node:
+    """The tree of an Avro schema; SchemaError names what is wrong and where. A JSON list is a union, as in Avro."""
+    try:
+        document = json.loads(schema_json)
+    except ValueError as error:
+        raise SchemaError(f"the Avro schema is not JSON: {error}") from None
+    return _Parser().node(document, "", "schema", ())
+
+
+def inline_references(schema_json: str, references: Sequence[str]) -> str:
+    """One document of a schema and those that it refers to: each named type is defined where it is first met.
+
+    ``references``: the schema documents, in any order. Names in them that nothing refers to are left out.
+    """
+    definitions: dict[str, tuple[Any, str]] = {}
+    for document in references:
+        _collect(json.loads(document), "", definitions)
+    return json.dumps(_inline(json.loads(schema_json), "", definitions, set()))
+
+
+def full_name(schema: Mapping[str, Any], namespace: str) -> str:
+    """The full name that a definition declares inside ``namespace`` (specification, "Names")."""
+    name = str(schema["name"])
+    if "." in name:
+        return name
+    own = schema.get("namespace")
+    space = namespace if own is None else str(own)
+    return f"{space}.{name}" if space else name
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self.named: dict[str, Node] = {}
+
+    def node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
+        if isinstance(schema, str):
+            return self._by_name(schema, namespace, path, open_records)
+        if isinstance(schema, list):
+            return self._union(schema, namespace, path, open_records)
+        if not isinstance(schema, dict):
+            raise SchemaError(f"{path}: {schema!r} is no Avro type")
+        kind = schema.get("type")
+        if isinstance(kind, (dict, list)):
+            return self.node(kind, namespace, path, open_records)
+        if kind in PRIMITIVES:
+            return _with_logical(Node(kind), schema)
+        if kind in ("array", "map"):
+            key = "items" if kind == "array" else "values"
+            if key not in schema:
+                raise SchemaError(f"{path}: the {kind} has no {key!r}")
+            items = self.node(schema[key], namespace, f"{path}[]", open_records)
+            if kind == "array" and _is_empty_on_the_wire(items):
+                # A count of 2**60 such items takes no bytes at all: nothing could tell damage from data.
+                raise SchemaError(f"{path}: an array of items that take no bytes ({items.kind}) is not supported")
+            return Node(kind, items=items)
+        if kind in ("record", "error", "fixed", "enum"):
+            return self._define(schema, namespace, path, open_records)
+        if isinstance(kind, str):
+            return self._by_name(kind, namespace, path, open_records)
+        raise SchemaError(f"{path}: a type without 'type'")
+
+    def _by_name(self, name: str, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
+        if name in PRIMITIVES:
+            return Node(name)
+        candidates = [name] if "." in name or not namespace else [f"{namespace}.{name}", name]
+        for candidate in candidates:
+            if candidate in open_records:
+                return Node("ref", name=candidate)
+            if candidate in self.named:
+                return self.named[candidate]
+        raise SchemaError(f"{path}: the type {name!r} is neither Avro's nor defined before")
+
+    def _union(self, branches: list[Any], namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
+        if not branches:
+            raise SchemaError(f"{path}: a union without branches")
+        nodes = tuple(self.node(branch, namespace, path, open_records) for branch in branches)
+        kinds = [node.name or node.kind for node in nodes]
+        if len(set(kinds)) < len(kinds) or any(node.kind in ("union", "option") for node in nodes):
+            raise SchemaError(f"{path}: a union holds one type twice, or another union")
+        if len(nodes) == 2 and kinds.count("null") == 1:
+            index = kinds.index("null")
+            return Node("option", items=nodes[1 - index], null_index=index)
+        node = Node("union", branches=nodes)
+        _check_names([name for name in branch_names(node) if name], path)
+        return node
+
+    def _define(self, schema: dict[str, Any], namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
+        if not isinstance(schema.get("name"), str):
+            raise SchemaError(f"{path}: a {schema['type']} without a name")
+        name = full_name(schema, namespace)
+        if schema["type"] == "fixed":
+            size = schema.get("size")
+            if not isinstance(size, int) or size < 0:
+                raise SchemaError(f"{path}: the size of fixed {name} is {size!r}, not a number of bytes")
+            node = _with_logical(Node("fixed", name=name, size=size), schema)
+        elif schema["type"] == "enum":
+            symbols = schema.get("symbols")
+            if not isinstance(symbols, list) or not symbols or len(set(symbols)) < len(symbols):
+                raise SchemaError(f"{path}: enum {name} needs symbols that differ")
+            node = Node("enum", name=name, symbols=tuple(symbols))
+        else:
+            node = self._record(schema, name, path, open_records)
+        self.named[name] = node
+        return node
+
+    def _record(self, schema: dict[str, Any], name: str, path: str, open_records: tuple[str, ...]) -> Node:
+        fields = schema.get("fields")
+        if not isinstance(fields, list):
+            raise SchemaError(f"{path}: record {name} has no fields")
+        space = name.rpartition(".")[0]
+        nodes: list[tuple[str, Node]] = []
+        for field in fields:
+            if not isinstance(field, dict) or "name" not in field or "type" not in field:
+                raise SchemaError(f"{path}: a field of record {name} lacks its name or its type")
+            below = f"{path}.{field['name']}"
+            nodes.append((field["name"], self.node(field["type"], space, below, (*open_records, name))))
+        _check_names([field_name for field_name, _ in nodes], path)
+        return Node("record", name=name, fields=tuple(nodes))
+
+
+def _check_names(names: Sequence[str], path: str) -> None:
+    """Delta tables and Spark take field names for equal that differ in case only."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.lower(), name)
+        if len(seen) and other != name or names.count(name) > 1:
+            raise SchemaError(f"{path}: the fields {other!r} and {name!r} would be one column in the lake; rename one")
+
+
+def _is_empty_on_the_wire(node: Node) -> bool:
+    if node.kind == "record":
+        return all(_is_empty_on_the_wire(child) for _, child in node.fields)
+    return node.kind == "null" or (node.kind == "fixed" and node.size == 0)
+
+
+_LOGICAL: dict[str, tuple[str, ...]] = {
+    "decimal": ("bytes", "fixed"),
+    "uuid": ("string", "fixed"),
+    "date": ("int",),
+    "time-millis": ("int",),
+    "time-micros": ("long",),
+    "timestamp-millis": ("long",),
+    "timestamp-micros": ("long",),
+    "timestamp-nanos": ("long",),
+    "local-timestamp-millis": ("long",),
+    "local-timestamp-micros": ("long",),
+    "local-timestamp-nanos": ("long",),
+    "duration": ("fixed",),
+}
+
+
+def _with_logical(node: Node, schema: Mapping[str, Any]) -> Node:
+    """The node with its logical type; one that is unknown or does not fit is ignored, as the specification says."""
+    logical = schema.get("logicalType")
+    if not isinstance(logical, str) or node.kind not in _LOGICAL.get(logical, ()):
+        return node
+    if (logical == "uuid" and node.kind == "fixed" and node.size != 16) or (logical == "duration" and node.size != 12):
+        return node
+    if logical != "decimal":
+        return Node(node.kind, name=node.name, size=node.size, logical=logical)
+    precision, scale = schema.get("precision"), schema.get("scale", 0)
+    if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or precision == 0:
+        return node
+    return Node(node.kind, name=node.name, size=node.size, logical=logical, precision=precision, scale=scale)
+
+
+def _collect(schema: Any, namespace: str, into: dict[str, tuple[Any, str]]) -> None:
+    if isinstance(schema, list):
+        for item in schema:
+            _collect(item, namespace, into)
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("record", "error", "fixed", "enum") and "name" in schema:
+            name = full_name(schema, namespace)
+            into.setdefault(name, (schema, namespace))
+            namespace = name.rpartition(".")[0]
+        for key in ("type", "items", "values"):
+            _collect(schema.get(key), namespace, into)
+        for field in schema.get("fields") or ():
+            _collect(field, namespace, into)
+
+
+def _inline(schema: Any, namespace: str, known: dict[str, tuple[Any, str]], done: set[str]) -> Any:
+    if isinstance(schema, list):
+        return [_inline(item, namespace, known, done) for item in schema]
+    if isinstance(schema, str):
+        candidates = [schema] if "." in schema or not namespace else [f"{namespace}.{schema}", schema]
+        for name in () if schema in PRIMITIVES else candidates:
+            if name in done:
+                return name
+            if name in known:
+                definition, space = known[name]
+                return _inline({**definition, "name": name}, space, known, done)
+        return schema
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    if schema.get("type") in ("record", "error", "fixed", "enum") and "name" in schema:
+        name = full_name(schema, namespace)
+        if name in done:
+            return name
+        done.add(name)
+        namespace = name.rpartition(".")[0]
+        made["name"] = name
+    elif isinstance(schema.get("type"), (str, dict, list)):
+        made["type"] = _inline(schema["type"], namespace, known, done)
+    for key in ("items", "values"):
+        if key in made:
+            made[key] = _inline(made[key], namespace, known, done)
+    if isinstance(made.get("fields"), list):
+        made["fields"] = [{**field, "type": _inline(field["type"], namespace, known, done)} for field in made["fields"]]
+    return made

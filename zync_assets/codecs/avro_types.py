@@ -1,0 +1,163 @@
+"""Avro types and the lake's types.
+
+| Avro | Arrow in the lake | Spark | note |
+| --- | --- | --- | --- |
+| null | no column; ``string``, always null, inside a map or alone | | |
+| boolean | bool | boolean | |
+| int, long | int32, int64 | int, bigint | |
+| float, double | float, double | float, double | |
+| bytes, fixed | binary | binary | a fixed's length is checked when it is written |
+| string, enum | string | string | an enum's symbols are checked when it is written |
+| array, map | list, map<string, ·> | array, map | |
+| record | struct | struct | one without fields: boolean, true |
+| null and one type | that type | | everything is nullable |
+| any other union | struct, a field a branch | struct | named by type or record; the others null, all null: null |
+| record inside itself | string | string | JSON of that subtree, see ``avro_rows`` |
+| decimal, precision up to 38 | decimal128(p, s) | decimal(p, s) | |
+| decimal, wider | string | string | plain digits, e.g. ``-12.340`` |
+| uuid | string | string | ``xxxxxxxx-xxxx-…``, also on fixed(16) |
+| date | date32 | date | |
+| time-millis, time-micros | int32, int64 | int, bigint | the number of units: Delta has no time of day |
+| timestamp-millis, -micros | timestamp(us, UTC) | timestamp | |
+| timestamp-nanos | int64 | bigint | nanoseconds since the epoch: Delta's unit is the microsecond |
+| local-timestamp-* | int64 | bigint | in their unit: Delta's timestampNtz is a feature that not every reader knows |
+| duration | binary | binary | the 12 bytes |
+
+A type of Kafka Connect or Debezium that is a plain Avro type with a ``connect.name`` stays that plain type.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.codecs.avro_schema import Node, branch_names, parse, visible_fields
+from zync_assets.errors import SchemaError
+
+MAX_DECIMAL = 38
+TIMESTAMP = pa.timestamp("us", tz="UTC")
+
+_PLAIN: dict[str, pa.DataType] = {
+    "null": pa.string(),
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "bytes": pa.binary(),
+    "fixed": pa.binary(),
+    "string": pa.string(),
+    "enum": pa.string(),
+    "ref": pa.string(),
+}
+
+
+def arrow_type(schema_json: str) -> pa.DataType:
+    """The lake's type for values of an Avro schema; SchemaError if the schema can't be parsed or held."""
+    return lake_type(parse(schema_json))
+
+
+@lru_cache(maxsize=4096)
+def lake_type(node: Node) -> pa.DataType:
+    """The type that values of ``node`` have in the lake (the table above)."""
+    if node.logical == "decimal":
+        wide = node.precision > MAX_DECIMAL
+        return pa.string() if wide else pa.decimal128(node.precision, node.scale)
+    if node.logical == "uuid":
+        return pa.string()
+    if node.logical == "date":
+        return pa.date32()
+    if node.logical in ("timestamp-millis", "timestamp-micros"):
+        return TIMESTAMP
+    return _nest(node, lake_type)
+
+
+@lru_cache(maxsize=4096)
+def plain_type(node: Node) -> pa.DataType:
+    """The type that values have on the way: as in the lake, but with no logical types."""
+    return _nest(node, plain_type)
+
+
+def _nest(node: Node, inner: Any) -> pa.DataType:
+    if node.kind in _PLAIN:
+        return _PLAIN[node.kind]
+    if node.kind == "option":
+        return inner(node.child)
+    if node.kind == "array":
+        return pa.list_(inner(node.child))
+    if node.kind == "map":
+        return pa.map_(pa.string(), inner(node.child))
+    return pa.struct([(name, inner(child)) for name, child in members(node)]) if members(node) else pa.bool_()
+
+
+def members(node: Node) -> tuple[tuple[str, Node], ...]:
+    """Names and types of the struct that a record or a union becomes."""
+    if node.kind == "record":
+        return visible_fields(node)
+    named = zip(branch_names(node), node.branches, strict=True)
+    return tuple((name, branch) for name, branch in named if name)
+
+
+def avro_schema(type: pa.DataType, name: str, namespace: str | None) -> str:
+    """The Avro schema (JSON) of values of an Arrow type: a struct's fields are all ``["null", T]`` with default null.
+
+    Inner records are named ``<name>_<field>``. SchemaError names a field whose type or name Avro doesn't have.
+    """
+    schema = _to_avro(type, name, name)
+    if namespace and isinstance(schema, dict) and schema.get("type") == "record":
+        schema = {"type": "record", "name": name, "namespace": namespace, "fields": schema["fields"]}
+    return json.dumps(schema)
+
+
+def _to_avro(type: pa.DataType, name: str, path: str) -> Any:
+    kinds = pa.types
+    if kinds.is_struct(type):
+        fields = [type.field(index) for index in range(type.num_fields)]
+        for field in fields:
+            if not is_avro_name(field.name):
+                raise SchemaError(
+                    f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
+                )
+        made = [
+            {
+                "name": field.name,
+                "type": ["null", _to_avro(field.type, f"{name}_{field.name}", f"{path}.{field.name}")],
+                "default": None,
+            }
+            for field in fields
+        ]
+        return {"type": "record", "name": name, "fields": made}
+    if kinds.is_list(type) or kinds.is_large_list(type):
+        return {"type": "array", "items": ["null", _to_avro(type.value_type, f"{name}_item", f"{path}[]")]}
+    if kinds.is_map(type):
+        if not kinds.is_string(type.key_type) and not kinds.is_large_string(type.key_type):
+            raise SchemaError(f"{path}: the keys of an Avro map are strings, not {type.key_type}")
+        return {"type": "map", "values": ["null", _to_avro(type.item_type, f"{name}_value", f"{path}{{}}")]}
+    if kinds.is_decimal(type):
+        return {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
+    if kinds.is_timestamp(type):
+        return {"type": "long", "logicalType": "timestamp-micros"}
+    for check, made in _SCALARS:
+        if check(type):
+            return made
+    raise SchemaError(f"{path}: there is no Avro type for {type}; cast it to another one in the pipeline file")
+
+
+_SCALARS: tuple[tuple[Any, Any], ...] = (
+    (pa.types.is_null, "string"),
+    (pa.types.is_boolean, "boolean"),
+    (lambda type: pa.types.is_integer(type) and type.bit_width <= 32 and type != pa.uint32(), "int"),
+    (lambda type: pa.types.is_integer(type) and type != pa.uint64(), "long"),
+    (lambda type: pa.types.is_float16(type) or pa.types.is_float32(type), "float"),
+    (pa.types.is_float64, "double"),
+    (lambda type: pa.types.is_string(type) or pa.types.is_large_string(type), "string"),
+    (lambda type: pa.types.is_binary(type) or pa.types.is_large_binary(type), "bytes"),
+    (pa.types.is_date32, {"type": "int", "logicalType": "date"}),
+)
+
+
+def is_avro_name(name: str) -> bool:
+    return name.isascii() and name.replace("_", "a").isalnum() and not name[0].isdigit()

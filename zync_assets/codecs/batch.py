@@ -1,0 +1,46 @@
+"""What a conversion of a batch gives back: a column, and the records that could not be converted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that could not be converted. ``index`` is its place in the array that was given."""
+
+    index: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a batch of payloads holds.
+
+    ``values``: as long as the input, of the decoder's type; null where the payload is null or bad.
+    ``schema_ids``: int32; null where there is none: a null payload, or no Avro with a schema id.
+    ``bad``: ascending by index, at most one an index.
+    """
+
+    values: pa.Array
+    schema_ids: pa.Array
+    bad: tuple[BadRecord, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch as payloads.
+
+    ``payloads``: binary, as long as the input; null where the value is null (a tombstone) or bad.
+    ``bad``: ascending by index, at most one an index.
+    """
+
+    payloads: pa.Array
+    bad: tuple[BadRecord, ...]
+
+
+def bad_records(errors: dict[int, str]) -> tuple[BadRecord, ...]:
+    """The errors by index, in order."""
+    return tuple(BadRecord(index, errors[index]) for index in sorted(errors))

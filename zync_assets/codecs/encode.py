@@ -1,0 +1,104 @@
+"""Columns → Kafka payloads. Pure: a typed column in, a column of bytes and the errors out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from zync_assets.codecs.avro_rows import row_writer
+from zync_assets.codecs.avro_schema import Node, parse
+from zync_assets.codecs.avro_types import lake_type, plain_type
+from zync_assets.codecs.avro_write import encode_columns
+from zync_assets.codecs.batch import BadRecord, Encoded, bad_records
+from zync_assets.codecs.framing import header
+from zync_assets.codecs.json_texts import json_texts
+from zync_assets.codecs.lake_values import from_lake
+from zync_assets.codecs.merge import check_writable, conform, project
+from zync_assets.codecs.native import is_native
+from zync_assets.codecs.nested import isolate
+from zync_assets.errors import SchemaError
+from zync_assets.pipeline import Format
+
+__all__ = ["BadRecord", "Encoded", "Encoder", "make_encoder"]
+
+
+class Encoder(Protocol):
+    """Encodes the keys or the values of one topic, by one schema."""
+
+    def encode(self, values: pa.Array) -> Encoded:
+        """Encode a column. Nulls stay null. SchemaError if the column's type is not one that the schema can take."""
+        ...
+
+
+def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, native: bool = True) -> Encoder:
+    """An encoder for one side of a topic.
+
+    ``schema``: Avro JSON, needed for ``avro``, possible for ``json``: of a struct column only the fields that the schema
+    has are written, in its order, so that a partial update stays partial. ``schema_id``: the registry's id, which
+    precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
+    """
+    if format == "avro":
+        if schema is None:
+            raise SchemaError("an Avro output needs a schema")
+        prefix = b"" if schema_id is None else header(schema_id)
+        return _AvroEncoder(parse(schema), prefix, native)
+    if format == "json":
+        type = None if schema is None else lake_type(parse(schema))
+        return _PlainEncoder(lambda values: json_texts(values if type is None else _projected(values, type)))
+    if format == "string":
+        return _PlainEncoder(_text)
+    if format == "bytes":
+        return _PlainEncoder(_raw)
+    raise SchemaError(f"format {format} can't be written yet; use avro, json, string or bytes")
+
+
+@dataclass(frozen=True)
+class _AvroEncoder:
+    node: Node
+    prefix: bytes
+    native: bool
+
+    def encode(self, values: pa.Array) -> Encoded:
+        type = lake_type(self.node)
+        check_writable(values.type, type)
+        write = self._columns if self.native and is_native(self.node) else self._rows
+        payloads, bad = isolate(values, lambda part: write(from_lake(self.node, conform(part, type))), ValueError)
+        return Encoded(payloads, bad_records(bad))
+
+    def _columns(self, plain: pa.Array) -> pa.Array:
+        return encode_columns(self.node, plain, self.prefix)
+
+    def _rows(self, plain: pa.Array) -> pa.Array:
+        assert plain.type == plain_type(self.node)
+        write = row_writer(self.node)
+        made = [None if value is None else self.prefix + write(value) for value in plain.to_pylist()]
+        return pa.array(made, pa.binary())
+
+
+@dataclass(frozen=True)
+class _PlainEncoder:
+    write: Callable[[pa.Array], pa.Array]
+
+    def encode(self, values: pa.Array) -> Encoded:
+        payloads, bad = isolate(values, self.write, ValueError)
+        return Encoded(payloads, bad_records(bad))
+
+
+def _projected(values: pa.Array, type: pa.DataType) -> pa.Array:
+    check_writable(values.type, type)
+    return conform(values, project(type, values.type))
+
+
+def _text(values: pa.Array) -> pa.Array:
+    if pa.types.is_nested(values.type):
+        raise SchemaError(f"a string output takes one string column, not {values.type}")
+    return values.cast(pa.string()).cast(pa.binary())
+
+
+def _raw(values: pa.Array) -> pa.Array:
+    if pa.types.is_nested(values.type):
+        raise SchemaError(f"a bytes output takes one binary column, not {values.type}")
+    return values.cast(pa.binary())

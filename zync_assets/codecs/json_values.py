@@ -1,0 +1,171 @@
+"""JSON texts → values of a given type.
+
+Fields that the type lacks are left out, missing ones are null. A number goes where it fits exactly; a string is no
+number. Timestamps and dates are ISO 8601 strings (without a zone: UTC), binary is base64, a decimal a number or a string.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+Read = Callable[[Any, str], Any]
+
+
+def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]:
+    """A function from binary payloads to an array of ``type``, null where bad, and the errors by index."""
+    read = _reader(type)
+
+    def convert(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+        values: list[Any] = []
+        errors: dict[int, str] = {}
+        for index, payload in enumerate(payloads.to_pylist()):
+            value = None
+            if payload is not None:
+                try:
+                    value = read(json.loads(payload, parse_float=decimal.Decimal), "value")
+                except UnicodeDecodeError:
+                    errors[index] = "not UTF-8"
+                except RecursionError:
+                    errors[index] = "nested too deep"
+                except ValueError as error:
+                    errors[index] = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+            values.append(value)
+        return pa.array(values, type), errors
+
+    return convert
+
+
+def _reader(type: pa.DataType) -> Read:
+    inner = _reader_of_known(type)
+
+    def read(value: Any, path: str) -> Any:
+        return None if value is None else inner(value, path)
+
+    return read
+
+
+def _reader_of_known(type: pa.DataType) -> Read:
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return _struct_reader(type)
+    if kinds.is_list(type):
+        item = _reader(type.value_type)
+        return lambda value, path: [item(one, f"{path}[]") for one in _of(value, list, "an array", path)]
+    if kinds.is_map(type):
+        return _map_reader(type)
+    if kinds.is_integer(type):
+        return _integer_reader(type)
+    if kinds.is_decimal(type):
+        return _decimal_reader(type)
+    for check, reader in _SCALARS:
+        if check(type):
+            return reader
+    raise ValueError(f"JSON has no form for {type}")
+
+
+def _of(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        shown = json.dumps(value, default=str)
+        raise ValueError(f"{path}: {shown if len(shown) <= 40 else shown[:40] + '…'} is not {what}")
+    return value
+
+
+def _struct_reader(type: Any) -> Read:
+    fields = [(type.field(at).name, _reader(type.field(at).type)) for at in range(type.num_fields)]
+
+    def read(value: Any, path: str) -> Any:
+        given = _of(value, dict, "an object", path)
+        return {name: inner(given.get(name), f"{path}.{name}") for name, inner in fields}
+
+    return read
+
+
+def _map_reader(type: Any) -> Read:
+    key, item = _reader(type.key_type), _reader(type.item_type)
+    text_keys = pa.types.is_string(type.key_type)
+
+    def read(value: Any, path: str) -> Any:
+        pairs = _of(value, dict, "an object", path).items()
+        return [
+            (one if text_keys else key(json.loads(one), f"{path} (key)"), item(other, f"{path}[{one!r}]"))
+            for one, other in pairs
+        ]
+
+    return read
+
+
+def _integer_reader(type: Any) -> Read:
+    limit = 1 << (type.bit_width - 1)
+
+    def read(value: Any, path: str) -> int:
+        number = _of(value, int, f"a whole number ({type})", path)
+        if not -limit <= number < limit:
+            raise ValueError(f"{path}: {number} is out of the range of {type}")
+        return number
+
+    return read
+
+
+def _decimal_reader(type: Any) -> Read:
+    context = decimal.Context(prec=type.precision, traps=[decimal.Inexact, decimal.InvalidOperation])
+    unit = decimal.Decimal(1).scaleb(-type.scale)
+
+    def read(value: Any, path: str) -> decimal.Decimal:
+        given = _of(value, (int, decimal.Decimal, str), "a decimal", path)
+        try:
+            return decimal.Decimal(given).quantize(unit, context=context)
+        except decimal.DecimalException:
+            raise ValueError(f"{path}: {given} does not fit into decimal({type.precision},{type.scale})") from None
+
+    return read
+
+
+def _float(value: Any, path: str) -> float:
+    return float(_of(value, (int, float, decimal.Decimal), "a number", path))
+
+
+def _date(value: Any, path: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(_of(value, str, "a date", path))
+    except ValueError:
+        raise ValueError(f"{path}: {value!r} is not a date such as 2026-01-31") from None
+
+
+def _timestamp(value: Any, path: str) -> datetime.datetime:
+    try:
+        moment = datetime.datetime.fromisoformat(_of(value, str, "a timestamp", path))
+    except ValueError:
+        raise ValueError(f"{path}: {value!r} is not a timestamp such as 2026-01-31T12:00:00Z") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+
+
+def _binary(value: Any, path: str) -> bytes:
+    try:
+        return base64.b64decode(_of(value, str, "base64", path), validate=True)
+    except ValueError:
+        raise ValueError(f"{path}: {value!r} is not base64") from None
+
+
+def _string(value: Any, path: str) -> str:
+    text = _of(value, str, "a string", path)
+    if not text.isascii():
+        # A lone surrogate ("\\ud800") is JSON, but no text.
+        text.encode()
+    return text
+
+
+_SCALARS: tuple[tuple[Callable[[pa.DataType], bool], Read], ...] = (
+    (pa.types.is_boolean, lambda value, path: _of(value, bool, "true or false", path)),
+    (pa.types.is_floating, _float),
+    (pa.types.is_string, _string),
+    (pa.types.is_binary, _binary),
+    (pa.types.is_date32, _date),
+    (pa.types.is_timestamp, _timestamp),
+)

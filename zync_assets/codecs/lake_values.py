@@ -1,0 +1,196 @@
+"""Plain values ↔ the lake's values: decimals, uuids, dates and timestamps of Avro's logical types (table in ``avro_types``).
+
+Plain values are those of ``avro_types.plain_type``, the lake's those of ``lake_type``. Both functions work on whole
+arrays and raise ValueError (pyarrow's errors are ValueErrors) if one value does not fit; ``nested.isolate`` finds it.
+"""
+
+from __future__ import annotations
+
+import decimal
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.codecs.avro_schema import Node
+from zync_assets.codecs.avro_types import MAX_DECIMAL, TIMESTAMP, lake_type, members, plain_type
+from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of, validity_buffer
+
+Convert = Callable[[Node, pa.Array], pa.Array]
+
+
+def to_lake(node: Node, array: pa.Array) -> pa.Array:
+    """An array of the plain type as one of the lake's type."""
+    if plain_type(node) == lake_type(node):
+        return array
+    leaf = _TO_LAKE.get(node.logical)
+    return leaf(node, array) if leaf else _inside(node, array, lake_type(node), to_lake)
+
+
+def from_lake(node: Node, array: pa.Array) -> pa.Array:
+    """An array of the lake's type as one of the plain type."""
+    if plain_type(node) == lake_type(node):
+        return array
+    leaf = _FROM_LAKE.get(node.logical)
+    return leaf(node, array) if leaf else _inside(node, array, plain_type(node), from_lake)
+
+
+def _inside(node: Node, array: pa.Array, type: pa.DataType, convert: Convert) -> pa.Array:
+    if node.kind == "option":
+        return convert(node.child, array)
+    valid = is_valid(array)
+    if node.kind in ("record", "union"):
+        parts = zip(members(node), array.flatten(), strict=True)
+        return struct_of(type, [convert(child, part) for (_, child), part in parts], len(array), valid)
+    offsets, values = list_parts(array)
+    if node.kind == "array":
+        return list_of(type, offsets, convert(node.child, values), valid)
+    keys, items = values.flatten()
+    return list_of(type, offsets, map_entries(type, keys, convert(node.child, items)), valid)
+
+
+def _timestamp_to_lake(node: Node, array: pa.Array) -> pa.Array:
+    unit = "ms" if node.logical == "timestamp-millis" else "us"
+    return array.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP)
+
+
+def _timestamp_from_lake(node: Node, array: pa.Array) -> pa.Array:
+    micros = array.cast(pa.int64())
+    if node.logical == "timestamp-micros":
+        return micros
+    # Microseconds that a millisecond can't hold are cut off towards the past, before 1970 too.
+    millis = np.floor_divide(micros.fill_null(0).to_numpy(zero_copy_only=False), 1000)
+    return pa.Array.from_buffers(pa.int64(), len(array), [validity_buffer(is_valid(array)), pa.py_buffer(millis)])
+
+
+def _decimal_to_lake(node: Node, array: pa.Array) -> pa.Array:
+    if node.precision > MAX_DECIMAL:
+        return _by_value(array, pa.string(), lambda raw: str_of_decimal(raw, node.scale))
+    lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if len(lengths) and lengths.max() > 16:
+        limit = 10**node.precision
+
+        def short(raw: bytes) -> bytes:
+            number = int.from_bytes(raw, "big", signed=True)
+            if abs(number) >= limit:
+                raise ValueError(f"a decimal of more than {node.precision} digits")
+            return number.to_bytes(16, "big", signed=True)
+
+        return _decimal_to_lake(node, _by_value(array, pa.binary(), short))
+    raw = _data(array)
+    starts = np.cumsum(lengths) - lengths
+    padded = np.zeros(len(raw) + 32, dtype=np.uint8)
+    padded[16 : 16 + len(raw)] = raw
+    # The 16 bytes that end where a value ends, as two big-endian words; what is before the value becomes its sign.
+    words = np.ndarray((len(padded) - 8,), dtype=">u8", buffer=padded.data, strides=(1,))
+    at = starts + lengths
+    low, high = words[at + 8].astype(np.uint64), words[at].astype(np.uint64)
+    negative = (padded[16 + np.minimum(starts, max(len(raw) - 1, 0))] >= 0x80) & (lengths > 0)
+    sign = np.where(negative, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0))
+    low = _extend(low, sign, lengths)
+    high = _extend(high, sign, lengths - 8)
+    pairs = np.column_stack([low, high]).ravel()
+    type = pa.decimal128(node.precision, node.scale)
+    made = pa.Array.from_buffers(type, len(array), [validity_buffer(is_valid(array)), pa.py_buffer(pairs)])
+    made.validate(full=True)
+    return made
+
+
+def _extend(word: Any, sign: Any, count: Any) -> Any:
+    """``word`` with only its lowest ``count`` bytes kept, the others set to ``sign``."""
+    bits = (np.clip(count, 0, 8) * 8).astype(np.uint64)
+    mask = np.where(bits == 64, ~np.uint64(0), (np.uint64(1) << (bits & np.uint64(63))) - np.uint64(1))
+    return (word & mask) | (sign & ~mask)
+
+
+def _data(array: pa.Array) -> Any:
+    """The bytes of a binary array's values, one after the other, nulls taking none."""
+    whole = pa.concat_arrays([array.fill_null(b"")]).take(pa.array(np.arange(len(array))))
+    data = whole.buffers()[2]
+    return np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
+
+
+def _decimal_from_lake(node: Node, array: pa.Array) -> pa.Array:
+    if node.kind == "bytes" and node.precision <= MAX_DECIMAL:
+        return _short_bytes(array)
+
+    def raw(value: Any) -> bytes:
+        unscaled = _unscaled(decimal.Decimal(value), node)
+        size = node.size if node.kind == "fixed" else (unscaled + (unscaled < 0)).bit_length() // 8 + 1
+        try:
+            return unscaled.to_bytes(size, "big", signed=True)
+        except OverflowError:
+            raise ValueError(f"the decimal {value} does not fit into {size} bytes") from None
+
+    return _by_value(array, pa.binary(), raw)
+
+
+def _short_bytes(array: pa.Array) -> pa.Array:
+    """Decimals as the fewest big-endian bytes that hold them (Avro specification, "Decimal")."""
+    count = len(array)
+    if count == 0:
+        return pa.nulls(0, pa.binary())
+    plain = array.fill_null(decimal.Decimal(0)).take(pa.array(np.arange(count)))
+    pairs = np.frombuffer(plain.buffers()[1], "<u8")[: 2 * count].reshape(count, 2)
+    matrix = np.column_stack([pairs[:, 1], pairs[:, 0]]).astype(">u8").view(np.uint8).reshape(count, 16)
+    sign = np.where(matrix[:, :1] >= 0x80, np.uint8(0xFF), np.uint8(0))
+    # A leading byte goes if it is all sign and the next one says the same.
+    spare = (matrix[:, :-1] == sign) & ((matrix[:, 1:] >= 0x80) == (sign == 0xFF))
+    leading = np.logical_and.accumulate(spare, axis=1).sum(axis=1)
+    kept = np.arange(16) >= leading[:, None]
+    offsets = np.zeros(count + 1, dtype=np.int32)
+    np.cumsum(16 - leading, out=offsets[1:])
+    buffers = [validity_buffer(is_valid(array)), pa.py_buffer(offsets), pa.py_buffer(matrix[kept])]
+    return pa.Array.from_buffers(pa.binary(), count, buffers)
+
+
+_WIDE = decimal.Context(prec=100_000)
+
+
+def str_of_decimal(raw: bytes, scale: int) -> str:
+    """Two's complement bytes as plain digits with ``scale`` places."""
+    return format(decimal.Decimal(int.from_bytes(raw, "big", signed=True)).scaleb(-scale, _WIDE), "f")
+
+
+def _unscaled(value: decimal.Decimal, node: Node) -> int:
+    scaled = value.scaleb(node.scale, _WIDE)
+    number = int(scaled)
+    if number != scaled or abs(number) >= 10**node.precision:
+        raise ValueError(f"{value} is no decimal of {node.precision} digits with {node.scale} after the point")
+    return number
+
+
+def _uuid_to_lake(node: Node, array: pa.Array) -> pa.Array:
+    if node.kind == "string":
+        return array
+    return _by_value(array, pa.string(), lambda raw: str(uuid.UUID(bytes=raw)))
+
+
+def _uuid_from_lake(node: Node, array: pa.Array) -> pa.Array:
+    if node.kind == "string":
+        return array
+    return _by_value(array, pa.binary(), lambda text: uuid.UUID(text).bytes)
+
+
+def _by_value(array: pa.Array, type: pa.DataType, convert: Callable[[Any], Any]) -> pa.Array:
+    """For the few forms that Arrow has no operation for."""
+    return pa.array([None if value is None else convert(value) for value in array.to_pylist()], type)
+
+
+_TO_LAKE: dict[str, Convert] = {
+    "decimal": _decimal_to_lake,
+    "uuid": _uuid_to_lake,
+    "date": lambda node, array: array.cast(pa.date32()),
+    "timestamp-millis": _timestamp_to_lake,
+    "timestamp-micros": _timestamp_to_lake,
+}
+_FROM_LAKE: dict[str, Convert] = {
+    "decimal": _decimal_from_lake,
+    "uuid": _uuid_from_lake,
+    "date": lambda node, array: array.cast(pa.int32()),
+    "timestamp-millis": _timestamp_from_lake,
+    "timestamp-micros": _timestamp_from_lake,
+}

@@ -1,0 +1,94 @@
+"""Building nested Arrow arrays out of their parts, and finding the values that an operation on a whole array stumbles over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Mask = npt.NDArray[np.bool_]
+
+
+def validity_buffer(valid: Mask | None) -> pa.Buffer | None:
+    """Arrow's bitmap of the valid values; None when all are."""
+    if valid is None or bool(valid.all()):
+        return None
+    return pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def is_valid(array: pa.Array) -> Mask | None:
+    """Which values are not null; None when all are."""
+    if array.null_count == 0:
+        return None
+    return array.is_valid().to_numpy(zero_copy_only=False)
+
+
+def numbers(values: npt.NDArray[np.generic], type: pa.DataType, valid: Mask | None = None) -> pa.Array:
+    """An array of a fixed-width type over numpy's memory."""
+    return pa.Array.from_buffers(type, len(values), [validity_buffer(valid), pa.py_buffer(values)])
+
+
+def struct_of(type: pa.StructType, children: Sequence[pa.Array], length: int, valid: Mask | None) -> pa.Array:
+    return pa.Array.from_buffers(type, length, [validity_buffer(valid)], children=list(children))
+
+
+def list_of(type: pa.DataType, offsets: npt.NDArray[np.int32], values: pa.Array, valid: Mask | None) -> pa.Array:
+    """A list or map array; ``offsets`` has one more entry than there are lists, a map's values are structs."""
+    buffers = [validity_buffer(valid), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(type, len(offsets) - 1, buffers, children=[values])
+
+
+def list_parts(array: pa.Array) -> tuple[npt.NDArray[np.int32], pa.Array]:
+    """A list array's offsets from 0, and just the values that they cover (a map's: keys and items as a struct)."""
+    offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int32)
+    base, end = int(offsets[0]), int(offsets[-1])
+    if pa.types.is_map(array.type):
+        entry = pa.struct([pa.field("key", array.type.key_type, nullable=False), ("value", array.type.item_type)])
+        values = struct_of(entry, [array.keys, array.items], len(array.keys), None)
+    else:
+        values = array.values
+    return offsets - base, values.slice(base, end - base)
+
+
+def map_entries(type: pa.MapType, keys: pa.Array, items: pa.Array) -> pa.Array:
+    """The struct array that a map array of ``type`` is made over."""
+    return struct_of(pa.struct([type.key_field, type.item_field]), [keys, items], len(keys), None)
+
+
+def spread(array: pa.Array, valid: Mask) -> pa.Array:
+    """``array``'s values at the places where ``valid`` is true, nulls elsewhere."""
+    if len(array) == len(valid):
+        return array
+    if len(array) == 0:
+        return pa.nulls(len(valid), array.type)
+    indices = np.cumsum(valid, dtype=np.int64) - 1
+    return array.take(pa.Array.from_buffers(pa.int64(), len(valid), [validity_buffer(valid), pa.py_buffer(indices)]))
+
+
+def pick(array: pa.Array, indices: npt.NDArray[np.int64]) -> pa.Array:
+    """The values at ``indices``, in memory of their own (a slice would drag its neighbours along)."""
+    return array.take(pa.array(indices))
+
+
+def isolate(
+    array: pa.Array, convert: Callable[[pa.Array], pa.Array], errors: type[Exception] | tuple[type[Exception], ...]
+) -> tuple[pa.Array, dict[int, str]]:
+    """``convert(array)``, value by value where it fails: null at those it fails for, with the error by index."""
+    bad: dict[int, str] = {}
+
+    def part(first: int, count: int) -> list[pa.Array]:
+        piece = array if count == len(array) else pick(array, np.arange(first, first + count))
+        try:
+            return [convert(piece)]
+        except errors as error:
+            if count == 1:
+                bad[first] = str(error)
+                return [convert(pa.nulls(1, array.type))]
+        half = count // 2
+        return part(first, half) + part(first + half, count - half)
+
+    if len(array) == 0:
+        return convert(array), bad
+    return pa.concat_arrays(part(0, len(array))), bad
