@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from confluent_kafka import KafkaException, Message, Producer
 
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.topics import high_watermark, max_message_bytes
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.topics import high_watermark, max_message_bytes, topic_state
 
 STALLED = 120.0
 """Seconds without a delivery after which the broker counts as gone."""
@@ -105,19 +108,36 @@ def _foreign(topic: str, partition: int, offset: int) -> ForeignRecord:
     )
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Records on their way, the first of them for offset ``first``."""
+
+    first: int
+    records: pa.RecordBatch
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.records)
+
+
 class _Writer:
-    """The producer and how far it is: ``sent`` and ``confirmed`` are the next offset to send and to be
-    confirmed."""
+    """The producer and how far it is: ``sent`` and ``confirmed`` are the next offset to send and to be confirmed.
+
+    A report for every record would halve the rate. One for the last record of a chunk tells as much: chunks are sent in
+    order, so a record of anybody else shifts all that follow it, and a refused record ends the producer.
+    """
 
     def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first_offset: int, limit: int) -> None:
         self.sent = first_offset
         self.confirmed = first_offset
         self.unverified = False
+        self._kafka = kafka
         self._topic = topic
         self._partition = partition
         self._doing = f"writing {topic}/{partition}"
-        self._failure: KafkaError | None = None
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._error: ClientError | None = None
+        self._misplaced: tuple[_Chunk, int] | None = None
+        self._waiting: deque[_Chunk] = deque()
         self._waiting_bytes = 0
         # librdkafka takes 1000 bytes at least.
         sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
@@ -128,42 +148,39 @@ class _Writer:
             cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
             raise self._connection.error(cause, "setting up a producer") from None
 
-    def send(self, chunk: pa.RecordBatch) -> None:
-        """Hand over the records of ``chunk``, once there is room for them."""
+    def send(self, records: pa.RecordBatch) -> None:
+        """Hand over ``records``, a chunk, once there is room for them."""
         while self.sent - self.confirmed > QUEUE_RECORDS or self._waiting_bytes > QUEUE_BYTES:
             self._wait()
-        keys, values = chunk["key"].to_pylist(), chunk["value"].to_pylist()
+        self._waiting.append(_Chunk(self.sent, records))
+        self._waiting_bytes += records.nbytes
+        self.sent += len(records)
         try:
-            if _has_headers(chunk):
-                self._produce_each(keys, values, chunk["headers"].to_pylist())
-            else:
-                records = [{"key": key, "value": value} for key, value in zip(keys, values, strict=True)]
-                taken = self._producer.produce_batch(
-                    self._topic, records, partition=self._partition, on_delivery=self._delivered
-                )
-                if taken != len(records):
-                    refused = next(str(record["_error"]) for record in records if "_error" in record)
-                    raise KafkaError(f"{self._doing}: a record was refused: {refused}; run it again")
+            self._produce(records)
         except (KafkaException, BufferError) as error:
             cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-            raise self._failure or self._connection.error(cause, self._doing, self._topic) from None
-        self.sent += len(chunk)
-        self._waiting.append((self.sent, chunk.nbytes))
-        self._waiting_bytes += chunk.nbytes
+            raise self._connection.error(cause, self._doing, self._topic) from None
         self._serve(0)
 
-    def _produce_each(
-        self, keys: Sequence[bytes | None], values: Sequence[bytes | None], headers: Sequence[Any]
-    ) -> None:
-        for key, value, pairs in zip(keys, values, headers, strict=True):
-            self._producer.produce(
-                self._topic,
-                value,
-                key,
-                self._partition,
-                on_delivery=self._delivered,
-                headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
-            )
+    def _produce(self, records: pa.RecordBatch) -> None:
+        columns = [records["key"].to_pylist(), records["value"].to_pylist()]
+        if _has_headers(records):
+            last = len(records) - 1
+            for place, (key, value, pairs) in enumerate(zip(*columns, records["headers"].to_pylist(), strict=True)):
+                self._producer.produce(
+                    self._topic,
+                    value,
+                    key,
+                    self._partition,
+                    on_delivery=self._delivered if place == last else None,
+                    headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
+                )
+            return
+        messages: list[dict[str, Any]] = [{"key": key, "value": value} for key, value in zip(*columns, strict=True)]
+        messages[-1]["callback"] = self._delivered
+        if self._producer.produce_batch(self._topic, messages, partition=self._partition) != len(messages):
+            refused = next(str(message["_error"]) for message in messages if "_error" in message)
+            raise KafkaError(f"{self._doing}: a record was refused: {refused}; run it again")
 
     def drain(self) -> None:
         """Wait until all that was sent is confirmed."""
@@ -173,7 +190,9 @@ class _Writer:
     def drop(self) -> None:
         """Send nothing more. What is on its way may still arrive, as a prefix."""
         self._producer.purge()
-        self._producer.poll(0)
+        # That it ends the producer is what is wanted.
+        with suppress(KafkaException):
+            self._producer.poll(0)
 
     def _wait(self) -> None:
         """Wait for a report; BrokerUnavailable if there is none for too long."""
@@ -190,35 +209,65 @@ class _Writer:
         try:
             self._producer.poll(timeout)
         except KafkaException as error:
-            raise self._failure or self._refused(error.args[0]) from None
-        if self._failure is not None:
-            raise self._failure
-        while self._waiting and self._waiting[0][0] <= self.confirmed:
-            self._waiting_bytes -= self._waiting.popleft()[1]
+            # poll raises what ended the producer.
+            raise self._refused(error.args[0]) from None
+        if self._error is not None:
+            raise self._refused(self._error)
+        if self._misplaced is not None:
+            raise self._explained(*self._misplaced)
 
     def _delivered(self, error: ClientError | None, message: Message) -> None:
-        # Called for every record: the usual case first, and no more than it needs.
+        """The report for the last record of the oldest chunk."""
+        if self._error is not None or self._misplaced is not None:
+            return
+        if error is not None:
+            self._error = error
+            return
+        chunk = self._waiting[0]
         offset = message.offset()
-        if error is None and offset == self.confirmed:
-            self.confirmed += 1
-        elif self._failure is not None:
-            pass
-        elif error is not None:
-            self._failure = self._refused(error)
-        elif offset is None or offset < 0:
+        if offset is None or offset < 0:
             # The answer to the first try was lost and the broker had the record already; it doesn't say where.
-            self.confirmed += 1
             self.unverified = True
-        else:
-            self._failure = _foreign(self._topic, self._partition, self.confirmed)
+        elif offset != chunk.end - 1:
+            self._misplaced = (chunk, offset)
+            return
+        self._waiting.popleft()
+        self._waiting_bytes -= chunk.records.nbytes
+        self.confirmed = chunk.end
 
     def _refused(self, error: ClientError) -> KafkaError:
         if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
             return RecordTooLarge(
-                f"{self._topic}/{self._partition} did not take the record at offset {self.confirmed}: {error.str()}; "
-                f"raise max.message.bytes of {self._topic}"
+                f"{self._topic}/{self._partition} did not take a record after offset {self.confirmed - 1}: "
+                f"{error.str()}; raise max.message.bytes of {self._topic}"
             )
-        return self._connection.error(error, f"{self._doing} at offset {self.confirmed}", self._topic)
+        return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic)
+
+    def _explained(self, chunk: _Chunk, offset: int) -> KafkaError:
+        """Why the last record of ``chunk`` is at ``offset`` and not at the chunk's end."""
+        if offset < chunk.end:
+            return DataLoss(
+                f"{self._topic}/{self._partition} put the record for offset {chunk.end - 1} at {offset}: the topic was "
+                f"created again or lost records; rebuild it with: zync to-kafka --recreate {self._topic}"
+            )
+        self.drop()
+        place = _first_difference(self._kafka, self._topic, self._partition, chunk)
+        return _foreign(self._topic, self._partition, place)
+
+
+def _first_difference(kafka: Mapping[str, str], topic: str, partition: int, chunk: _Chunk) -> int:
+    """The first offset from the chunk's on at which the topic holds another record than the chunk does."""
+    ours = list(zip(chunk.records["key"].to_pylist(), chunk.records["value"].to_pylist(), strict=True))
+    ends = {state.partition: state.end for state in topic_state(kafka, topic).partitions}
+    place = chunk.first
+    for batch in read_range(kafka, topic, partition, chunk.first, min(ends[partition], chunk.end)):
+        theirs = zip(batch["offset"].to_pylist(), batch["key"].to_pylist(), batch["value"].to_pylist(), strict=True)
+        for offset, key, value in theirs:
+            # A transaction of somebody else takes offsets without showing a record.
+            if offset != place or (key, value) != ours[place - chunk.first]:
+                return place
+            place += 1
+    return place
 
 
 def _has_headers(batch: pa.RecordBatch) -> bool:

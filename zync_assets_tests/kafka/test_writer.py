@@ -162,7 +162,7 @@ def test_the_first_record_that_the_broker_refuses_leaves_its_offset_empty(kafka:
         first = high_watermark(kafka, unique, 0)
         refused = keys.index(None)
         numbers = [b"%d" % number for number in range(len(keys))]
-        with pytest.raises(KafkaError, match=rf"{unique}/0 at offset \d+.*validate"):
+        with pytest.raises(KafkaError, match=rf"{unique}/0 from offset \d+ on.*validate"):
             write_in_order(kafka, unique, 0, first, [batch(numbers, keys)])
         assert high_watermark(kafka, unique, 0) <= first + refused
 
