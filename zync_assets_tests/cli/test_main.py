@@ -1,0 +1,70 @@
+"""The root command: quick to load, and errors said in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from zync_assets.cli.main import COMMANDS, Lazy, main
+from zync_assets.errors import SetupError
+
+HEAVY = ("pyspark", "dagster", "pandas", "pyarrow", "deltalake", "confluent_kafka", "rich", "sqlglot")
+
+
+def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """The result of a command that raises that."""
+
+    @click.command()
+    def command() -> None:
+        raise error
+
+    module = types.ModuleType("a_command")
+    module.__dict__["command"] = command
+    monkeypatch.setitem(sys.modules, "a_command", module)
+    monkeypatch.setattr("zync_assets.cli.main.COMMANDS", {"command": Lazy("a_command:command", "")})
+    return CliRunner().invoke(main, ["command"])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["local", "status", "--dir", "/nowhere/at/all"]])
+def test_nothing_heavy_is_imported_for_a_light_command(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from zync_assets.cli.main import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+
+    assert answer.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_overview_lists_every_command_with_a_word_on_it() -> None:
+    overview = CliRunner().invoke(main, ["--help"]).stdout
+
+    for name, entry in COMMANDS.items():
+        assert f"  {name} " in overview
+        assert entry.help in overview
+
+
+def test_an_error_of_ours_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_raising(SetupError("port 9092 is occupied: choose another"), monkeypatch)
+
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "error: port 9092 is occupied: choose another\n"
+
+
+def test_ctrl_c_ends_as_a_shell_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_raising(KeyboardInterrupt(), monkeypatch).exit_code == 130
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = CliRunner().invoke(main, ["no-such-command"])
+
+    assert result.exit_code == 2
+    assert "no-such-command" in result.stderr
