@@ -71,7 +71,7 @@ def _output_type(
             parts.insert(0, ("the staging pool", from_arrow_type(have[column])))
         whole.append(unify(parts, item.topic, side))
     columns = {
-        column: to_arrow_type(kind, timezone="UTC")
+        column: to_arrow_type(kind)
         for column, kind in zip(names, whole, strict=True)
         if kind.simpleString() != "void"
     }
@@ -125,7 +125,7 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
         schema = None
         if shape is not None and kind.simpleString() != "void":
             schema = json.loads(
-                avro_schema(to_arrow_type(kind, timezone="UTC"), side.capitalize(), namespace(item.topic))
+                avro_schema(to_arrow_type(kind), side.capitalize(), namespace(item.topic))
             )
         sides[side] = {"format": asked.format, "schema": schema}
     return json.dumps(sides, separators=(",", ":"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zync_assets.local.java import find_java
@@ -19,8 +21,7 @@ _DEFAULTS = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1536m",
-    "spark.driver.extraJavaOptions": "-XX:+UseParallelGC -Dlog4j2.level=ERROR",
-    "spark.log.level": "ERROR",
+    "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}",
     "spark.sql.shuffle.partitions": "8",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
@@ -37,8 +38,10 @@ REQUIRED = {
 
 
 def spark_settings(spark: Mapping[str, str]) -> dict[str, str]:
-    """Spark's properties for a pipeline's ``spark:``: its own win over the defaults. ``master`` and ``remote`` are
-    short for ``spark.master`` and ``spark.remote``."""
+    """Spark's properties for a pipeline's ``spark:``: its own win over the defaults.
+
+    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``.
+    """
     own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     settings = dict(_DEFAULTS)
     if "spark.remote" in own:
@@ -47,16 +50,26 @@ def spark_settings(spark: Mapping[str, str]) -> dict[str, str]:
 
 
 def spark_session(spark: Mapping[str, str]) -> SparkSession:
-    """The session of this process, made at the first call. SetupError if there is no Java that Spark runs on."""
+    """The session of this process, made at the first call; SetupError if there is no Java that Spark runs on."""
     from pyspark.sql import SparkSession
 
     settings = spark_settings(spark)
     if "spark.remote" not in settings:
-        os.environ["JAVA_HOME"] = str(find_java().parent.parent)
+        use_this_machine()
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
     return prepared(builder.getOrCreate())
+
+
+def use_this_machine() -> None:
+    """Point Spark at a Java that it runs on, and its Python workers at this interpreter, which has this package.
+
+    Raises SetupError if there is no such Java.
+    """
+    os.environ["JAVA_HOME"] = str(find_java().parent.parent)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def prepared(session: SparkSession) -> SparkSession:
