@@ -1,3 +1,4 @@
+from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.services import services, unique
 
-__all__ = ["services", "unique"]
+__all__ = ["chain", "services", "sound_chain", "unique"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zync_assets.checks import raw_checks, staging_checks
+from zync_assets.checks import raw_checks, staging_checks, topic_checks
 from zync_assets.checks.result import CheckResult
 from zync_assets.pipeline import Pipeline
 
@@ -21,3 +21,5 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
         for output in pipeline.outputs_of(pool):
             yield staging_checks.contiguous_output_offsets(pipeline, output.topic)
         yield staging_checks.pending_age(pipeline, pool)
+        for output in pipeline.outputs_of(pool):
+            yield topic_checks.staging_equals_topic(pipeline, output.topic)

@@ -171,10 +171,19 @@ def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
 
 def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
     """The topic's ``max.message.bytes``: the size in bytes of the largest record batch that it takes."""
+    return int(_setting(kafka, topic, "max.message.bytes"))
+
+
+def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
+    """Whether compaction may take records out of the topic's middle (``cleanup.policy``)."""
+    return "compact" in _setting(kafka, topic, "cleanup.policy")
+
+
+def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
     ask = _Question(kafka, f"asking for the configuration of {topic}", WAIT)
     resource = ConfigResource(ResourceType.TOPIC, topic)
     answers = ask(lambda admin, left: admin.describe_configs([resource], request_timeout=left))
-    return int(next(ask.answer(future, topic) for _, future in answers)["max.message.bytes"].value)
+    return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
 
 
 class _Admin:

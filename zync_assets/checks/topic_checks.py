@@ -1,0 +1,143 @@
+"""The check of a published topic: what Kafka holds is what staging holds, by content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.checks.columns import integers
+from zync_assets.checks.result import CheckResult, Number, conclude
+from zync_assets.errors import LakeError, SchemaError
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
+from zync_assets.lake import staging
+from zync_assets.lake.published import Published, open_published
+from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.offsets import OffsetRange, normalize, subtract
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.encoding import ENCODED_SCHEMA, encoded_rows, staged_topic
+
+STAGING_EQUALS_TOPIC = "staging_equals_topic"
+
+
+def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """The record at offset k of the topic is the one that staging numbers k, byte for byte, as far as it is published.
+
+    Reads ``ranges`` of the topic, or all of it. What retention took is not compared; neither is what compaction took,
+    where the topic is compacted. Raises BrokerUnavailable, RegistryError.
+    """
+    pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
+    state = staging.open_staging(pipeline.lake, pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
+    if state is None or position is None:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
+    numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    done = open_published(pipeline.lake, pool, topic)
+    if found is None:
+        gone = done.topic_known() or position.topic_id is not None
+        problems = [f"topic {topic} was published to and is gone"] if gone else []
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
+    problems = list(_identity_problems(found, position, done))
+    if not problems:
+        try:
+            problems += _watermark_problems(pipeline, topic, position, done, numbers)
+            problems += _content_problems(pipeline, state, found, position, ranges, numbers)
+        except (LakeError, SchemaError) as error:
+            problems.append(str(error))
+        except FileNotFoundError as error:
+            problems.append(f"a file of {pool}.{topic} is in the log and not in the lake: {error.filename or error}")
+    good = f"{numbers['compared']} records are staging's"
+    return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
+
+
+def _identity_problems(found: TopicState, position: OutputPosition, done: Published) -> Iterator[str]:
+    known = done.made_for(found.topic_id) if done.topic_known() else position.topic_id in (None, found.topic_id)
+    if not known:
+        yield (
+            f"topic {found.topic} was deleted and created again (its id is now {found.topic_id});"
+            f" to publish all of staging to it: zync to-kafka --recreate {found.topic}"
+        )
+
+
+def _watermark_problems(
+    pipeline: Pipeline, topic: str, position: OutputPosition, done: Published, numbers: dict[str, Number]
+) -> Iterator[str]:
+    high = high_watermark(pipeline.kafka, topic, 0)
+    numbers |= {"high_watermark": high, "lag": max(0, position.next - high)}
+    if high > position.next:
+        yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
+    if done.verified is not None and high < done.verified:
+        yield f"the topic ends at offset {high} and was published up to {done.verified}: it has lost records"
+
+
+def _content_problems(
+    pipeline: Pipeline,
+    state: StagingState,
+    found: TopicState,
+    position: OutputPosition,
+    ranges: Iterable[OffsetRange] | None,
+    numbers: dict[str, Number],
+) -> Iterator[str]:
+    mark = found.partitions[0]
+    first = max(position.base, mark.low)
+    whole = [OffsetRange(0, first, max(first, min(position.next, mark.end)))]
+    parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
+    gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
+    staged = staged_topic(state, found.topic, pipeline.registry)
+    compared, compacted = 0, 0
+    for part in parts:
+        ours = _Ahead(encoded_rows(staged, part.first, part.end))
+        theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end)
+        for mine, other in _side_by_side(ours, theirs, part):
+            offsets = integers(other.column("offset"))
+            missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)
+            compacted += len(missing)
+            if len(missing) and not gaps_allowed:
+                yield f"the topic holds no record at offset {missing[0]}, where staging holds one"
+                return
+            same = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
+            differs = _differs(same["key"], other.column("key")) | _differs(same["value"], other.column("value"))
+            if differs.any():
+                yield f"the record at offset {offsets[int(np.argmax(differs))]} is not staging's"
+                return
+            compared += len(offsets)
+            numbers |= {"compared": compared, "compacted": compacted}
+
+
+@dataclass
+class _Ahead:
+    """Staged rows, taken up to an offset at a time."""
+
+    batches: Iterator[pa.RecordBatch]
+    left: pa.Table = field(default_factory=ENCODED_SCHEMA.empty_table)
+
+    def take(self, count: int) -> pa.Table:
+        while self.left.num_rows < count:
+            self.left = pa.concat_tables([self.left, pa.Table.from_batches([next(self.batches)])])
+        taken, self.left = self.left.slice(0, count), self.left.slice(count)
+        return taken
+
+
+def _side_by_side(
+    ours: _Ahead, theirs: Iterable[pa.RecordBatch], part: OffsetRange
+) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """Kafka's records batch by batch, each with all staged rows of its span; at last what staging has beyond."""
+    first = part.first
+    for batch in theirs:
+        end = int(integers(batch.column("offset"))[-1]) + 1
+        yield ours.take(end - first), pa.Table.from_batches([batch])
+        first = end
+    if first < part.end:
+        yield ours.take(part.end - first), ENCODED_SCHEMA.empty_table()
+
+
+def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
+    """Where two columns differ; null equals null, and nothing else."""
+    same = pc.fill_null(pc.equal(mine, other), False)
+    both_null = pc.and_(pc.is_null(mine), pc.is_null(other))
+    return ~np.asarray(pc.or_(same, both_null).to_numpy(), dtype=bool)
