@@ -8,6 +8,9 @@ Only the encoding that writers use is read here. Whatever else a record holds (a
 in several blocks) makes it *odd*: its row is to be read again by fastavro, whose word counts.
 """
 
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from zync_assets.codecs.avro_schema import Node
 from zync_assets.codecs.avro_types import members, plain_type
@@ -220,7 +224,7 @@ def _text(values: pa.Array, span: Span) -> pa.Array:
     _find_bad_text(values, 0, odd)
     span.flag(odd)
     empty = pa.scalar(b"", pa.binary())
-    return pa.compute.if_else(pa.array(odd), empty, values).cast(pa.string())
+    return pc.if_else(pa.array(odd), empty, values).cast(pa.string())
 
 
 def _find_bad_text(values: pa.Array, first: int, odd: Mask) -> None:

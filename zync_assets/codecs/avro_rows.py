@@ -99,6 +99,10 @@ def _own(name: str) -> str:
     return f"named.{name}"
 
 
+def _fastavro_name(node: Node) -> str:
+    return _own(node.name) if node.name else node.kind
+
+
 def _wrapped(union: Node, name: str, branch: Node, defined: set[str]) -> Any:
     wrapper = _wrapper(union, name)
     if wrapper in defined:
@@ -131,14 +135,19 @@ def _shaper(node: Node, definitions: Mapping[str, Node]) -> Callable[[Any], Any]
         return None
     shape = _shaper(node.items, definitions)
     if node.kind == "map":
-        if shape is None:
-            return lambda value: list(value.items())
-        return lambda value: [(key, shape(item)) for key, item in value.items()]
+        return _map_shaper(shape)
     if shape is None:
         return None
+    inside = shape
     if node.kind == "array":
-        return lambda value: [shape(item) for item in value]
-    return lambda value: None if value is None else shape(value)
+        return lambda value: [inside(item) for item in value]
+    return lambda value: None if value is None else inside(value)
+
+
+def _map_shaper(shape: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    if shape is None:
+        return lambda value: list(value.items())
+    return lambda value: [(key, shape(item)) for key, item in value.items()]
 
 
 def _field_shaper(inner: list[tuple[str, Callable[[Any], Any]]]) -> Callable[[Any], Any]:
@@ -166,7 +175,10 @@ def _for_writer(node: Node, value: Any, path: str, definitions: Mapping[str, Nod
     """What fastavro's writer takes, checked on the way: it would write some wrong values without a word."""
     kind = node.kind
     if kind == "option":
-        return None if value is None else _for_writer(node.child, value, path, definitions, in_json)
+        if value is None:
+            return None
+        # With the branch's name fastavro does not guess; its guess fails over a named branch further in.
+        return (_fastavro_name(node.child), _for_writer(node.child, value, path, definitions, in_json))
     if kind == "ref":
         return _for_writer(definitions[node.name], value if in_json else json.loads(value), path, definitions, True)
     if kind == "null":

@@ -1,4 +1,6 @@
-"""Avro schemas as a tree: names resolved, logical types checked, recursion found (Avro specification 1.12, "Schema Declaration").
+"""Avro schemas as a tree: names resolved, logical types checked, recursion found.
+
+Source: Avro specification 1.12, "Schema Declaration".
 
 ``parse`` is the only reader of Avro's JSON here. What it returns holds no references to look up, except ``ref`` nodes:
 a name inside the record of that name.
@@ -21,8 +23,9 @@ PRIMITIVES = ("null", "boolean", "int", "long", "float", "double", "bytes", "str
 class Node:
     """One type.
 
-    ``kind``: a primitive's name, ``fixed``, ``enum``, ``array``, ``map``, ``record``, ``option`` (null and one other type,
-    the other one in ``items``), ``union`` (any other union) or ``ref`` (a record inside itself, by ``name``).
+    ``kind``: a primitive's name, ``fixed``, ``enum``, ``array``, ``map``, ``record``, ``option``
+    (null and one other type, that one in ``items``), ``union`` (any other union) or ``ref`` (a record inside itself, by
+    ``name``).
     """
 
     kind: str
@@ -72,7 +75,7 @@ def visible_fields(node: Node) -> tuple[tuple[str, Node], ...]:
 
 
 def branch_names(node: Node) -> tuple[str, ...]:
-    """Column names of a union's branches, "" for null: the type's name, or a full name with ``_`` for ``.`` if short ones meet."""
+    """Column names of a union's branches, "" for null: the type's name, or where two are alike the full one."""
     short = [branch.name.rpartition(".")[2] or branch.kind for branch in node.branches]
     lowered = [name.lower() for name in short]
     return tuple(
@@ -91,17 +94,6 @@ def parse(schema_json: str) -> Node:
     except ValueError as error:
         raise SchemaError(f"the Avro schema is not JSON: {error}") from None
     return _Parser().node(document, "", "schema", ())
-
-
-def inline_references(schema_json: str, references: Sequence[str]) -> str:
-    """One document of a schema and those that it refers to: each named type is defined where it is first met.
-
-    ``references``: the schema documents, in any order. Names in them that nothing refers to are left out.
-    """
-    definitions: dict[str, tuple[Any, str]] = {}
-    for document in references:
-        _collect(json.loads(document), "", definitions)
-    return json.dumps(_inline(json.loads(schema_json), "", definitions, set()))
 
 
 def full_name(schema: Mapping[str, Any], namespace: str) -> str:
@@ -209,7 +201,7 @@ def _check_names(names: Sequence[str], path: str) -> None:
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(name.lower(), name)
-        if len(seen) and other != name or names.count(name) > 1:
+        if other != name or names.count(name) > 1:
             raise SchemaError(f"{path}: the fields {other!r} and {name!r} would be one column in the lake; rename one")
 
 
@@ -248,50 +240,3 @@ def _with_logical(node: Node, schema: Mapping[str, Any]) -> Node:
     if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or precision == 0:
         return node
     return Node(node.kind, name=node.name, size=node.size, logical=logical, precision=precision, scale=scale)
-
-
-def _collect(schema: Any, namespace: str, into: dict[str, tuple[Any, str]]) -> None:
-    if isinstance(schema, list):
-        for item in schema:
-            _collect(item, namespace, into)
-    elif isinstance(schema, dict):
-        if schema.get("type") in ("record", "error", "fixed", "enum") and "name" in schema:
-            name = full_name(schema, namespace)
-            into.setdefault(name, (schema, namespace))
-            namespace = name.rpartition(".")[0]
-        for key in ("type", "items", "values"):
-            _collect(schema.get(key), namespace, into)
-        for field in schema.get("fields") or ():
-            _collect(field, namespace, into)
-
-
-def _inline(schema: Any, namespace: str, known: dict[str, tuple[Any, str]], done: set[str]) -> Any:
-    if isinstance(schema, list):
-        return [_inline(item, namespace, known, done) for item in schema]
-    if isinstance(schema, str):
-        candidates = [schema] if "." in schema or not namespace else [f"{namespace}.{schema}", schema]
-        for name in () if schema in PRIMITIVES else candidates:
-            if name in done:
-                return name
-            if name in known:
-                definition, space = known[name]
-                return _inline({**definition, "name": name}, space, known, done)
-        return schema
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    if schema.get("type") in ("record", "error", "fixed", "enum") and "name" in schema:
-        name = full_name(schema, namespace)
-        if name in done:
-            return name
-        done.add(name)
-        namespace = name.rpartition(".")[0]
-        made["name"] = name
-    elif isinstance(schema.get("type"), (str, dict, list)):
-        made["type"] = _inline(schema["type"], namespace, known, done)
-    for key in ("items", "values"):
-        if key in made:
-            made[key] = _inline(made[key], namespace, known, done)
-    if isinstance(made.get("fields"), list):
-        made["fields"] = [{**field, "type": _inline(field["type"], namespace, known, done)} for field in made["fields"]]
-    return made

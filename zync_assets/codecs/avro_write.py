@@ -4,6 +4,9 @@ A record is put together from pieces: narrow ones (a matrix of bytes, a row a re
 ones (Arrow's binary arrays), joined once at the end. The bytes are those that fastavro writes.
 """
 
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -150,7 +153,7 @@ def _integer(node: Node, array: pa.Array, path: str) -> list[Piece]:
 def _real(node: Node, array: pa.Array, path: str) -> list[Piece]:
     kind = "<f8" if node.kind == "double" else "<f4"
     values = np.ascontiguousarray(array.to_numpy(zero_copy_only=False), dtype=kind)
-    made = values.view(np.uint8).reshape(len(values), -1)
+    made = values.view(np.uint8).reshape(len(values), values.itemsize)
     return [Narrow(made, np.ones_like(made, dtype=np.bool_))]
 
 

@@ -36,9 +36,9 @@ class Encoder(Protocol):
 def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, native: bool = True) -> Encoder:
     """An encoder for one side of a topic.
 
-    ``schema``: Avro JSON, needed for ``avro``, possible for ``json``: of a struct column only the fields that the schema
-    has are written, in its order, so that a partial update stays partial. ``schema_id``: the registry's id, which
-    precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
+    ``schema``: Avro JSON, needed for ``avro``, possible for ``json``: of a struct column only the fields that
+    the schema has are written, in its order, so that a partial update stays partial. ``schema_id``: the registry's id,
+    which precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
     """
     if format == "avro":
         if schema is None:

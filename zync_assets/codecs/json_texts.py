@@ -1,5 +1,8 @@
 """Columns → JSON texts, a column at a time: the way back of ``json_values``."""
 
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import base64
@@ -14,7 +17,7 @@ from zync_assets.codecs.nested import list_parts
 
 
 def json_texts(values: pa.Array) -> pa.Array:
-    """One compact JSON text a value, as binary; null where the whole value is null. ValueError for NaN and infinities."""
+    """A compact JSON text for each value, as binary; null for null. ValueError for NaN and infinities."""
     valid = pa.scalar(True) if values.null_count == 0 else values.is_valid()
     return pc.if_else(valid, _texts(values), pa.scalar(None, pa.string())).cast(pa.binary())
 

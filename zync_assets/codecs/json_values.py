@@ -1,7 +1,8 @@
 """JSON texts → values of a given type.
 
 Fields that the type lacks are left out, missing ones are null. A number goes where it fits exactly; a string is no
-number. Timestamps and dates are ISO 8601 strings (without a zone: UTC), binary is base64, a decimal a number or a string.
+number. Timestamps and dates are ISO 8601 strings (without a zone: UTC), binary is base64, a decimal a number or a
+string.
 """
 
 from __future__ import annotations

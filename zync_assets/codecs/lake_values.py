@@ -1,8 +1,11 @@
-"""Plain values ↔ the lake's values: decimals, uuids, dates and timestamps of Avro's logical types (table in ``avro_types``).
+"""Plain values ↔ the lake's values: what Avro's logical types change (table in ``avro_types``).
 
 Plain values are those of ``avro_types.plain_type``, the lake's those of ``lake_type``. Both functions work on whole
 arrays and raise ValueError (pyarrow's errors are ValueErrors) if one value does not fit; ``nested.isolate`` finds it.
 """
+
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

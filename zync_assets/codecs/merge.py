@@ -27,7 +27,7 @@ _WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {
 
 
 def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "value") -> pa.DataType:
-    """``target`` with what ``writer`` has and it lacks; SchemaError names the field that can't go in, and both types."""
+    """``target`` with what ``writer`` adds; SchemaError names the field that can't go in, and both types."""
     if target is None or pa.types.is_null(target):
         return writer
     if target == writer or pa.types.is_null(writer):
@@ -70,7 +70,7 @@ def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
 
 
 def conform(array: pa.Array, type: pa.DataType) -> pa.Array:
-    """``array`` as one of ``type``, struct fields by name; those that it lacks are null, those that ``type`` lacks are left out.
+    """``array`` as one of ``type``: struct fields by name, missing ones null, those that ``type`` lacks left out.
 
     ValueError (pyarrow's) if a value does not fit, e.g. bytes that are no UTF-8 into a string.
     """
@@ -115,7 +115,7 @@ def project(type: pa.DataType, given: pa.DataType) -> pa.DataType:
 
 
 def check_writable(given: pa.DataType, wanted: pa.DataType, path: str = "value") -> None:
-    """SchemaError unless values of ``given`` can be written as ``wanted``, apart from single ones that are out of range."""
+    """SchemaError unless values of ``given`` can be written as ``wanted`` (single ones may be out of range)."""
     kinds = pa.types
     if given == wanted or kinds.is_null(given):
         return

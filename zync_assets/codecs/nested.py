@@ -1,4 +1,4 @@
-"""Building nested Arrow arrays out of their parts, and finding the values that an operation on a whole array stumbles over."""
+"""Nested Arrow arrays out of their parts, and the values that an operation on a whole array stumbles over."""
 
 from __future__ import annotations
 

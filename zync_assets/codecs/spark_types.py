@@ -1,0 +1,84 @@
+"""Arrow types as Spark's, without a JVM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.errors import SchemaError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+_NAMES: tuple[tuple[pa.DataType, str], ...] = (
+    (pa.bool_(), "boolean"),
+    (pa.int8(), "tinyint"),
+    (pa.int16(), "smallint"),
+    (pa.int32(), "int"),
+    (pa.int64(), "bigint"),
+    (pa.float32(), "float"),
+    (pa.float64(), "double"),
+    (pa.string(), "string"),
+    (pa.large_string(), "string"),
+    (pa.binary(), "binary"),
+    (pa.large_binary(), "binary"),
+    (pa.date32(), "date"),
+    (pa.null(), "void"),
+)
+
+
+def spark_ddl(type: pa.DataType) -> str:
+    """The type as Spark writes it, e.g. ``struct<`a`:bigint,`b`:array<string>>``; SchemaError if Spark has none."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        fields = [type.field(index) for index in range(type.num_fields)]
+        return "struct<" + ",".join(f"{_quoted(field.name)}:{spark_ddl(field.type)}" for field in fields) + ">"
+    if kinds.is_list(type) or kinds.is_large_list(type):
+        return f"array<{spark_ddl(type.value_type)}>"
+    if kinds.is_map(type):
+        return f"map<{spark_ddl(type.key_type)},{spark_ddl(type.item_type)}>"
+    if kinds.is_decimal128(type):
+        return f"decimal({type.precision},{type.scale})"
+    if kinds.is_timestamp(type):
+        return "timestamp" if type.tz else "timestamp_ntz"
+    for known, name in _NAMES:
+        if type == known:
+            return name
+    raise SchemaError(f"Spark has no type for {type}")
+
+
+def spark_type(type: pa.DataType) -> DataType:
+    """The type as PySpark's object, everything nullable; SchemaError for one that Spark lacks."""
+    from pyspark.sql import types as spark
+
+    kinds = pa.types
+    if kinds.is_struct(type):
+        fields = [type.field(index) for index in range(type.num_fields)]
+        return spark.StructType([spark.StructField(field.name, spark_type(field.type)) for field in fields])
+    if kinds.is_list(type) or kinds.is_large_list(type):
+        return spark.ArrayType(spark_type(type.value_type))
+    if kinds.is_map(type):
+        return spark.MapType(spark_type(type.key_type), spark_type(type.item_type))
+    if kinds.is_decimal128(type):
+        return spark.DecimalType(type.precision, type.scale)
+    made: dict[str, DataType] = {
+        "boolean": spark.BooleanType(),
+        "tinyint": spark.ByteType(),
+        "smallint": spark.ShortType(),
+        "int": spark.IntegerType(),
+        "bigint": spark.LongType(),
+        "float": spark.FloatType(),
+        "double": spark.DoubleType(),
+        "string": spark.StringType(),
+        "binary": spark.BinaryType(),
+        "date": spark.DateType(),
+        "timestamp": spark.TimestampType(),
+        "timestamp_ntz": spark.TimestampNTZType(),
+        "void": spark.NullType(),
+    }
+    return made[spark_ddl(type)]
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
