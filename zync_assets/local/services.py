@@ -105,26 +105,38 @@ def down(state_dir: Path, *, clean: bool = False) -> bool:
     with _locked(home):
         state = load(home)
         stopped = _stop(state, NAMES, gently=not clean)
-        if state is not None and clean:
-            _remove(home, state)
-            stopped = True
-    if clean:
-        # The lock's file goes last, and the folder only when nobody put anything else there.
-        (home / LOCK).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            home.rmdir()
-    return stopped
+        if clean:
+            if state is not None:
+                _remove(state, home)
+            # The lock's file goes last, and the folder only when nobody put anything else there.
+            (home / LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                home.rmdir()
+    return stopped or (clean and state is not None)
 
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Generator[None]:
     """One ``up`` or ``down`` of a folder at a time."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with FileLock(home / LOCK):
+        lock = _acquired(home)
+        try:
             yield
+        finally:
+            lock.release()
     except OSError as error:
         raise SetupError(f"The folder {home} can't be used for the local services: {error}.") from error
+
+
+def _acquired(home: Path) -> FileLock:
+    """The lock of the folder, held; the folder is made where it is missing."""
+    lock = FileLock(home / LOCK)
+    while True:
+        home.mkdir(parents=True, exist_ok=True)
+        # Another process that cleans takes the folder away while this one waits: begin again.
+        with contextlib.suppress(FileNotFoundError):
+            lock.acquire()
+            return lock
 
 
 def _open(home: Path, lake: Path | None) -> State:
@@ -166,7 +178,7 @@ def _stop(state: State | None, names: Iterable[Name], *, gently: bool) -> bool:
     return bool(found)
 
 
-def _remove(home: Path, state: State) -> None:
+def _remove(state: State, home: Path) -> None:
     """Remove everything of the services; what says that it is ours goes last."""
     for path in (Path(state.lake), home / "kafka", home / "registry"):
         if path.exists():

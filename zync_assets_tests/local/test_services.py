@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -205,3 +206,16 @@ def test_a_damaged_state_file_is_named(home: Path) -> None:
     with pytest.raises(SetupError, match=state.FILE):
         status(home)
     (home / state.FILE).unlink()
+
+
+def test_cleaning_twice_at_once_does_no_harm(home: Path) -> None:
+    (home / "kafka").mkdir(parents=True)
+    for number in range(500):
+        (home / "kafka" / str(number)).touch()
+    state.save(home, state.State(str(home / "lake")))
+
+    with ThreadPoolExecutor(4) as pool:
+        did_it = list(pool.map(lambda _: down(home, clean=True), range(4)))
+
+    assert sorted(did_it) == [False, False, False, True]
+    assert not home.exists()
