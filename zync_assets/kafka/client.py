@@ -18,7 +18,6 @@ from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
 log = logging.getLogger(__name__)
 
 ALIASES: Mapping[str, str] = {
-    "bootstrap.servers": "metadata.broker.list",
     "acks": "request.required.acks",
     "message.timeout.ms": "delivery.timeout.ms",
     "max.in.flight": "max.in.flight.requests.per.connection",

@@ -237,29 +237,35 @@ def _split(
     position: int,
     end: int,
 ) -> tuple[list[Message], int]:
-    """The records among ``messages``, and the offset up to which the partition is known to hold no further
-    ones.
-
-    Raises what the others report, unless it is the end of the partition.
-    """
+    """The records among ``messages``, and the offset up to which the partition is known to hold no others."""
     records: list[Message] = []
     reached = position
     for message in messages:
-        error = message.error()
-        if error is None:
+        if message.error() is None:
             records.append(message)
             position = (message.offset() or 0) + 1
-        elif error.code() == ClientError._PARTITION_EOF:
-            reached = max(reached, message.offset() or 0)
-        elif error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
-            raise DataLoss(
-                f"{topic}/{partition} no longer holds offset {max(reached, position)} (wanted up to {end}): "
-                "retention has deleted it, or the topic was created again; raise the topic's retention, "
-                "and set on-data-loss: continue on the input to go on after the gap"
-            )
-        elif not error.fatal() and (message.topic() is None or error.code() in UNREACHABLE):
-            # Of the connection or of the unused group: librdkafka goes on trying.
-            connection.trouble = error
         else:
-            raise connection.error(error, f"reading {topic}/{partition}", topic)
+            wanted = f"{max(reached, position)} (wanted up to {end})"
+            reached = max(reached, end_reported(message, connection, f"{topic}/{partition}", wanted) or 0)
     return records, reached
+
+
+def end_reported(message: Message, connection: Connection, place: str, wanted: str) -> int | None:
+    """The partition's end, if that is what a ``message`` with an error reports; None for trouble that may pass.
+
+    Raises anything else as what it is. ``place``: topic and partition; ``wanted``: the offset that was to be read.
+    """
+    error = message.error()
+    assert error is not None
+    if error.code() == ClientError._PARTITION_EOF:
+        return message.offset()
+    if error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
+        raise DataLoss(
+            f"{place} no longer holds offset {wanted}: retention has deleted it, or the topic was created again; "
+            "raise the topic's retention, and set on-data-loss: continue on the input to go on after the gap"
+        )
+    if not error.fatal() and (message.topic() is None or error.code() in UNREACHABLE):
+        # Of the connection or of the unused group: librdkafka goes on trying.
+        connection.trouble = error
+        return None
+    raise connection.error(error, f"reading {place}", message.topic())

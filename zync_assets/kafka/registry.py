@@ -72,6 +72,14 @@ class Registry:
             return None
         return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
 
+    def last_version(self, subject: str) -> tuple[int, int] | None:
+        """The number and the schema id of a subject's latest version; None if there is no such subject."""
+        try:
+            found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
+        except _NotFound:
+            return None
+        return int(found.version or 0), int(found.schema_id or 0)
+
     def register(self, subject: str, schema_json: str) -> int:
         """Register a schema under ``subject`` and return its id; the same schema again gives the same id.
 

@@ -1,0 +1,258 @@
+"""``zync ls``, ``info``, ``consume`` and ``produce``: what is in Kafka and in the registry, without a
+lake."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+import click
+
+from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.errors import ZyncError
+from zync_assets.kafka.json_lines import Line, Rendering, parse_line, render
+from zync_assets.kafka.producer import Encode, Encoding, avro_encoder, text_encoder
+from zync_assets.kafka.producer import produce as produce_records
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.tail import follow
+from zync_assets.kafka.topics import TopicState, create_topic, topic_state
+from zync_assets.pipeline import RegistryConfig
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+BOOTSTRAP_SERVERS = "localhost:9092"
+REGISTRY = "http://localhost:8081"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a command looks."""
+
+    kafka: Mapping[str, str]
+    registry: Registry | None
+
+
+def target_options(command: _Command) -> _Command:
+    """``--pipeline``, or ``--bootstrap-servers`` and ``--registry``: the parameters of ``target``."""
+    for option in (
+        click.option(
+            "--registry", "registry_url", metavar="URL", help=f"[default: $SCHEMA_REGISTRY_URL, or {REGISTRY}]"
+        ),
+        click.option(
+            "--bootstrap-servers",
+            metavar="HOST:PORT,…",
+            help=f"[default: $KAFKA_BOOTSTRAP_SERVERS, or {BOOTSTRAP_SERVERS}]",
+        ),
+        click.option(
+            "--pipeline",
+            metavar="PIPELINE",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Connect as this pipeline file does.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None) -> Target:
+    """A pipeline's broker and registry, or those of the options, of the environment, of this machine."""
+    if pipeline is None:
+        servers = bootstrap_servers or os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or BOOTSTRAP_SERVERS
+        url = registry_url or os.environ.get("SCHEMA_REGISTRY_URL") or REGISTRY
+        return Target({"bootstrap.servers": servers}, Registry(RegistryConfig(url)))
+    # Imported here: a pipeline file's rules need a SQL parser.
+    from zync_assets.pipeline_file import load
+
+    loaded = load(pipeline)
+    kafka = {**loaded.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
+    config = RegistryConfig(registry_url) if registry_url else loaded.registry
+    return Target(kafka, Registry(config) if config else None)
+
+
+def _needed(registry: Registry | None) -> Registry:
+    if registry is None:
+        raise ZyncError("the pipeline has no schema registry; add `registry: {url: …}` to it, or give --registry")
+    return registry
+
+
+@click.command()
+@target_options
+@format_option
+def ls(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, fmt: Format) -> None:
+    """List the subjects of the schema registry, each with its latest version and that version's id."""
+    registry = _needed(target(pipeline, bootstrap_servers, registry_url).registry)
+    subjects = registry.subjects()
+    with ThreadPoolExecutor(8) as pool:
+        versions = list(pool.map(registry.last_version, subjects))
+    rows = [
+        {"subject": subject, "version": found[0], "id": found[1]}
+        for subject, found in zip(subjects, versions, strict=True)
+        if found is not None
+    ]
+    print_rows(rows, ["subject", "version", "id"], fmt)
+
+
+@click.command()
+@click.argument("topic")
+@target_options
+@format_option
+def info(
+    topic: str, pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, fmt: Format
+) -> None:
+    """Show per partition of TOPIC the first offset (low) and the next one that a reader will see (end)."""
+    state = topic_state(target(pipeline, bootstrap_servers, registry_url).kafka, topic)
+    rows = [
+        {"topic": topic, "topic_id": state.topic_id, "partition": item.partition, "low": item.low, "end": item.end}
+        for item in state.partitions
+    ]
+    columns = ["partition", "low", "end"]
+    print_rows(rows, ["topic", "topic_id", *columns] if fmt == "json" else columns, fmt)
+
+
+RENDERINGS = click.Choice(["auto", "avro", "json", "string", "bytes"])
+
+
+@click.command()
+@click.argument("topic")
+@target_options
+@click.option(
+    "--from",
+    "start",
+    default="earliest",
+    show_default=True,
+    metavar="earliest|latest|OFFSET",
+    help="Where to begin, in every partition.",
+)
+@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
+@click.option("--count", type=click.IntRange(0), help="Stop after so many records.")
+@click.option("--until-end", is_flag=True, help="Stop at the end that the topic has now.")
+@click.option("--key-format", type=RENDERINGS, default="auto", show_default=True)
+@click.option("--value-format", type=RENDERINGS, default="auto", show_default=True)
+def consume(
+    topic: str,
+    pipeline: Path | None,
+    bootstrap_servers: str | None,
+    registry_url: str | None,
+    start: str,
+    partition: int | None,
+    count: int | None,
+    until_end: bool,
+    key_format: Rendering,
+    value_format: Rendering,
+) -> None:
+    """Print the records of TOPIC as JSON lines, and go on with new ones until Ctrl-C.
+
+    A format of auto is Avro where the bytes begin with the id of a schema that the registry knows, else text
+    where it is UTF-8, else {"base64": …}.
+    """
+    where = target(pipeline, bootstrap_servers, registry_url)
+    state = topic_state(where.kafka, topic)
+    starts = _starts(state, start, partition)
+    ends = {item.partition: item.end for item in state.partitions} if until_end else None
+    for record in islice(follow(where.kafka, topic, starts, ends), count):
+        print_json(render(record, where.registry, key_format, value_format))
+
+
+def _starts(state: TopicState, start: str, partition: int | None) -> dict[int, int]:
+    """Per partition the offset to begin with."""
+    if start not in ("earliest", "latest") and not start.isdecimal():
+        raise click.BadParameter(f"{start!r} is not earliest, latest or an offset", param_hint="--from")
+    chosen = [item for item in state.partitions if partition in (None, item.partition)]
+    if not chosen:
+        raise ZyncError(f"topic {state.topic} has no partition {partition}; it has 0 to {len(state.partitions) - 1}")
+    if start == "earliest":
+        return {item.partition: item.low for item in chosen}
+    if start == "latest":
+        return {item.partition: item.end for item in chosen}
+    return {item.partition: min(max(int(start), item.low), item.end) for item in chosen}
+
+
+ENCODINGS = click.Choice(["avro", "json", "string"])
+SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("topic")
+@click.argument("file", type=click.File(encoding="utf-8"), default="-")
+@target_options
+@click.option("--format", "encoding", type=ENCODINGS, default="avro", show_default=True, help="How values are written.")
+@click.option("--key-format", "key_encoding", type=ENCODINGS, help="How keys are written.  [default: as values are]")
+@click.option("--schema", type=SCHEMA_FILE, help="The values' Avro schema.  [default: inferred from all of FILE]")
+@click.option("--key-schema", type=SCHEMA_FILE, help="The keys' Avro schema.  [default: inferred from all of FILE]")
+@click.option("--create", is_flag=True, help="Create the topic if it is not there.")
+@click.option("--partitions", type=click.IntRange(1), default=1, show_default=True, help="Of a topic that is created.")
+def produce(
+    topic: str,
+    file: IO[str],
+    pipeline: Path | None,
+    bootstrap_servers: str | None,
+    registry_url: str | None,
+    encoding: Encoding,
+    key_encoding: Encoding | None,
+    schema: Path | None,
+    key_schema: Path | None,
+    create: bool,
+    partitions: int,
+) -> None:
+    """Produce JSON lines from FILE, or from stdin, to TOPIC.
+
+    A line is {"key": …, "value": …}, with headers, partition and timestamp if need be, as `zync consume`
+    prints them; or any other JSON value, which becomes a value with a null key. A null value is a tombstone.
+    Avro schemas are registered under TOPIC-key and TOPIC-value.
+    """
+    where = target(pipeline, bootstrap_servers, registry_url)
+    lines: Iterable[Line] = _lines(file)
+    keys = key_encoding or encoding
+    infers = (encoding == "avro" and schema is None) or (keys == "avro" and key_schema is None)
+    if infers:
+        lines = list(lines)
+    known = lines if isinstance(lines, list) else []
+    if not create:
+        topic_state(where.kafka, topic)
+    encode_key = _encoder(where, topic, "key", keys, key_schema, [line.key for line in known])
+    encode_value = _encoder(where, topic, "value", encoding, schema, [line.value for line in known])
+    if create:
+        create_topic(where.kafka, topic, partitions, 1, {})
+    count = produce_records(where.kafka, topic, lines, encode_key, encode_value)
+    click.echo(f"{count} record{'s' * (count != 1)} produced to {topic}", err=True)
+
+
+def _lines(file: IO[str]) -> Iterator[Line]:
+    for number, text in enumerate(file, 1):
+        if text.strip():
+            yield parse_line(text, number)
+
+
+def _encoder(
+    where: Target,
+    topic: str,
+    side: Literal["key", "value"],
+    encoding: Encoding,
+    schema: Path | None,
+    values: list[Any],
+) -> Encode:
+    if encoding != "avro":
+        return text_encoder(encoding)
+    given = [value for value in values if value is not None]
+    if schema is None and not given:
+        # Nothing but nulls: there is nothing to encode, and nothing to register.
+        return text_encoder("json")
+    if schema is not None:
+        text = schema.read_text(encoding="utf-8")
+    else:
+        from zync_assets.codecs.infer import infer_schema
+
+        text = infer_schema(given, avro_name(topic if side == "value" else f"{topic}_key"))
+    return avro_encoder(_needed(where.registry), f"{topic}-{side}", text)
+
+
+def avro_name(text: str) -> str:
+    """``text`` as the name of an Avro record: letters, digits and underscores, no digit first."""
+    name = re.sub(r"[^A-Za-z0-9_]", "_", text)
+    return f"_{name}" if name[0].isdigit() else name
