@@ -54,7 +54,9 @@ class _Parser:
                 raise self.error("unexpected character", at + len(ddl[at:]) - len(ddl[at:].lstrip()))
             kind = ("name", "text", "word", "sign")[(match.lastindex or 1) - 1]
             text = match.group(match.lastindex or 1)
-            self.tokens.append((kind, text.replace("``", "`") if kind == "name" else text, match.start()))
+            self.tokens.append(
+                (kind, text.replace("``", "`") if kind == "name" else text, match.end() - len(match.group().lstrip()))
+            )
             at = match.end()
         self.at = 0
 

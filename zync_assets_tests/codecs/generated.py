@@ -1,4 +1,4 @@
-"""Random Avro schemas, with data, and what the lake should hold of it: worked out here, apart from the code under test."""
+"""Random Avro schemas, with data, and what the lake should hold of it: worked out apart from the code under test."""
 
 from __future__ import annotations
 
