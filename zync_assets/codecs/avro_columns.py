@@ -37,23 +37,25 @@ Ints = npt.NDArray[np.int64]
 CHUNK = 16_384
 """Records that are read side by side: their positions and values stay in the processor's cache."""
 
-_PAD = 32
 _STOP = np.uint64(0x8080808080808080)
 _BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
 _FEW, _MANY = 16, 64
 
 
 class Source:
-    """The bytes of a batch, readable as bytes and as words at any position. ``odd``: per record."""
+    """The bytes of a batch, readable as bytes and as words at any position. ``odd``: per record.
+
+    ``data`` ends with ``framing.PADDING`` zeros, and is shorter than Arrow's limit of 2 GiB.
+    """
 
     def __init__(self, data: npt.NDArray[np.uint8], records: int) -> None:
-        padded = np.zeros(len(data) + _PAD, dtype=np.uint8)
-        padded[: len(data)] = data
-        count = len(data) + _PAD - 8
-        self.bytes = padded
-        self.words = np.ndarray((count,), dtype="<u8", buffer=padded.data, strides=(1,))
-        self.halves = np.ndarray((count,), dtype="<u4", buffer=padded.data, strides=(1,))
-        self.buffer = pa.py_buffer(padded)
+        if len(data) > np.iinfo(np.int32).max:
+            raise ValueError(f"{len(data)} bytes are too much for one batch; decode less than 2 GiB at a time")
+        count = len(data) - 7
+        self.bytes = data
+        self.words = np.ndarray((count,), dtype="<u8", buffer=data.data, strides=(1,))
+        self.halves = np.ndarray((count,), dtype="<u4", buffer=data.data, strides=(1,))
+        self.buffer = pa.py_buffer(data)
         self.odd: Mask = np.zeros(records, dtype=np.bool_)
 
 
@@ -90,6 +92,8 @@ def decode_columns(node: Node, source: Source, starts: Ints, ends: Ints) -> pa.A
         span = Span(source, starts[first:last].copy(), ends[first:last], np.arange(first, last))
         parts.append(_read(node, span, None))
         span.flag(span.pos != span.end)
+    if len(parts) == 1:
+        return parts[0]
     return pa.concat_arrays(parts) if parts else pa.nulls(0, plain_type(node))
 
 

@@ -19,7 +19,7 @@ from zync_assets.codecs.framing import Framed, unframe
 from zync_assets.codecs.lake_values import to_lake
 from zync_assets.codecs.merge import conform, merge_types
 from zync_assets.codecs.native import is_native
-from zync_assets.codecs.nested import isolate, validity_buffer
+from zync_assets.codecs.nested import isolate, numbers, validity_buffer
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
 
 Ints = npt.NDArray[np.int64]
@@ -51,15 +51,13 @@ class AvroDecoder:
         framed = unframe(payloads)
         errors = dict(framed.errors)
         groups: list[_Group] = []
-        for schema_id in np.unique(framed.ids[framed.there]):
+        for schema_id in _distinct(framed.ids[framed.there]):
             rows = np.flatnonzero(framed.there & (framed.ids == schema_id))
-            group = self._decode_group(int(schema_id), framed, rows, errors)
+            group = self._decode_group(schema_id, framed, rows, errors)
             if group is not None:
                 groups.append(group)
         values = self._assemble(groups, len(payloads), errors)
-        ids = framed.ids.astype(np.int32)
-        buffers = [validity_buffer(framed.there), pa.py_buffer(ids)]
-        return Decoded(values, pa.Array.from_buffers(pa.int32(), len(ids), buffers), bad_records(errors))
+        return Decoded(values, numbers(framed.ids, pa.int32(), framed.there), bad_records(errors))
 
     def _writer(self, schema_id: int) -> Node | str:
         """The writer's schema, or what is wrong with it."""
@@ -124,6 +122,12 @@ class AvroDecoder:
             return parts[0]
         indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
         return pa.concat_arrays(parts).take(indices)
+
+
+def _distinct(ids: npt.NDArray[np.int32]) -> list[int]:
+    if len(ids) and (ids == ids[0]).all():
+        return [int(ids[0])]
+    return np.unique(ids).tolist()
 
 
 def decode_datums(

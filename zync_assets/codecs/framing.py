@@ -11,11 +11,13 @@ import pyarrow as pa
 from zync_assets.codecs.nested import Mask
 
 HEADER = 5
+PADDING = 32
+"""Zeros after a batch's last byte, so that whole words can be read at any place in it."""
 
 
 @dataclass(frozen=True)
 class Framed:
-    """A batch of payloads taken apart, without copying: all of ``data``, and where each datum starts and ends in it.
+    """A batch of payloads taken apart: all their bytes (and padding), and where in them each datum starts and ends.
 
     ``ids`` are schema ids. ``there``: the payload is not null and has a header; ``error``: what is wrong, by index.
     """
@@ -23,7 +25,7 @@ class Framed:
     data: npt.NDArray[np.uint8]
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int32]
     there: Mask
     errors: dict[int, str]
 
@@ -37,20 +39,21 @@ def unframe(payloads: pa.Array) -> Framed:
     kind = np.dtype(np.int64 if wide else np.int32)
     offsets = np.frombuffer(offset_buffer, kind, count + 1, payloads.offset * kind.itemsize).astype(np.int64)
     base, last = int(offsets[0]), int(offsets[-1])
-    data, offsets = data[base:last], offsets - base
+    offsets -= base
     starts, ends = offsets[:-1], offsets[1:]
     given = payloads.is_valid().to_numpy(zero_copy_only=False)
     long_enough = ends - starts >= HEADER
-    padded = np.concatenate([data, np.zeros(HEADER, np.uint8)])
+    padded = np.zeros(last - base + PADDING, np.uint8)
+    padded[: last - base] = data[base:last]
     magic = padded[starts] == 0
     words = np.ndarray((len(padded) - 3,), dtype=">i4", buffer=padded.data, strides=(1,))
-    ids = words[np.minimum(starts + 1, len(words) - 1)].astype(np.int64)
+    ids = words[starts + 1].astype(np.int32)
     there = given & long_enough & magic
     errors = {
         int(index): _error(bool(long_enough[index]), int(ends[index] - starts[index]), int(padded[starts[index]]))
         for index in np.flatnonzero(given & ~there)
     }
-    return Framed(data, starts + HEADER, ends, ids, there, errors)
+    return Framed(padded, starts + HEADER, ends, ids, there, errors)
 
 
 def _error(long_enough: bool, length: int, first: int) -> str:

@@ -91,4 +91,5 @@ def isolate(
 
     if len(array) == 0:
         return convert(array), bad
-    return pa.concat_arrays(part(0, len(array))), bad
+    parts = part(0, len(array))
+    return (parts[0] if len(parts) == 1 else pa.concat_arrays(parts)), bad
