@@ -95,6 +95,11 @@ class Connection:
         self.trouble = error
         log.debug("%s: %s", self.servers, error.str())
 
+    def raise_missing(self, topic: str) -> None:
+        """Raise TopicMissing if the last trouble was that ``topic`` is not there (any more): waiting won't help."""
+        if self.trouble is not None and self.trouble.code() in UNKNOWN_TOPIC:
+            raise missing(topic, self.servers)
+
     def unavailable(self, doing: str) -> BrokerUnavailable:
         """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
         why = f" ({self.trouble.str()})" if self.trouble is not None else ""

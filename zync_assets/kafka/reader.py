@@ -61,6 +61,8 @@ _PROMISES: Mapping[str, Any] = {
     # A position that is gone is data loss, to be reported; never a reset.
     "auto.offset.reset": "error",
     "allow.auto.create.topics": False,
+    # A topic that was there and is unknown now is gone; the default waits 30 s for it.
+    "topic.metadata.propagation.max.ms": 5000,
 }
 
 _GROUP: Mapping[str, str] = {"group.id": "zync"}
@@ -98,6 +100,7 @@ def read_range(
         progress = time.monotonic()
         while position < end:
             messages = consumer.consume(min(chunk, end - position), POLL)
+            connection.raise_missing(topic)
             if not messages:
                 if time.monotonic() - progress > STALLED:
                     raise connection.unavailable(doing)

@@ -51,6 +51,7 @@ def follow(
         while open_ends is None or open_ends:
             # Ctrl-C is heard between two calls only.
             messages = consumer.consume(500, 0.1)
+            connection.raise_missing(topic)
             if messages:
                 progress = time.monotonic()
             elif open_ends is not None and time.monotonic() - progress > STALLED:

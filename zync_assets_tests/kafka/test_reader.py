@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
 from zync_assets.kafka import reader
 from zync_assets.kafka.reader import RECORD_SCHEMA, read_range
-from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
@@ -186,3 +186,12 @@ def test_a_record_without_a_timestamp_has_none() -> None:
 
 def test_arguments_travel_to_a_worker() -> None:
     assert pickle.loads(pickle.dumps(read_range)) is read_range
+
+
+def test_a_topic_that_goes_while_it_is_read_is_missing(
+    kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill("a")
+    monkeypatch.setattr(reader, "check_range", lambda *_: delete_topic(kafka, topic))
+    with pytest.raises(TopicMissing, match=topic):
+        read(kafka, topic, 0, 1)
