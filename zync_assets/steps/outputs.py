@@ -71,9 +71,7 @@ def _output_type(
             parts.insert(0, ("the staging pool", from_arrow_type(have[column])))
         whole.append(unify(parts, item.topic, side))
     columns = {
-        column: to_arrow_type(kind)
-        for column, kind in zip(names, whole, strict=True)
-        if kind.simpleString() != "void"
+        column: to_arrow_type(kind) for column, kind in zip(names, whole, strict=True) if kind.simpleString() != "void"
     }
     targets: dict[str, Target] = {}
     texts: dict[str, str] = {}
@@ -124,9 +122,7 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
     ):
         schema = None
         if shape is not None and kind.simpleString() != "void":
-            schema = json.loads(
-                avro_schema(to_arrow_type(kind), side.capitalize(), namespace(item.topic))
-            )
+            schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), namespace(item.topic)))
         sides[side] = {"format": asked.format, "schema": schema}
     return json.dumps(sides, separators=(",", ":"))
 

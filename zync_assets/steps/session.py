@@ -59,7 +59,16 @@ def spark_session(spark: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
+    _hush()
     return prepared(builder.getOrCreate())
+
+
+def _hush() -> None:
+    """PySpark logs each error that it raises to stderr, as JSON, plan and all; who catches it says it in a line."""
+    from pyspark.logger import PySparkLogger
+
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel("CRITICAL")
 
 
 def use_this_machine() -> None:

@@ -1,0 +1,132 @@
+"""``zync demo``: two tables become one, in four batches, on a broker, a registry and a lake of the demo's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from zync_assets.cli.output import print_rows
+from zync_assets.cli.run import guard
+from zync_assets.cli.trace import pending_rows
+from zync_assets.kafka.json_lines import Line, render
+from zync_assets.kafka.producer import produce_json
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.tail import follow
+from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.local.demo import BATCHES, TOPICS, demo_environment, demo_folder, demo_services_folder
+from zync_assets.local.services import down, up
+from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.steps.loops import etl_all, ingest_all, publish_all
+from zync_assets.steps.session import spark_session
+
+OUTPUT = "NewInvoices"
+STORY = (
+    "two invoices with their statuses",
+    "Charlie and Dan order, but only Charlie's status comes",
+    "Dan's status comes, and Alice pays",
+    "the others pay",
+)
+
+
+@click.command()
+@click.option("--stop", is_flag=True, help="Stop the demo's services; what they hold is kept.")
+@click.option("--clean", is_flag=True, help="Stop them and remove all that the demo made.")
+def demo(stop: bool, clean: bool) -> None:
+    """Play the demo: four batches of changes from Kafka to the lake and back. Goes on where it stopped."""
+    home = demo_services_folder()
+    if stop or clean:
+        click.echo("the demo is stopped" + (" and removed" if clean else "") if down(home, clean=clean) else "nothing to stop")
+        return
+    folder = demo_folder()
+    click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
+    services = up(home)
+    pipeline = load(folder / "invoices.yaml", demo_environment(services))
+    worked = False
+    for number in range(1, BATCHES + 1):
+        if _produce(pipeline, folder, number) or number == BATCHES:
+            did = _run(pipeline)
+            worked = worked or did
+            if did:
+                click.echo(f"\nBatch {number}: {STORY[number - 1]}\n")
+                _show(pipeline)
+    if not worked:
+        click.echo("Nothing to do: all four batches are through.\n")
+        _show(pipeline)
+    click.echo(_what_next(home))
+
+
+def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
+    """Produce what is not in the topics yet of the batches up to this one; returns how many records that were."""
+    assert pipeline.registry is not None
+    registry = Registry(pipeline.registry)
+    states = topic_states(pipeline.kafka, TOPICS)
+    made = 0
+    for topic in TOPICS:
+        state = states.get(topic) or create_topic(pipeline.kafka, topic, 1, 1, {})
+        lines = [line for batch in range(1, number + 1) for line in _lines(folder, batch, topic)]
+        missing = lines[state.partitions[0].end :]
+        if missing:
+            schemas = [(folder / "schemas" / f"{topic}-{side}.avsc").read_text() for side in ("key", "value")]
+            made += produce_json(pipeline.kafka, registry, topic, missing, schemas[0], schemas[1])
+    return made
+
+
+def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
+    for text in (folder / f"batch-{batch}.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row["topic"] == topic:
+            yield Line(key=row["key"], value=row["value"])
+
+
+def _run(pipeline: Pipeline) -> bool:
+    """All three steps; whether there was anything to do."""
+
+    def session():  # noqa: ANN202
+        return spark_session(pipeline.spark)
+
+    made: list[object] = []
+    made += ingest_all(pipeline, session, TOPICS)
+    made += etl_all(pipeline, session)
+    made += publish_all(pipeline, session, [OUTPUT], guard)
+    return bool(made)
+
+
+def _show(pipeline: Pipeline) -> None:
+    rows = output_rows(pipeline)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    click.echo(f"topic {OUTPUT}:")
+    print_rows(rows, columns, "table")
+    waiting = list(pending_rows(pipeline))
+    if waiting:
+        click.echo("pending:")
+        print_rows(waiting, ["topic", "partition", "offset", "rule", "key", "why"], "table")
+    else:
+        click.echo("nothing is pending")
+
+
+def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
+    """The records of the output topic, read from Kafka: offset, key, and a column a field; a tombstone has only a key."""
+    assert pipeline.registry is not None
+    registry = Registry(pipeline.registry)
+    state = topic_states(pipeline.kafka, [OUTPUT]).get(OUTPUT)
+    if state is None:
+        return []
+    ends = {part.partition: part.end for part in state.partitions}
+    rows: list[dict[str, object]] = []
+    for record in follow(pipeline.kafka, OUTPUT, dict.fromkeys(ends, 0), ends):
+        shown = render(record, registry)
+        rows.append({"offset": record.offset, "key": shown["key"], **(shown["value"] or {})})
+    return rows
+
+
+def _what_next(home: Path) -> str:
+    return (
+        "\nThe broker, the registry and the lake are still there."
+        "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
+        "\n  stop, or remove:  zync demo --stop       zync demo --clean"
+        f"\n  everything is in {home}"
+    )

@@ -1,0 +1,242 @@
+"""``zync from-kafka``, ``etl``, ``to-kafka`` and ``run``: the steps without Dagster."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
+from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.steps.etl import EtlCommit
+from zync_assets.steps.ingest import RawCommit
+from zync_assets.steps.loops import Progress as Told
+from zync_assets.steps.loops import etl_all, ingest_all, publish_all
+from zync_assets.steps.publish import PublishCommit, PublishPlan
+from zync_assets.steps.session import spark_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from rich.progress import TaskID
+
+COLUMNS = ("step", "target", "offsets", "records", "pending", "quarantined", "seconds")
+POLL_SECONDS = 0.5
+MAX_BACK_OFF = 30.0
+
+_pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
+
+
+@click.command()
+@_pipeline
+@click.option("--topic", "topics", multiple=True, help="Only this input topic; may be given again.")
+@format_option
+def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
+    """Read the input topics of PIPELINE into the raw pools, up to their present ends."""
+    loaded = load(pipeline)
+    chosen = _chosen(topics, [item.topic for item in loaded.inputs], "input")
+    with _progress() as progress:
+        _report([_row(made) for made in ingest_all(loaded, _session(loaded), chosen, progress)], fmt)
+
+
+@click.command()
+@_pipeline
+@click.option("--explain", is_flag=True, help="Print the Spark SQL of every rule and run nothing.")
+@format_option
+def etl(pipeline: Path, explain: bool, fmt: Format) -> None:
+    """Transform new raw records of PIPELINE into the staging pools, until nothing new is found."""
+    loaded = load(pipeline)
+    if explain:
+        from zync_assets.etl.explain import explain_rules
+
+        click.echo(explain_rules(loaded))
+        return
+    _report([_row(made) for made in etl_all(loaded, _session(loaded))], fmt)
+
+
+@click.command()
+@_pipeline
+@click.option("--topic", "topics", multiple=True, help="Only this output topic; may be given again.")
+@click.option(
+    "--recreate", metavar="TOPIC", help="Delete this output topic, create it anew, publish all of staging to it."
+)
+@format_option
+def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt: Format) -> None:
+    """Publish the staging pools of PIPELINE to the output topics, creating them where the file says so."""
+    loaded = load(pipeline)
+    names = [item.topic for item in loaded.outputs]
+    if recreate is not None:
+        from zync_assets.steps.publish import recreate_topic
+
+        topics = tuple(_chosen((recreate,), names, "output"))
+        recreate_topic(loaded, recreate)
+    chosen = _chosen(topics, names, "output")
+    with _progress() as progress:
+        _report([_row(made) for made in publish_all(loaded, _session(loaded), chosen, guard, progress)], fmt)
+
+
+@click.command()
+@_pipeline
+@click.option("--until-idle", is_flag=True, help="Stop when nothing is left to do.")
+@click.option("--exit-after", metavar="TIME", help="Stop after this time, such as 60s, 5m or 1h.")
+@format_option
+def run(pipeline: Path, until_idle: bool, exit_after: str | None, fmt: Format) -> None:
+    """All three steps of PIPELINE in one process with one Spark session, again and again.
+
+    Ctrl-C and SIGTERM end it after the commit that is under way.
+    """
+    loaded = load(pipeline)
+    deadline = time.monotonic() + _seconds(exit_after) if exit_after else None
+    stopping = _stop_on_signals()
+    session = _session(loaded)
+    inputs = [item.topic for item in loaded.inputs]
+    outputs = [item.topic for item in loaded.outputs]
+    back_off = POLL_SECONDS
+    while not stopping() and (deadline is None or time.monotonic() < deadline):
+        busy = False
+        try:
+            for step in (
+                lambda: ingest_all(loaded, session, inputs),
+                lambda: etl_all(loaded, session),
+                lambda: publish_all(loaded, session, outputs, guard),
+            ):
+                for made in step():
+                    busy = True
+                    _report_one(made, fmt)
+                    if stopping():
+                        return
+            back_off = POLL_SECONDS
+        except (BrokerUnavailable, RegistryUnavailable) as error:
+            if until_idle:
+                raise
+            click.echo(f"warning: {error} Trying again in {back_off:.0f} s.", err=True)
+            busy, back_off = False, min(back_off * 2, MAX_BACK_OFF)
+        if not busy:
+            if until_idle:
+                return
+            time.sleep(back_off)
+
+
+def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:
+    return lambda: spark_session(pipeline.spark)
+
+
+def guard(pipeline: Pipeline, plan: PublishPlan) -> None:
+    """Refuse to publish while coverage or numbering is wrong: what is published can't be taken back."""
+    from zync_assets.checks.staging_checks import contiguous_output_offsets, exactly_once_done_coverage
+
+    topic, pool = plan.output.topic, plan.output.pool
+    for result in (
+        exactly_once_done_coverage(pipeline, pool, {topic: plan.ranges}),
+        contiguous_output_offsets(pipeline, topic, plan.ranges),
+    ):
+        if not result.passed:
+            raise CheckFailed(f"{result.subject}: {result.name}: {result.summary} Nothing was published.")
+
+
+def _chosen(asked: tuple[str, ...], names: list[str], kind: str) -> list[str]:
+    for name in asked:
+        if name not in names:
+            raise ZyncError(f"topic {name} is no {kind} of this pipeline; its {kind}s are {', '.join(names)}.")
+    return [name for name in names if name in asked] if asked else names
+
+
+def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
+    if isinstance(made, RawCommit):
+        return {
+            "step": "ingest",
+            "target": made.topic,
+            "offsets": " ".join(str(part) for part in made.ranges),
+            "records": made.records,
+            "quarantined": made.quarantined,
+            "seconds": round(made.seconds, 2),
+        }
+    if isinstance(made, EtlCommit):
+        return {
+            "step": "etl",
+            "target": made.pool,
+            "offsets": " ".join(f"{topic} {part}" for topic, parts in made.outputs.items() for part in parts),
+            "records": made.counts.get("outputs", 0),
+            "pending": made.counts.get("pending", 0),
+            "seconds": round(made.seconds, 2),
+        }
+    return {
+        "step": "publish",
+        "target": made.topic,
+        "offsets": str(made.range) if made.records else "",
+        "records": made.records,
+        "seconds": round(made.seconds, 2),
+    }
+
+
+def _report(rows: list[dict[str, object]], fmt: Format) -> None:
+    if rows or fmt == "json":
+        print_rows(rows, COLUMNS, fmt)
+    else:
+        click.echo("nothing to do")
+
+
+def _report_one(made: RawCommit | EtlCommit | PublishCommit, fmt: Format) -> None:
+    row = {name: value for name, value in _row(made).items() if value != ""}
+    if fmt == "json":
+        print_json(row)
+        return
+    click.echo(
+        "  ".join(
+            str(value) if name in ("step", "target", "offsets") else f"{name} {value}" for name, value in row.items()
+        )
+    )
+    sys.stdout.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """A line on stderr with records, rate and time left, where a person watches; else nothing."""
+    from zync_assets.steps.loops import quiet
+
+    if not sys.stderr.isatty():
+        yield quiet
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+        started = time.monotonic()
+
+        def show(what: str, done: int, total: int) -> None:
+            rate = f"{done / max(0.001, time.monotonic() - started):,.0f}/s"
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total, rate=rate)
+            bar.update(tasks[what], completed=done, total=total, rate=rate)
+
+        yield show
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", text.strip())
+    if found is None:
+        raise ZyncError(f"--exit-after {text}: give a time such as 60s, 5m or 1h.")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
+
+
+def _stop_on_signals() -> Callable[[], bool]:
+    asked: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return lambda: bool(asked)

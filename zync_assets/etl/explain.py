@@ -1,0 +1,81 @@
+"""The rules of a pipeline as Spark SQL, to read: what ``zync etl --explain`` prints. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zync_assets.etl.shapes import shape_sql
+from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Stateless
+
+
+def explain_rules(pipeline: Pipeline) -> str:
+    """One statement for each input (which rule takes a record) and each rule (what it makes), in the file's order."""
+    parts = [_assignment(item, pipeline.rules) for item in pipeline.inputs]
+    parts += [_stateless(rule) if isinstance(rule, Stateless) else _denorm(rule) for rule in pipeline.rules]
+    return "\n\n".join(parts)
+
+
+def _assignment(item: Input, rules: tuple[Rule, ...]) -> str:
+    cases = list(_cases(item.topic, rules))
+    settled = "'dropped'" if item.unmatched == "drop" else "'unmatched'"
+    lines = [f"  WHEN {condition} THEN '{name}'" for name, condition in cases]
+    lines.append(f"  WHEN value IS NULL THEN 'dropped' ELSE {settled}")
+    return "\n".join(
+        [
+            f"-- {item.topic}: the first rule whose condition holds takes the record",
+            "SELECT kafka, key, value, CASE",
+            *lines,
+            f"END AS rule FROM {_table(item.pool, item.topic)}",
+        ]
+    )
+
+
+def _cases(topic: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
+    for rule in rules:
+        if isinstance(rule, Stateless):
+            sides = [(rule.input, rule.where)]
+        else:
+            sides = [(rule.left, rule.where_left), (rule.right, rule.where_right)]
+        for name, where in sides:
+            if name == topic:
+                yield rule.name, f"({where})" if where else "value IS NOT NULL"
+
+
+def _stateless(rule: Stateless) -> str:
+    return "\n".join(
+        [
+            f"-- {rule.name}: one output for each record that it takes",
+            f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value",
+            f"FROM (SELECT struct(kafka, key, value) AS in FROM {_taken(rule.input)} WHERE rule = '{rule.name}')",
+        ]
+    )
+
+
+def _denorm(rule: Denorm) -> str:
+    equal = " AND ".join(f"({left}) = ({right})" for left, right in rule.join_on)
+    keys = {"left": ", ".join(pair[0] for pair in rule.join_on), "right": ", ".join(pair[1] for pair in rule.join_on)}
+
+    def ranked(side: str, topic: str) -> str:
+        return (
+            f"(SELECT *, row_number() OVER (PARTITION BY {keys[side]}"
+            f" ORDER BY {side}.kafka.partition, {side}.kafka.offset) AS k\n"
+            f"      FROM (SELECT struct(kafka, key, value) AS {side} FROM {_taken(topic)} WHERE rule = '{rule.name}'))"
+        )
+
+    return "\n".join(
+        [
+            f"-- {rule.name}: the k-th left record of a join key with the k-th right one; the others wait",
+            f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value",
+            f"FROM {ranked('left', rule.left)} AS l",
+            f"JOIN {ranked('right', rule.right)} AS r",
+            f"ON {equal} AND l.k = r.k",
+        ]
+    )
+
+
+def _taken(topic: str) -> str:
+    return f"`{topic}`"
+
+
+def _table(pool: str, topic: str) -> str:
+    return f"{pool}.`{topic}`"

@@ -1,0 +1,100 @@
+"""The steps, again and again until there is nothing left: what the ``zync`` command runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from zync_assets.errors import CommitConflict
+from zync_assets.kafka.topics import TopicState, topic_states
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
+from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
+from zync_assets.steps.publish import PublishCommit, PublishPlan, plan_publish, publish, read_staging
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Session = Callable[[], "SparkSession"]
+"""Gives the session; called only when there is work, so that nothing to do starts no JVM."""
+Progress = Callable[[str, int, int], None]
+"""Told what is being worked on, how much of it is done, and of how much (records or offsets)."""
+Guard = Callable[[Pipeline, PublishPlan], None]
+"""Raises CheckFailed where the account or the numbering of what would be published is wrong."""
+
+CONFLICTS = 5
+"""How often in a row another writer may be first before a step gives up."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+def ingest_all(
+    pipeline: Pipeline, session: Session, topics: Sequence[str], progress: Progress = quiet
+) -> Iterator[RawCommit]:
+    """Ingest each topic up to the end that it had when this began, a commit a batch."""
+    known = topic_states(pipeline.kafka, topics)
+    for topic in topics:
+        total = done = 0
+        while True:
+            made, lag = _retried(lambda topic=topic: _ingest_once(pipeline, session, topic, known))
+            if made is None:
+                break
+            total = total or lag
+            done += sum(part.end - part.first for part in made.ranges)
+            progress(f"ingest {topic}", done, total)
+            yield made
+
+
+def _ingest_once(
+    pipeline: Pipeline, session: Session, topic: str, known: Mapping[str, TopicState]
+) -> tuple[RawCommit | None, int]:
+    plan = plan_ingest(pipeline, topic, known=known)
+    if plan.nothing_to_do:
+        return None, 0
+    return commit_raw(pipeline, read_input(session(), pipeline, plan)), plan.lag
+
+
+def etl_all(pipeline: Pipeline, session: Session) -> Iterator[EtlCommit]:
+    """Run ETL for every staging pool until nothing new is found."""
+    for pool in pipeline.staging_pools:
+        while (made := _retried(lambda pool=pool: etl_once(pipeline, session, pool))) is not None:
+            yield made
+
+
+def etl_once(pipeline: Pipeline, session: Session, pool: str) -> EtlCommit | None:
+    """One ETL batch; None if there is nothing new."""
+    plan = plan_etl(pipeline, pool)
+    if plan.nothing_to_do:
+        return None
+    spark = session()
+    slices = {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
+    return commit_staging(pipeline, transform(spark, pipeline, plan, slices))
+
+
+def publish_all(
+    pipeline: Pipeline, session: Session, topics: Sequence[str], guard: Guard, progress: Progress = quiet
+) -> Iterator[PublishCommit]:
+    """Publish each output topic up to what is staged when its turn comes."""
+    for topic in topics:
+        plan = plan_publish(pipeline, topic)
+        if plan.nothing_to_do:
+            continue
+        guard(pipeline, plan)
+        batch = read_staging(session(), pipeline, plan)
+        yield publish(pipeline, batch, lambda done, total, topic=topic: progress(f"publish {topic}", done, total))
+
+
+def _retried(once: Callable[[], T]) -> T:
+    """Plan and commit again when another writer was first: its commit is as good as ours."""
+    for _ in range(CONFLICTS):
+        try:
+            return once()
+        except CommitConflict as error:
+            _log.warning("%s; going on after it", error)
+    return once()
