@@ -1,0 +1,91 @@
+"""Dagster's definitions of a pipeline, in one call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from dagster import (
+    AssetSelection,
+    BetaWarning,
+    Definitions,
+    InitResourceContext,
+    IOManagerDefinition,
+    define_asset_job,
+    in_process_executor,
+    io_manager,
+)
+
+from zync_assets.assets import names
+from zync_assets.assets.checks import build_checks
+from zync_assets.assets.graph import build_assets
+from zync_assets.assets.kafka_io import KafkaIOManager
+from zync_assets.assets.pool_io import PoolIOManager
+from zync_assets.assets.resources import spark_resource
+from zync_assets.assets.sensor import build_sensor
+from zync_assets.pipeline import Pipeline
+
+NO_RESOURCES: Mapping[str, object] = {}
+
+
+def build_definitions(
+    pipeline: Pipeline, *, resources: Mapping[str, object] = NO_RESOURCES, sensor_running: bool = False
+) -> Definitions:
+    """Assets, checks, jobs, the sensor and the resources ``spark``, ``kafka_io`` and ``pool_io`` of a pipeline.
+
+    ``resources`` replaces some of these three or adds to them. Needs neither network nor JVM. Merge it with
+    definitions of your own: ``Definitions.merge(build_definitions(pipeline), Definitions(assets=[...]))``.
+    """
+    with warnings.catch_warnings():
+        # Single-run backfills are what a range run needs; Dagster calls the parameter beta.
+        warnings.simplefilter("ignore", BetaWarning)
+        jobs = build_jobs(pipeline)
+        return Definitions(
+            assets=build_assets(pipeline),
+            asset_checks=build_checks(pipeline),
+            jobs=jobs,
+            sensors=[build_sensor(pipeline, jobs, running=sensor_running)],
+            resources={**_resources(pipeline), **resources},
+            executor=in_process_executor,
+        )
+
+
+def build_jobs(pipeline: Pipeline) -> list[Any]:
+    """One job for each partitions definition: a run has the keys of one."""
+    tags = {names.PIPELINE_TAG: pipeline.name}
+    ingest = [
+        define_asset_job(
+            names.ingest_job(item.topic),
+            AssetSelection.assets(names.pool_key(item.pool, item.topic)),
+            description=f"Ingests {item.topic} into {item.pool}, and checks it.",
+            tags=tags,
+        )
+        for item in pipeline.inputs
+    ]
+    staging = [
+        define_asset_job(
+            names.staging_job(pool),
+            AssetSelection.assets(
+                *(names.pool_key(pool, item.topic) for item in pipeline.outputs_of(pool)),
+                *(names.topic_key(item.topic) for item in pipeline.outputs_of(pool)),
+            ),
+            description=f"ETL into {pool}, its checks, and publishing of its topics.",
+            tags=tags,
+        )
+        for pool in pipeline.staging_pools
+    ]
+    return [*ingest, *staging]
+
+
+def _resources(pipeline: Pipeline) -> dict[str, object]:
+    @io_manager(required_resource_keys={"spark"}, description="Reads topics, publishes to them.")
+    def kafka_io(context: InitResourceContext) -> KafkaIOManager:
+        return KafkaIOManager(pipeline, context.resources.spark)
+
+    @io_manager(required_resource_keys={"spark"}, description="Commits to the pools of the lake, reads them.")
+    def pool_io(context: InitResourceContext) -> PoolIOManager:
+        return PoolIOManager(pipeline, context.resources.spark)
+
+    managers: dict[str, IOManagerDefinition] = {"kafka_io": kafka_io, "pool_io": pool_io}
+    return {"spark": spark_resource(pipeline), **managers}

@@ -1,0 +1,185 @@
+"""The eight checks as Dagster's asset checks: one result each, every time, over the ranges that the run materialised.
+
+They are ops of their own: a result that an asset's function yields comes before the IO manager has written anything.
+"""
+
+# No postponed annotations here: Dagster looks at those of its functions as objects.
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from dagster import (
+    AssetCheckExecutionContext,
+    AssetCheckResult,
+    AssetChecksDefinition,
+    AssetCheckSeverity,
+    AssetCheckSpec,
+    AssetKey,
+    AssetMaterialization,
+    DagsterEventType,
+    multi_asset_check,
+)
+
+from zync_assets.assets import names, partitions
+from zync_assets.assets.graph import inputs_of
+from zync_assets.assets.report import CONSUMED
+from zync_assets.checks import raw_checks, staging_checks, topic_checks
+from zync_assets.checks.result import CheckResult
+from zync_assets.errors import ZyncError
+from zync_assets.offsets import OffsetRange, parse_key
+from zync_assets.pipeline import Pipeline
+
+Ranges = Sequence[OffsetRange] | None
+Look = Callable[[AssetCheckExecutionContext], CheckResult]
+
+
+def build_checks(pipeline: Pipeline) -> list[AssetChecksDefinition]:
+    """All checks of a pipeline."""
+    found: list[AssetChecksDefinition] = []
+    for item in pipeline.inputs:
+        found += _raw(pipeline, item.topic)
+    for pool in pipeline.staging_pools:
+        found += _staging(pipeline, pool)
+    for output in pipeline.outputs:
+        found.append(_published(pipeline, output.topic))
+    return found
+
+
+def blocking_raw_checks() -> tuple[str, ...]:
+    """The checks of a raw table that hold back ETL when their last result is a failure."""
+    return (raw_checks.MONOTONIC, raw_checks.NO_LOSS)
+
+
+def _raw(pipeline: Pipeline, topic: str) -> Iterator[AssetChecksDefinition]:
+    asset = names.pool_key(pipeline.input(topic).pool, topic)
+    told = {
+        raw_checks.MONOTONIC: (raw_checks.monotonic_offsets, "Offsets ascend, and no two files overlap."),
+        raw_checks.NO_LOSS: (
+            raw_checks.no_unexplained_loss,
+            "Every record that Kafka still holds below the next offset is here or in quarantine, exactly once.",
+        ),
+        raw_checks.SCHEMA_CHANGE: (raw_checks.schema_change, "Records came with one writer schema a side."),
+        raw_checks.QUARANTINE_SIZE: (raw_checks.quarantine_size, "Nothing is in quarantine."),
+    }
+    for name, (function, description) in told.items():
+
+        def look(context: AssetCheckExecutionContext, function: _RangeCheck = function) -> CheckResult:
+            return function(pipeline, topic, run_ranges(context, asset))
+
+        yield _check(asset, name, description, name in blocking_raw_checks(), look)
+
+
+def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
+    outputs = [item.topic for item in pipeline.outputs_of(pool)]
+    keys = {topic: names.pool_key(pool, topic) for topic in outputs}
+
+    def coverage(context: AssetCheckExecutionContext) -> CheckResult:
+        made = {topic: run_ranges(context, key) for topic, key in keys.items()}
+        if all(ranges is None for ranges in made.values()):
+            return staging_checks.exactly_once_done_coverage(pipeline, pool)
+        looked = {topic: ranges or () for topic, ranges in made.items()}
+        consumed = _consumed(context, keys[outputs[0]], inputs_of(pipeline, pool))
+        return staging_checks.exactly_once_done_coverage(pipeline, pool, {**looked, **consumed})
+
+    whole_pool = _once_a_run(coverage)
+    waiting = _once_a_run(lambda _: staging_checks.pending_age(pipeline, pool))
+    # What holds for the whole pool is a check of each of its topics, so that it holds back all that is downstream.
+    for topic, key in keys.items():
+
+        def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
+            return staging_checks.contiguous_output_offsets(pipeline, topic, run_ranges(context, key))
+
+        yield _check(
+            key,
+            staging_checks.COVERAGE,
+            "Every input record below seen is in exactly one class of the account, and every done one made one output.",
+            True,
+            whole_pool,
+        )
+        yield _check(
+            key, staging_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
+        )
+        yield _check(
+            key,
+            staging_checks.PENDING_AGE,
+            "No record has waited for its counterpart for too long.",
+            False,
+            waiting,
+        )
+
+
+def _published(pipeline: Pipeline, topic: str) -> AssetChecksDefinition:
+    asset = names.topic_key(topic)
+    return _check(
+        asset,
+        topic_checks.STAGING_EQUALS_TOPIC,
+        "The record at each offset of the topic is the one that staging numbers so, byte for byte.",
+        False,
+        lambda context: topic_checks.staging_equals_topic(pipeline, topic, run_ranges(context, asset)),
+    )
+
+
+_RangeCheck = Callable[[Pipeline, str, Ranges], CheckResult]
+
+
+def _check(asset: AssetKey, name: str, description: str, blocking: bool, look: Look) -> AssetChecksDefinition:
+    """One check. Made as a multi-asset check of one: ``asset_check`` names its op itself, and alike for ``a.b`` and
+    ``a_b``."""
+    spec = AssetCheckSpec(name, asset=asset, description=description, blocking=blocking)
+
+    @multi_asset_check(name=names.check_op(name, asset), specs=[spec], description=description)
+    def check(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
+        try:
+            found = look(context)
+            passed, severity, summary, numbers = found.passed, found.severity, found.summary, found.numbers
+        except ZyncError as error:
+            # A check that can't look has a result all the same: a missing one would hold nothing back.
+            passed, severity, summary, numbers = False, "error" if blocking else "warn", str(error), {}
+        yield AssetCheckResult(
+            passed=passed,
+            severity=AssetCheckSeverity.ERROR if severity == "error" else AssetCheckSeverity.WARN,
+            description=summary,
+            metadata=dict(numbers),
+        )
+
+    return check
+
+
+def _once_a_run(look: Look) -> Look:
+    """The same look, whose result serves all checks of one run."""
+    kept: dict[str, CheckResult] = {}
+
+    def looked(context: AssetCheckExecutionContext) -> CheckResult:
+        if context.run.run_id not in kept:
+            kept.clear()
+            kept[context.run.run_id] = look(context)
+        return kept[context.run.run_id]
+
+    return looked
+
+
+def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
+    """The ranges of an asset that this run has materialised, those that it reached beside its keys too. None
+    (everything) where it only checks."""
+    done = {item.partition for item in _events(context, asset) if item.partition}
+    return partitions.in_order(done) or None
+
+
+def _consumed(
+    context: AssetCheckExecutionContext, asset: AssetKey, topics: Sequence[str]
+) -> Mapping[str, Sequence[OffsetRange]]:
+    """Input topic → the offsets that this run's ETL batch took; none where it took nothing."""
+    for item in _events(context, asset):
+        if item.partition and CONSUMED in item.metadata:
+            said = json.loads(str(item.metadata[CONSUMED].value))
+            return {topic: [parse_key(key) for key in said.get(topic, ())] for topic in topics}
+    return dict.fromkeys(topics, ())
+
+
+def _events(context: AssetCheckExecutionContext, asset: AssetKey) -> Iterator[AssetMaterialization]:
+    for record in context.instance.get_records_for_run(
+        context.run.run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION
+    ).records:
+        event = record.event_log_entry.asset_materialization
+        if event is not None and event.asset_key == asset:
+            yield event

@@ -1,0 +1,95 @@
+"""Which steps are due, by the facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dagster import AssetKey
+
+from zync_assets.assets import names, partitions
+from zync_assets.assets.facts import Facts
+from zync_assets.assets.graph import inputs_of
+from zync_assets.offsets import OffsetRange, key_of, keys_over
+from zync_assets.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Step:
+    """A job that is due. ``partitions``: the name of its definition; ``keys``: the ranges to run, as many as may be."""
+
+    job: str
+    assets: frozenset[AssetKey]
+    partitions: str
+    keys: tuple[OffsetRange, ...]
+    ready: tuple[OffsetRange, ...]
+    """The offsets that wait, where they are known."""
+    upstream: tuple[AssetKey, ...]
+    """Raw tables whose failed checks hold it back."""
+
+
+def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
+    """A topic's end past its next offset: ingest. A raw table's next offset past seen, or a staging pool's end past its
+    output topic's: ETL and publishing, which are one job, so that the pool's checks always stand before a topic."""
+    for topic, plan in facts.ingest.items():
+        if plan.nothing_to_do:
+            continue
+        pool = plan.input.pool
+        keys = {*keys_over(plan.ranges), *(key_of(p, first) for p, first in plan.first.items())}
+        yield Step(
+            names.ingest_job(topic),
+            frozenset([names.pool_key(pool, topic)]),
+            names.raw_partitions(pipeline.name, pool, topic),
+            tuple(sorted(keys)),
+            plan.ranges,
+            (),
+        )
+    for pool, plan in facts.etl.items():
+        outputs = [item.topic for item in pipeline.outputs_of(pool)]
+        late = [name for name in outputs if name in facts.publish and not facts.publish[name].nothing_to_do]
+        if plan.nothing_to_do and not late:
+            continue
+        # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
+        ends = [(partition, item.next) for (_, partition), item in plan.head.outputs.items()]
+        first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
+        yield Step(
+            names.staging_job(pool),
+            frozenset([*(names.pool_key(pool, name) for name in outputs), *map(names.topic_key, outputs)]),
+            names.staging_partitions(pipeline.name, pool),
+            (first,),
+            (),
+            tuple(names.pool_key(pipeline.input(topic).pool, topic) for topic in inputs_of(pipeline, pool)),
+        )
+
+
+def keys_there(pipeline: Pipeline, facts: Facts) -> dict[str, list[OffsetRange]]:
+    """Definition → the ranges that there are by now, each Kafka partition's open one included."""
+    found: dict[str, list[OffsetRange]] = {}
+    for topic, plan in facts.ingest.items():
+        parts = facts.topics[topic].partitions
+        lows = {item.partition: item.low for item in parts}
+        first = {**lows, **plan.first, **(plan.state.first if plan.state else {})}
+        until = {item.partition: item.end for item in parts}
+        name = names.raw_partitions(pipeline.name, plan.input.pool, topic)
+        found[name] = partitions.touched(first, until)
+    for pool, plan in facts.etl.items():
+        wanted = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
+        for (_, partition), item in plan.head.outputs.items():
+            wanted |= set(partitions.touched({partition: item.base}, {partition: item.next}))
+        found[names.staging_partitions(pipeline.name, pool)] = sorted(wanted)
+    return found
+
+
+def chosen(step: Step, known: Sequence[str]) -> list[str]:
+    """The keys of one run: those that lie together in Dagster's order and hold most of what waits."""
+
+    def waiting(keys: Sequence[str]) -> int:
+        whole = partitions.in_order(keys)
+        return sum(
+            min(part.end, key.end) - max(part.first, key.first)
+            for part in step.ready
+            for key in whole
+            if key.partition == part.partition and key.first < part.end and part.first < key.end
+        )
+
+    return max(partitions.clusters(known, step.keys), key=waiting, default=[])

@@ -1,0 +1,130 @@
+"""What there is of a partition key: in a raw table, in a staging table, in a topic. Log and footers only, no JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.errors import LakeError
+from zync_assets.kafka.topics import TopicState
+from zync_assets.lake import storage
+from zync_assets.lake.raw import RawState, raw_files
+from zync_assets.lake.staging import StagingState, key_column, value_column
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange, format_key
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A key's range, and what is there of it.
+
+    ``first`` and ``end``: the offsets that were dealt with are ``first <= offset < end``; equal where none was yet.
+    ``rows``: the records among them; None where only reading them would tell. ``complete``: nothing more will come.
+    """
+
+    key: OffsetRange
+    first: int
+    end: int
+    complete: bool
+    rows: int | None
+
+    @property
+    def last(self) -> int | None:
+        return self.end - 1 if self.end > self.first else None
+
+
+def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
+    """What the raw table has of each key, its files counted; LakeError if the table and its files disagree."""
+    found: list[Extent] = []
+    files = raw_files(state)
+    for key in sorted(keys):
+        upcoming = state.next.get(key.partition, 0)
+        part = _clipped(key, state.first.get(key.partition, 0), upcoming)
+        rows = _count(state.opened.uri, [item for item in files if _meets(item, part)], part)
+        found.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
+    return found
+
+
+def staging_extents(state: StagingState | None, topic: str, keys: Iterable[OffsetRange]) -> list[Extent]:
+    """What the staging table has of each key of an output topic; LakeError if it is not numbered without a gap."""
+    found: list[Extent] = []
+    files = state.output_files(topic) if state else []
+    for key in sorted(keys):
+        position = state.head.outputs.get((topic, key.partition)) if state else None
+        if state is None or position is None:
+            found.append(Extent(key, key.first, key.first, False, 0))
+            continue
+        part = _clipped(key, position.base, position.next)
+        own = [item for item in files if _meets(item, part)]
+        rows = _count(state.opened.uri, own, part)
+        if rows != part.end - part.first:
+            raise LakeError(
+                f"table {state.opened.uri}: {topic}, range {format_key(key)} holds {rows} records where offsets"
+                f" {part.first} to {part.end - 1} are numbered. Restore the table to a version before that was so."
+            )
+        found.append(Extent(key, part.first, part.end, position.next >= key.end, rows))
+    return found
+
+
+def topic_extents(state: TopicState, keys: Iterable[OffsetRange], *, gapless: bool = False) -> list[Extent]:
+    """What a topic holds of each key. ``gapless``: its offsets have no gaps, so they tell the number of records."""
+    places = {item.partition: item for item in state.partitions}
+    found: list[Extent] = []
+    for key in sorted(keys):
+        place = places.get(key.partition)
+        part = _clipped(key, place.low, place.end) if place else OffsetRange(key.partition, key.first, key.first)
+        complete = place is not None and place.end >= key.end
+        found.append(Extent(key, part.first, part.end, complete, part.end - part.first if gapless else None))
+    return found
+
+
+def staging_schema(state: StagingState, topic: str) -> pa.Schema:
+    """The columns of ``Pool.Topic``, as ``zync query`` has them: ``key`` and ``value`` are the topic's own."""
+    names = {
+        "kafka": "kafka",
+        key_column(topic): "key",
+        value_column(topic): "value",
+        "rule": "rule",
+        "source": "source",
+    }
+    have = state.schema
+    return pa.schema([have.field(name).with_name(new) for name, new in names.items() if name in have.names])
+
+
+def _clipped(key: OffsetRange, first: int, end: int) -> OffsetRange:
+    low = min(max(key.first, first), key.end)
+    return OffsetRange(key.partition, low, max(low, min(key.end, end)))
+
+
+def _meets(item: DataFile, part: OffsetRange) -> bool:
+    return item.partition == part.partition and (item.first or 0) < part.end and (item.last or 0) >= part.first
+
+
+def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
+    """The records of a range. Every file must be there, whole; those that reach past the range are looked into."""
+    ordered = [item for item in files if not part.empty]
+    for one, other in pairwise(ordered):
+        if (other.first or 0) <= (one.last or 0):
+            raise LakeError(
+                f"table {uri}: the files {one.path} and {other.path} share offsets of partition {part.partition}:"
+                " records are there twice. Restore the table to a version before that was so."
+            )
+    total = 0
+    for item in ordered:
+        place = storage.join(uri, item.path)
+        if storage.file_size(place) != item.size:
+            raise LakeError(f"file {place} is not as long as the table says; it was changed. Restore it.")
+        inside = (item.first or 0) >= part.first and (item.last or 0) < part.end
+        total += item.records if inside else _inside(place, part)
+    return total
+
+
+def _inside(place: str, part: OffsetRange) -> int:
+    system, path = storage.filesystem(place)
+    table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"]).flatten()
+    offsets = table["kafka.offset"].to_numpy()
+    return int(((offsets >= part.first) & (offsets < part.end)).sum())

@@ -1,0 +1,118 @@
+"""The IO manager of topics: reads a range of ``kafka/<topic>``, publishes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dagster import InputContext, IOManager, OutputContext
+from dagster_pyspark import LazyPySparkResource
+
+from zync_assets.assets import frames, partitions, report
+from zync_assets.assets.failure import spoken
+from zync_assets.assets.resources import session
+from zync_assets.errors import KafkaError
+from zync_assets.kafka.source import Source
+from zync_assets.kafka.topics import topic_state
+from zync_assets.lake import staging
+from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.steps.ingest import IngestPlan, RawBatch, plan_ingest, read_input
+from zync_assets.steps.publish import OutputBatch, PublishCommit, publish
+
+UNLIMITED = 1 << 60
+"""A run takes all of the ranges that it was asked for, in one commit; its keys bound it."""
+
+
+class KafkaIOManager(IOManager):
+    """``kafka_io``. One object serves one run."""
+
+    def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
+        self._pipeline = pipeline
+        self._spark = spark
+
+    def load_input(self, context: InputContext) -> object:
+        """What an asset takes from a topic.
+
+        An argument annotated ``RawBatch`` gets what is new in the run's ranges, for ``pool_io`` to commit. A Spark
+        DataFrame, a pyarrow Table or a polars LazyFrame gets all records that Kafka still holds of them, decoded.
+        """
+        topic = context.asset_key.path[-1]
+        with spoken():
+            keys = partitions.in_order(context.asset_partition_keys) if context.has_asset_partitions else None
+            wanted = context.dagster_type.typing_type
+            if wanted is RawBatch:
+                return read_input(session(self._spark), self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
+            return frames.converted(self._records(topic, keys).dataframe(), wanted, f"kafka/{topic}")
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        """Publish a batch; report the run's ranges and every other that it reached."""
+        if not isinstance(obj, OutputBatch):
+            place, kind = context.asset_key.to_user_string(), type(obj).__name__
+            raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
+        with spoken():
+            plan = obj.plan
+            done = PublishCommit(obj.topic, OffsetRange(0, plan.end, plan.end), 0, 0.0)
+            if not plan.nothing_to_do:
+                done = publish(self._pipeline, obj)
+            numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
+            context.add_output_metadata(numbers)
+            report.published(self._pipeline, context, obj.topic, done.range)
+
+    def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
+        """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
+        found = topic_state(self._pipeline.kafka, topic)
+        held = [OffsetRange(item.partition, item.low, item.end) for item in found.partitions]
+        if keys is not None:
+            whole = normalize(keys)
+            held = [
+                OffsetRange(part.partition, max(part.first, key.first), min(part.end, key.end))
+                for part in held
+                for key in whole
+                if key.partition == part.partition and key.first < part.end and key.end > part.first
+            ]
+        ranges = tuple(part for part in held if not part.empty)
+        spark = session(self._spark)
+        if any(item.topic == topic for item in self._pipeline.inputs):
+            plan = plan_ingest(self._pipeline, topic)
+            batch = read_input(spark, self._pipeline, plan)
+            return replace(batch, plan=replace(plan, ranges=ranges))
+        output = self._pipeline.output(topic)
+        state = staging.open_staging(self._pipeline.lake, output.pool)
+        have = {item.name: item.type for item in state.schema} if state else {}
+        source = Source(
+            self._pipeline.kafka,
+            self._pipeline.registry,
+            topic,
+            output.key,
+            output.value,
+            have.get(staging.key_column(topic)),
+            have.get(staging.value_column(topic)),
+        )
+        item = Input(topic, output.pool, output.key, output.value)
+        return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, spark)
+
+
+def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:
+    """What there is to ingest within some keys of a topic.
+
+    KafkaError for a key that can't be reached from the next offset within these keys; it names the one to run first.
+    """
+    plan = plan_ingest(pipeline, topic, within=normalize(keys), limit=UNLIMITED)
+    reached = {**(plan.state.next if plan.state else {}), **plan.first}
+    reached |= {part.partition: part.end for part in plan.lost}
+    reached |= {part.partition: part.end for part in plan.ranges}
+    pool = pipeline.input(topic).pool
+    for key in sorted(keys):
+        if key.partition not in reached:
+            raise KafkaError(
+                f"{pool}/{topic}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
+                f" It has {', '.join(map(str, sorted(reached)))}."
+            )
+        upcoming = reached[key.partition]
+        if key.first > upcoming:
+            raise KafkaError(
+                f"{pool}/{topic}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
+                f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
+            )
+    return plan

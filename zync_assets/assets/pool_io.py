@@ -1,0 +1,125 @@
+"""The IO manager of pools: commits what was ingested and what ETL made, reads raw and staging tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from dagster import InputContext, IOManager, OutputContext
+from dagster_pyspark import LazyPySparkResource
+
+from zync_assets.assets import frames, partitions, report
+from zync_assets.assets.failure import spoken
+from zync_assets.assets.resources import session
+from zync_assets.errors import CommitConflict
+from zync_assets.offsets import OffsetRange, format_key
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.etl import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
+from zync_assets.steps.ingest import RawBatch, commit_raw, plan_ingest
+from zync_assets.steps.publish import OutputBatch, plan_publish, read_staging
+
+STAGING_POOL = "zync/staging_pool"
+"""Metadata of an input: the staging pool that ETL reads it for."""
+
+
+class PoolIOManager(IOManager):
+    """``pool_io``. One object serves one run."""
+
+    def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
+        self._pipeline = pipeline
+        self._spark = spark
+        self._plan: tuple[tuple[str, int], EtlPlan] | None = None
+        self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
+
+    def load_input(self, context: InputContext) -> object:
+        """What an asset takes from a pool.
+
+        An argument annotated ``RawSlice`` gets the records of a raw table that are new to ETL, ``OutputBatch`` the
+        staged ones that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets all
+        records of the ranges.
+        """
+        pool, topic = context.asset_key.path
+        wanted = context.dagster_type.typing_type
+        with spoken():
+            spark = session(self._spark)
+            if wanted is RawSlice:
+                return read_raw(spark, self._pipeline, self._plan_of(context), topic)
+            if wanted is OutputBatch:
+                return read_staging(spark, self._pipeline, plan_publish(self._pipeline, topic))
+            keys = partitions.in_order(context.asset_partition_keys) if context.has_asset_partitions else None
+            return frames.converted(
+                frames.pool_frame(spark, self._pipeline, pool, topic, keys), wanted, f"{pool}/{topic}"
+            )
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        """Commit a batch, if there is anything in it; verify and report the ranges of the run and all that it reached.
+
+        An ETL batch comes once for each output topic: the first call commits, the others find it done.
+        """
+        with spoken():
+            if isinstance(obj, RawBatch):
+                self._ingest(context, obj)
+            elif isinstance(obj, EtlBatch):
+                self._stage(context, obj)
+            else:
+                raise TypeError(
+                    f"{context.asset_key.to_user_string()}: a RawBatch or an EtlBatch is committed,"
+                    f" not {type(obj).__name__}"
+                )
+
+    def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
+        ranges: tuple[OffsetRange, ...] = ()
+        if not batch.plan.nothing_to_do:
+            try:
+                done = commit_raw(self._pipeline, batch)
+            except CommitConflict:
+                context.log.info("Another writer of %s was first; looking again for what is left.", batch.topic)
+                again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
+                done = None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
+            if done is not None:
+                ranges = done.ranges
+                context.add_output_metadata(
+                    {
+                        "ingested": done.records,
+                        "quarantined": done.quarantined,
+                        "added fields": ", ".join(done.added_fields) or "none",
+                        "seconds": round(done.seconds, 3),
+                    }
+                )
+        report.ingested(self._pipeline, context, batch.topic, ranges)
+
+    def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
+        if self._committed is None or self._committed[0] is not batch:
+            self._committed = (batch, self._commit(context, batch))
+        done, topic = self._committed[1], context.asset_key.path[-1]
+        if done is not None:
+            consumed = {name: [format_key(part) for part in parts] for name, parts in done.consumed.items() if parts}
+            context.add_output_metadata(
+                {
+                    "batch": done.batch,
+                    **done.counts,
+                    report.CONSUMED: json.dumps(consumed),
+                    "seconds": round(done.seconds, 3),
+                }
+            )
+        report.staged(self._pipeline, context, topic, done.outputs.get(topic, ()) if done else ())
+
+    def _commit(self, context: OutputContext, batch: EtlBatch) -> EtlCommit | None:
+        if batch.plan.nothing_to_do:
+            return None
+        try:
+            return commit_staging(self._pipeline, batch)
+        except CommitConflict:
+            context.log.info("Another writer of pool %s was first; looking again for what is left.", batch.plan.pool)
+            plan = plan_etl(self._pipeline, batch.plan.pool)
+            if plan.nothing_to_do:
+                return None
+            slices = {topic: read_raw(batch.spark, self._pipeline, plan, topic) for topic in plan.ranges}
+            return commit_staging(self._pipeline, transform(batch.spark, self._pipeline, plan, slices))
+
+    def _plan_of(self, context: InputContext) -> EtlPlan:
+        """One plan for all inputs of one attempt of a step, so that its slices are of one batch."""
+        step = (context.step_context.step.key, context.step_context.previous_attempt_count)
+        if self._plan is None or self._plan[0] != step:
+            self._plan = (step, plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL])))
+        return self._plan[1]

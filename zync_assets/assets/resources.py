@@ -1,0 +1,38 @@
+"""Spark for Dagster's runs: one session a run, made when something first asks for it, so that checks start no JVM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from dagster import InitResourceContext, ResourceDefinition, resource
+from dagster_pyspark import LazyPySparkResource
+
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.session import prepared, spark_settings, use_this_machine
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def spark_resource(pipeline: Pipeline) -> ResourceDefinition:
+    """The resource ``spark``, a ``LazyPySparkResource`` with the settings of the pipeline's ``spark:``.
+
+    It is made in a function, not declared with its configuration: Dagster's pages show that of a declared one, and
+    ``spark:`` may hold an object store's secret.
+    """
+
+    @resource(description="The Spark session of a run, made when it is first needed, with the pipeline's `spark:`.")
+    def spark(_: InitResourceContext) -> LazyPySparkResource:
+        return LazyPySparkResource(spark_config=spark_settings(pipeline.spark))
+
+    return spark
+
+
+def session(spark: LazyPySparkResource) -> SparkSession:
+    """The resource's session with the settings that results depend on.
+
+    SetupError if there is no Java that Spark runs on; a session on a remote Spark needs none.
+    """
+    if "spark.remote" not in spark.spark_config:
+        use_this_machine()
+    return prepared(cast("SparkSession", spark.spark_session))

@@ -1,0 +1,76 @@
+"""What Dagster's instance knows of runs: which are under way, which failed, which checks failed.
+
+Asked only when a step is due, so that an idle tick costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
+from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
+
+from zync_assets.assets import names
+from zync_assets.assets.checks import blocking_raw_checks
+
+UNDER_WAY = [
+    DagsterRunStatus.QUEUED,
+    DagsterRunStatus.NOT_STARTED,
+    DagsterRunStatus.STARTING,
+    DagsterRunStatus.STARTED,
+    DagsterRunStatus.CANCELING,
+]
+FIRST_WAIT = 10.0
+LONGEST_WAIT = 300.0
+"""Seconds to wait after a failed run: the first, doubled with each further failure, at the most the second."""
+
+
+class Active:
+    """The runs under way, asked for once, when first needed."""
+
+    def __init__(self, instance: DagsterInstance) -> None:
+        self._instance = instance
+
+    @cached_property
+    def _runs(self) -> Sequence[DagsterRun]:
+        return self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
+
+    def holds(self, job: str, assets: Iterable[AssetKey]) -> str | None:
+        """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""
+        wanted = set(assets)
+        for run in self._runs:
+            if run.job_name == job or wanted & set(run.asset_selection or ()):
+                return f"run {run.run_id[:8]} is {run.status.value.lower()}"
+        return None
+
+
+def backing_off(instance: DagsterInstance, pipeline: str, job: str) -> str | None:
+    """Why a job that failed waits; None where it does not."""
+    records = instance.get_run_records(
+        RunsFilter(job_name=job, tags={names.PIPELINE_TAG: pipeline, names.STEP_TAG: job}), limit=8
+    )
+    failures = 0
+    for record in records:
+        if record.dagster_run.status not in (DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED):
+            break
+        failures += 1
+    if not failures:
+        return None
+    ended = records[0].end_time or records[0].update_timestamp.timestamp()
+    left = ended + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)) - time.time()
+    if left <= 0:
+        return None
+    return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {left:.0f} s"
+
+
+def held_back(instance: DagsterInstance, upstream: Iterable[AssetKey]) -> str | None:
+    """The blocking check of an upstream raw table whose last result is a failure; None where there is none."""
+    for asset in upstream:
+        for name in blocking_raw_checks():
+            key = AssetCheckKey(asset, name)
+            record = instance.get_latest_asset_check_evaluation_record(key)
+            if record is not None and record.status == AssetCheckExecutionRecordStatus.FAILED:
+                return f"check {name} of {asset.to_user_string()} failed; mend it and run the check again"
+    return None

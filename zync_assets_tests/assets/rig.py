@@ -1,0 +1,152 @@
+"""A small pipeline with topics of its own on the test run's broker, and a Dagster instance to run it in.
+
+Orders and payments, plain JSON with a string key; an output needs both. Topic names have dots, so that every name that
+Dagster takes is a spelled-out one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Producer
+from dagster import DagsterInstance, Definitions, ExecuteInProcessResult
+
+from zync_assets import pipeline_file
+from zync_assets.assets import names
+from zync_assets.assets.build import build_definitions
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange, format_key, key_of
+from zync_assets.pipeline import Pipeline
+
+FILE = """
+name: {prefix}
+kafka: {{bootstrap.servers: "{servers}"}}
+lake: ./lake
+spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
+inputs:
+  - {{topic: {prefix}.orders, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, item STRING"}}
+  - {{topic: {prefix}.payments, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, paid BIGINT"}}
+outputs:
+  - {{topic: {prefix}.sales, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
+  - {{topic: {prefix}.refunds, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
+transforms:
+  - name: sale
+    type: denorm
+    where: {{left: value.id > 0, right: value.paid >= 0}}
+    left: {prefix}.orders
+    right: {prefix}.payments
+    join-on: left.value.id = right.value.id
+    out: {prefix}.sales
+    key: left.key
+    value: {{id: left.value.id, item: left.value.item, paid: right.value.paid}}
+  - name: refund
+    type: stateless
+    where: value.paid < 0
+    in: {prefix}.payments
+    out: {prefix}.refunds
+    key: in.key
+    value: {{id: in.value.id}}
+"""
+
+OPEN = "0:0-999999"
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A pipeline, its definitions and an instance."""
+
+    pipeline: Pipeline
+    instance: DagsterInstance
+    definitions: Definitions
+
+    @property
+    def orders(self) -> str:
+        return self.pipeline.inputs[0].topic
+
+    @property
+    def payments(self) -> str:
+        return self.pipeline.inputs[1].topic
+
+    @property
+    def sales(self) -> str:
+        return self.pipeline.outputs[0].topic
+
+    def send(self, topic: str, rows: Sequence[Mapping[str, Any]], partition: int = 0) -> None:
+        send(self.pipeline, topic, rows, partition)
+
+    def add_keys(self, definition: str, *keys: str) -> None:
+        self.instance.add_dynamic_partitions(definition, list(keys))
+
+    def raw_keys(self, topic: str, *keys: str) -> None:
+        self.add_keys(names.raw_partitions(self.pipeline.name, "Raw", topic), *keys)
+
+    def run(
+        self, job: str, first: str = OPEN, last: str | None = None, *, fails: bool = False
+    ) -> ExecuteInProcessResult:
+        """Run a job over one range, or over all from one to another."""
+        tags = {"dagster/partition": first}
+        if last is not None:
+            tags = {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": last}
+        done = self.definitions.resolve_job_def(job).execute_in_process(
+            instance=self.instance, tags=tags, raise_on_error=not fails
+        )
+        assert done.success is not fails
+        return done
+
+    def ingest(self, topic: str, first: str = OPEN, last: str | None = None, *, fails: bool = False):
+        return self.run(names.ingest_job(topic), first, last, fails=fails)
+
+    def stage(self, first: str = OPEN, *, fails: bool = False):
+        return self.run(names.staging_job("Staging"), first, fails=fails)
+
+
+def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
+    """The pipeline, its two input topics there and empty; orders have two partitions."""
+    path = folder / "pipeline.yaml"
+    path.write_text(FILE.format(prefix=prefix, servers=services.bootstrap_servers))
+    pipeline = pipeline_file.load(path)
+    create_topic(pipeline.kafka, f"{prefix}.orders", 2, 1, {})
+    create_topic(pipeline.kafka, f"{prefix}.payments", 1, 1, {})
+    return pipeline
+
+
+@contextmanager
+def make_rig(services: Services, folder: Path, prefix: str, **resources: object) -> Iterator[Rig]:
+    """The pipeline with an instance that keeps its runs in ``folder``. The open ranges have their keys."""
+    pipeline = make_pipeline(services, folder, prefix)
+    with DagsterInstance.local_temp(str(folder)) as instance:
+        rig = Rig(pipeline, instance, build_definitions(pipeline, resources=resources))
+        rig.raw_keys(rig.orders, OPEN, "1:0-999999")
+        rig.raw_keys(rig.payments, OPEN)
+        rig.add_keys(names.staging_partitions(pipeline.name, "Staging"), OPEN)
+        yield rig
+
+
+def send(pipeline: Pipeline, topic: str, rows: Sequence[Mapping[str, Any]], partition: int = 0) -> None:
+    """Produce JSON values, keyed by their id."""
+    producer = Producer({"bootstrap.servers": pipeline.kafka["bootstrap.servers"], "linger.ms": 0})
+    for row in rows:
+        producer.produce(topic, json.dumps(row), str(row["id"]), partition)
+    assert producer.flush(30) == 0
+
+
+def orders(*ids: int) -> list[dict[str, Any]]:
+    return [{"id": number, "item": f"item {number}"} for number in ids]
+
+
+def payments(*ids: int) -> list[dict[str, Any]]:
+    return [{"id": number, "paid": 10 * number} for number in ids]
+
+
+def key_over(partition: int, offset: int) -> str:
+    return format_key(key_of(partition, offset))
+
+
+def whole(part: OffsetRange) -> str:
+    return format_key(part)
