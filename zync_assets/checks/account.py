@@ -111,3 +111,24 @@ def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
     for found in moved.group_by(["kind", "rule", "topic"]).aggregate([([], "count_all")]).to_pylist():
         sign = 1 if found["kind"] == "pending" else -1
         waiting[found["rule"], found["topic"]] += sign * found["count_all"]
+
+
+def read_waiting(state: StagingState) -> pa.Table:
+    """The records that are pending now: topic, partition, offset, rule, and hash (null: a null join key), sorted.
+    Raises DamagedFile."""
+    pending: list[pa.Table] = []
+    completed: list[pa.Table] = []
+    names = ("kind", "topic", "partition", "first", "rule", "hash")
+    for item in state.ledger_files:
+        for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
+            rows = pa.Table.from_batches([batch]).flatten()
+            rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
+            pending.append(rows.filter(pc.equal(rows["kind"], "pending")).drop_columns("kind"))
+            completed.append(rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash"]))
+    if not pending:
+        return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash")})
+    places = ["topic", "partition", "first"]
+    left = pa.concat_tables(pending).join(pa.concat_tables(completed), places, join_type="left anti")
+    return left.sort_by([(name, "ascending") for name in places]).rename_columns(
+        ["topic", "partition", "offset", "rule", "hash"]
+    )

@@ -143,7 +143,8 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
     if len(side.records):
         partition, offset = side.records[0].tolist()
         problems.append(
-            f"{len(side.records)} of the records could not be decoded, the first at {partition}:{offset}: {side.first_error}"
+            f"{len(side.records)} of the records could not be decoded, the first at {partition}:{offset}:"
+            f" {side.first_error}"
         )
     if side.lost:
         problems.append(f"retention took {', '.join(map(str, side.lost))} before they were ingested")

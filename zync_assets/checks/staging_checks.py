@@ -13,7 +13,8 @@ from zync_assets.checks import coverage
 from zync_assets.checks.account import read_facts
 from zync_assets.checks.columns import DamagedFile, positions, read_columns
 from zync_assets.checks.result import CheckResult, Number, conclude
-from zync_assets.lake import raw, staging, storage
+from zync_assets.lake import raw, staging
+from zync_assets.lake.rows import rows_at
 from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
@@ -94,18 +95,13 @@ def pending_age(
 
 
 def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> float | None:
-    """The time of a raw record, in seconds since the epoch; None where there is no such record. Raises DamagedFile."""
+    """The time of a raw record, in seconds since the epoch; None where there is no such record. Raises LakeError."""
     found = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
     if found is None:
         return None
-    for item in raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)]):
-        uri = storage.join(found.opened.uri, item.path)
-        for batch in read_columns(uri, ["kafka.offset", "kafka.time"]):
-            rows = pa.Table.from_batches([batch]).flatten()
-            hit = rows.filter(pc.equal(rows["kafka.offset"], offset))
-            if hit.num_rows:
-                return hit["kafka.time"][0].as_py().timestamp()
-    return None
+    files = raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)])
+    row = rows_at(found.opened.uri, files, partition, [offset], []).get(offset)
+    return None if row is None else row["kafka"]["time"].timestamp()
 
 
 def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:

@@ -1,0 +1,177 @@
+"""``zync query``: Spark SQL over the pools.
+
+Spark's temporary views have no namespaces and its databases allow no dots in names, so each ``Pool.Topic`` in the text
+is replaced by the name of a view of its own. Only those spans of the text change: Spark parses the rest as it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pyarrow as pa
+import sqlglot
+from sqlglot import exp
+from sqlglot.errors import SqlglotError
+
+from zync_assets.cli.output import Format, format_option, print_rows
+from zync_assets.errors import LakeError, ZyncError
+from zync_assets.etl.shapes import short
+from zync_assets.lake import raw, reading, staging
+from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.steps.session import spark_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """SQL with view names for tables. ``views``: view name → (pool, topic)."""
+
+    sql: str
+    views: Mapping[str, tuple[str, str]]
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@click.argument("sql")
+@format_option
+def query(pipeline: Path, sql: str, fmt: Format) -> None:
+    """Run one Spark SQL query over the tables of the pools, called Pool.Topic.
+
+    \b
+    zync query invoices.yaml 'select value.* from Staging.NewInvoices order by kafka.offset'
+
+    A topic with dots goes in back quotes. A raw table has the columns kafka, key, value, key_schema_id, value_schema_id;
+    a staging table kafka, key, value, rule, source.
+    """
+    loaded = load(pipeline)
+    rewritten = rewrite(sql, tables_of(loaded))
+    columns, rows = run_query(loaded, rewritten)
+    print_rows(rows, columns, fmt)
+
+
+def tables_of(pipeline: Pipeline) -> list[tuple[str, str]]:
+    """(pool, topic) of every table that a query can name."""
+    return [(item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
+
+
+def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> Rewritten:
+    """The query with ``Pool.Topic`` replaced; names are compared exactly, else without case.
+
+    Raises ZyncError for SQL that does not parse, that is no query, or that names a table that is not there.
+    """
+    try:
+        statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
+    except SqlglotError as error:
+        raise ZyncError(f"the query does not parse: {str(error).splitlines()[0]}") from None
+    if len(statements) != 1 or not isinstance(statements[0], exp.Query):
+        raise ZyncError("zync query takes one query, such as: select * from Pool.Topic")
+    edits: list[tuple[int, int, str]] = []
+    views: dict[str, tuple[str, str]] = {}
+    for table in statements[0].find_all(exp.Table):
+        if not table.db:
+            continue
+        place = _find(table.db, table.name, tables)
+        view = f"zync_{tables.index(place)}"
+        views[view] = place
+        # Spark has an alias after a sample or a pivot only, where the view's own name then stays in sight.
+        plain = not (table.alias or table.args.get("sample") or table.args.get("pivots"))
+        alias = f" AS `{place[1]}`" if plain else ""
+        edits.append((_start(table.args["db"]), _end(table.this), view + alias))
+    for column in statements[0].find_all(exp.Column):
+        parts = column.parts
+        if len(parts) > 2 and (parts[0].name, parts[1].name) in views.values():
+            edits.append((_start(parts[0]), _end(parts[1]), f"`{parts[1].name}`"))
+    for start, end, text in sorted(edits, reverse=True):
+        sql = sql[:start] + text + sql[end:]
+    return Rewritten(sql, views)
+
+
+def run_query(pipeline: Pipeline, rewritten: Rewritten) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    """The names of the columns, a number added where two are alike, and the rows as Spark makes them, a partition at a
+    time. Raises ZyncError for what Spark refuses, rows included."""
+    from pyspark.errors import PySparkException
+
+    spark = spark_session(pipeline.spark)
+    for view, (pool, topic) in rewritten.views.items():
+        table_frame(spark, pipeline, pool, topic).createOrReplaceTempView(view)
+    try:
+        frame = spark.sql(rewritten.sql)
+        columns = unique_names(frame.columns)
+    except PySparkException as error:
+        raise ZyncError(f"query: {short(error)}") from None
+    return columns, _rows(frame.toDF(*columns))
+
+
+def unique_names(columns: Sequence[str]) -> list[str]:
+    """The names, those that came before with a number after them: a join has many an ``ID``."""
+    names: list[str] = []
+    for column in columns:
+        name, number = column, 2
+        while name in names:
+            name, number = f"{column}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) -> DataFrame:
+    """A table of a pool as a query sees it. LakeError where nothing is there yet."""
+    if topic in {item.topic for item in pipeline.inputs}:
+        table = raw.open_raw(pipeline.lake, pool, topic)
+        if table is None:
+            raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run zync from-kafka {pipeline.path}")
+        return reading.parquet_frame(spark, table.opened.uri, raw.raw_files(table), table.schema)
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None:
+        raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run zync etl {pipeline.path}")
+    return reading.output_frame(spark, state, topic).select("kafka", "key", "value", "rule", "source")
+
+
+def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
+    from pyspark.errors import PySparkException
+
+    try:
+        # As Arrow: Python rows of Spark's own have times without a zone, and maps and structs alike.
+        for row in frame.mapInArrow(_packed, "batch binary").toLocalIterator():
+            with pa.ipc.open_stream(bytes(row["batch"])) as stream:
+                for batch in stream:
+                    yield from batch.to_pylist(maps_as_pydicts="lossy")
+    except PySparkException as error:
+        raise ZyncError(f"query: {short(error)}") from None
+
+
+def _packed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["batch"])
+
+
+def _find(pool: str, topic: str, tables: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    if (pool, topic) in tables:
+        return pool, topic
+    alike = [item for item in tables if (item[0].lower(), item[1].lower()) == (pool.lower(), topic.lower())]
+    if len(alike) == 1:
+        return alike[0]
+    known = ", ".join(f"{item[0]}.{_quoted(item[1])}" for item in tables)
+    raise ZyncError(f"there is no table {pool}.{_quoted(topic)}; there are {known}")
+
+
+def _quoted(topic: str) -> str:
+    return topic if re.fullmatch(r"\w+", topic) else f"`{topic}`"
+
+
+def _start(name: exp.Expr) -> int:
+    return int(name.meta["start"])
+
+
+def _end(name: exp.Expr) -> int:
+    return int(name.meta["end"]) + 1

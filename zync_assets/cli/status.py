@@ -1,0 +1,139 @@
+"""``zync status``: how far every topic and partition is. Reads only, and starts no JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from zync_assets.checks.account import Facts, read_facts
+from zync_assets.checks.columns import DamagedFile
+from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.errors import BrokerUnavailable, LakeError
+from zync_assets.kafka.topics import PartitionState, TopicState, topic_states
+from zync_assets.lake import raw, staging
+from zync_assets.lake.staging import Head, StagingState
+from zync_assets.pipeline import Input, Output, Pipeline
+from zync_assets.pipeline_file import load
+
+TIMEOUT = 5.0
+"""Seconds that the broker has to answer; without it the rest is shown."""
+
+CLASSES = ("done", "pending", "unmatched", "dropped")
+INPUT_COLUMNS = (
+    *("topic", "partition", "pool", "low", "end", "next", "lag", "staging", "seen", "new", "cursor"),
+    *CLASSES,
+    "quarantined",
+)
+OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag")
+
+Row = dict[str, object]
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@format_option
+def status(pipeline: Path, fmt: Format) -> None:
+    """Show how far every topic and partition of the file PIPELINE is.
+
+    Inputs: low and end of the topic, next offset to ingest, lag from there to the end; per staging pool the next offset
+    that ETL will look at (seen), offsets from there to next (new), the lowest pending offset, else seen (cursor), and
+    how many records are in each class. Outputs: base and next number in staging, how many offsets are published, lag.
+
+    Reads only, and starts no JVM. Without a broker the columns that it would fill stay empty.
+    """
+    loaded = load(pipeline)
+    states = _ask(loaded)
+    pools = {pool: staging.open_staging(loaded.lake, pool) for pool in loaded.staging_pools}
+    inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools)]
+    outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool])]
+    if fmt == "json":
+        for kind, rows, columns in (("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS)):
+            for row in rows:
+                print_json({"kind": kind, **{name: row.get(name) for name in columns}})
+        return
+    click.echo("Inputs")
+    print_rows(inputs, INPUT_COLUMNS, fmt)
+    click.echo("Outputs")
+    print_rows(outputs, OUTPUT_COLUMNS, fmt)
+
+
+def input_rows(
+    pipeline: Pipeline,
+    item: Input,
+    states: Mapping[str, TopicState],
+    pools: Mapping[str, StagingState | None],
+) -> Iterator[Row]:
+    """A row a partition of an input and staging pool that reads it, in order; ``states`` are those of topics that answered."""
+    table = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    marks = _marks(states.get(item.topic))
+    if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
+        click.echo(
+            f"note: topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from",
+            err=True,
+        )
+    readers = [pool for pool in pools if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
+    for pool in readers or [None]:
+        state = pools[pool] if pool else None
+        head = state.head if state else Head()
+        cursors = _cursors(state, item.topic) if state else {}
+        for partition in sorted({*marks, *(table.next if table else ()), *head.seen(item.topic)}):
+            mark = marks.get(partition)
+            position = head.inputs.get((item.topic, partition))
+            upcoming = table.next.get(partition) if table else None
+            row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "staging": pool}
+            row |= {"low": mark.low, "end": mark.end} if mark else {}
+            row["next"] = upcoming
+            if mark:
+                row["lag"] = max(0, mark.end - (mark.low if upcoming is None else upcoming))
+            if upcoming is not None and table is not None:
+                row["new"] = upcoming - (position.seen if position else table.first.get(partition, upcoming))
+                row["quarantined"] = table.bad.get(partition, 0)
+            if position:
+                row |= {"seen": position.seen, "cursor": cursors.get(partition, position.seen)}
+                row |= {name: head.counts.get((item.topic, partition, name), 0) for name in CLASSES}
+            yield row
+
+
+def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingState | None) -> Iterator[Row]:
+    """A row a partition of an output topic, in order."""
+    marks = _marks(states.get(item.topic))
+    known = {p: found for (topic, p), found in (state.head.outputs if state else {}).items() if topic == item.topic}
+    for partition in sorted({*marks, *known}) or [0]:
+        mark, position = marks.get(partition), known.get(partition)
+        row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool}
+        row |= {"low": mark.low, "end": mark.end} if mark else {}
+        row |= {"base": position.base, "next": position.next} if position else {}
+        if mark and position:
+            row |= {"published": mark.end - position.base, "lag": max(0, position.next - mark.end)}
+        yield row
+
+
+def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
+    topics = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
+    try:
+        states = topic_states(pipeline.kafka, topics, TIMEOUT)
+    except BrokerUnavailable as error:
+        click.echo(f"note: {error}", err=True)
+        return {}
+    for item in pipeline.inputs:
+        if item.topic not in states:
+            click.echo(f"note: topic {item.topic} is not there", err=True)
+    return states
+
+
+def _marks(state: TopicState | None) -> dict[int, PartitionState]:
+    return {item.partition: item for item in state.partitions} if state else {}
+
+
+def _cursors(state: StagingState, topic: str) -> dict[int, int]:
+    """Partition → the lowest pending offset, where one waits. The ledger is read only then."""
+    if not any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "pending")):
+        return {}
+    facts: dict[tuple[str, int], Facts] = {}
+    try:
+        facts, _ = read_facts(state)
+    except DamagedFile as error:
+        raise LakeError(f"{error}; run zync check") from error
+    return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}

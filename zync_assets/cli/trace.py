@@ -1,0 +1,173 @@
+"""``zync pending`` and ``zync trace``: single records and where they come from, without a JVM."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zync_assets.checks.account import read_waiting
+from zync_assets.checks.columns import DamagedFile
+from zync_assets.cli.output import Format, format_option, print_rows
+from zync_assets.errors import LakeError
+from zync_assets.lake import raw, staging
+from zync_assets.lake.rows import rows_at
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.pipeline_file import load
+
+PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
+TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", "value")
+
+_PATH = re.compile(r"(?:left|right)((?:\.(?:\w+|`[^`]+`))+)", re.IGNORECASE)
+
+Row = dict[str, object]
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@format_option
+def pending(pipeline: Path, fmt: Format) -> None:
+    """Show the raw records that wait for their counterpart, a row each, and why.
+
+    The join key is shown where it is made of plain columns; age_seconds counts from the record's own time. Starts no JVM.
+    """
+    loaded = load(pipeline)
+    print_rows((row for pool in loaded.staging_pools for row in pending_rows(loaded, pool)), PENDING_COLUMNS, fmt)
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@click.argument("topic")
+@click.argument("offset", type=click.IntRange(min=0))
+@click.option("--partition", type=click.IntRange(min=0), default=0, show_default=True, help="Of the output topic.")
+@format_option
+def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
+    """Show which raw records made the output at OFFSET of the output topic TOPIC.
+
+    The first row is the output itself. Starts no JVM.
+    """
+    print_rows(trace_rows(load(pipeline), topic, partition, offset), TRACE_COLUMNS, fmt)
+
+
+def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
+    """The records of a staging pool that wait, by topic, partition and offset."""
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None or not any(state.head.waiting.values()):
+        return
+    try:
+        waiting = read_waiting(state).to_pylist()
+    except DamagedFile as error:
+        raise LakeError(f"{error}; run zync check") from error
+    rules = {rule.name: rule for rule in pipeline.rules if isinstance(rule, Denorm)}
+    ahead: Counter[tuple[str, str, int]] = Counter()
+    now = time.time()
+    for (topic, partition), group in groupby(waiting, key=lambda item: (item["topic"], item["partition"])):
+        items = list(group)
+        found = raw_rows(pipeline, topic, partition, [item["offset"] for item in items])
+        for item in items:
+            row, rule = found.get(item["offset"], {}), rules.get(item["rule"])
+            when = row["kafka"]["time"] if row else None
+            yield {
+                "pool": pool,
+                **{name: item[name] for name in ("topic", "partition", "offset", "rule")},
+                "key": row.get("key"),
+                "join_key": _join_key(rule, topic, row) if rule and row else None,
+                "time": when,
+                "age_seconds": None if when is None else round(max(0.0, now - when.timestamp())),
+                "why": _why(item, rule, ahead),
+            }
+
+
+def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> list[Row]:
+    """The output at an offset, then the raw records that made it. LakeError if it is not staged."""
+    if topic not in {item.topic for item in pipeline.outputs}:
+        known = ", ".join(item.topic for item in pipeline.outputs)
+        raise LakeError(f"topic {topic} is no output of {pipeline.path}; its outputs: {known}")
+    pool = pipeline.output(topic).pool
+    state = staging.open_staging(pipeline.lake, pool)
+    output = _output(state, topic, partition, offset) if state else None
+    if output is None:
+        position = state.head.outputs.get((topic, partition)) if state else None
+        held = f"offsets {position.base} to {position.next - 1}" if position else "none of this partition"
+        raise LakeError(f"topic {topic}, partition {partition}: offset {offset} is not staged; {pool} holds {held}")
+    rows: list[Row] = [
+        {
+            "role": "output",
+            "topic": topic,
+            "partition": partition,
+            "offset": offset,
+            "rule": output["rule"],
+            "key": output.get(staging.key_column(topic)),
+            "value": output.get(staging.value_column(topic)),
+        }
+    ]
+    return rows + [_source(pipeline, output["rule"], item) for item in output["source"]]
+
+
+def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Raw records by offset: kafka, key, value. Empty for a topic that is no input any more."""
+    pools = {item.topic: item.pool for item in pipeline.inputs}
+    table = raw.open_raw(pipeline.lake, pools[topic], topic) if topic in pools else None
+    if table is None or not offsets:
+        return {}
+    span = OffsetRange(partition, min(offsets), max(offsets) + 1)
+    return rows_at(table.opened.uri, raw.raw_files(table, [span]), partition, offsets, ["key", "value"])
+
+
+def _output(state: StagingState, topic: str, partition: int, offset: int) -> dict[str, Any] | None:
+    columns = ["rule", "source", staging.key_column(topic), staging.value_column(topic)]
+    return rows_at(state.opened.uri, state.output_files(topic), partition, [offset], columns).get(offset)
+
+
+def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
+    row = raw_rows(pipeline, place["topic"], place["partition"], [place["offset"]]).get(place["offset"], {})
+    return {
+        "role": _role(pipeline, rule, place["topic"]),
+        **{name: place[name] for name in ("topic", "partition", "offset")},
+        "time": row["kafka"]["time"] if row else None,
+        "key": row.get("key"),
+        "value": row.get("value"),
+    }
+
+
+def _role(pipeline: Pipeline, name: str, topic: str) -> str:
+    """Left, right or in, by the pipeline file as it is now; ``source`` where that no longer says so."""
+    for rule in pipeline.rules:
+        if rule.name == name and topic in rule.topics:
+            return "in" if not isinstance(rule, Denorm) else "left" if topic == rule.left else "right"
+    return "source"
+
+
+def _why(item: Mapping[str, Any], rule: Denorm | None, ahead: Counter[tuple[str, str, int]]) -> str:
+    if item["hash"] is None:
+        return "null join key: nothing matches it"
+    other = "its counterpart" if rule is None else rule.right if item["topic"] == rule.left else rule.left
+    place = (item["topic"], item["rule"], item["hash"])
+    ahead[place] += 1
+    if ahead[place] > 1:
+        return f"surplus: {ahead[place] - 1} with this key wait before it, and none came in {other} yet"
+    return f"no counterpart in {other} yet"
+
+
+def _join_key(rule: Denorm, topic: str, row: Mapping[str, Any]) -> object:
+    """The record's join key where its expressions are plain columns; a list where there are several."""
+    sides = [left if topic == rule.left else right for left, right in rule.join_on]
+    values = [_column(expression, row) for expression in sides]
+    return values[0] if len(values) == 1 else values
+
+
+def _column(expression: str, row: Mapping[str, Any]) -> object:
+    path = _PATH.fullmatch(expression.strip())
+    found: Any = row
+    for name in re.findall(r"\w+|`[^`]+`", path[1]) if path else [""]:
+        named = {key.lower(): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+        found = named.get(name.strip("`").lower())
+    return found

@@ -1,0 +1,89 @@
+"""How far everything is, with a broker and without, and before anything was done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from zync_assets.cli.main import main
+from zync_assets_tests.checks.chain import Chain
+
+
+def rows_of(path: Path) -> tuple[list[dict[str, Any]], str]:
+    found = CliRunner().invoke(main, ["status", str(path), "--format", "json"])
+    assert found.exit_code == 0, found.stderr
+    return [json.loads(line) for line in found.stdout.splitlines()], found.stderr
+
+
+def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
+    rows, notes = rows_of(sound_chain.pipeline.path)
+    assert notes == ""
+    inputs = {(row["topic"], row["partition"]): row for row in rows if row["kind"] == "input"}
+    assert list(inputs) == [(sound_chain.invoices, 0), (sound_chain.invoices, 1), (sound_chain.status, 0)]
+    assert inputs[sound_chain.invoices, 1] == {
+        "kind": "input",
+        "topic": sound_chain.invoices,
+        "partition": 1,
+        "pool": "Raw",
+        "low": 0,
+        "end": 8,
+        "next": 8,
+        "lag": 0,
+        "staging": "Staging",
+        "seen": 8,
+        "new": 0,
+        "cursor": 1,
+        "done": 3,
+        "pending": 3,
+        "unmatched": 0,
+        "dropped": 1,
+        "quarantined": 1,
+    }
+    assert (inputs[sound_chain.invoices, 0]["cursor"], inputs[sound_chain.status, 0]["cursor"]) == (4, 6)
+    [output] = [row for row in rows if row["kind"] == "output"]
+    assert {name: output[name] for name in ("topic", "base", "next", "end", "published", "lag")} == {
+        "topic": sound_chain.new,
+        "base": 0,
+        "next": 7,
+        "end": 7,
+        "published": 7,
+        "lag": 0,
+    }
+
+
+def test_without_a_broker_the_lake_is_shown(chain: Chain) -> None:
+    text = chain.pipeline.path.read_text()
+    chain.pipeline.path.write_text(text.replace(chain.pipeline.kafka["bootstrap.servers"], "127.0.0.1:9"))
+    rows, notes = rows_of(chain.pipeline.path)
+    assert notes.startswith("note: no Kafka broker answered at 127.0.0.1:9")
+    assert [(row["end"], row["lag"]) for row in rows] == [(None, None)] * 4
+    assert [row["next"] for row in rows] == [6, 8, 6, 7]
+
+
+def test_before_anything_was_ingested_the_lag_is_the_topic(chain: Chain) -> None:
+    chain.lake.rename(chain.lake.with_name("elsewhere"))
+    rows, _ = rows_of(chain.pipeline.path)
+    assert [(row["next"], row["lag"]) for row in rows] == [(None, 6), (None, 8), (None, 6), (None, None)]
+
+
+def test_a_table_has_both_parts(sound_chain: Chain) -> None:
+    found = CliRunner().invoke(main, ["status", str(sound_chain.pipeline.path)])
+    assert found.stdout.index("Inputs") < found.stdout.index("Outputs")
+    assert sound_chain.new in found.stdout
+
+
+def test_neither_spark_nor_dagster_is_imported(sound_chain: Chain) -> None:
+    code = (
+        "import sys\n"
+        "from zync_assets.cli.main import main\n"
+        f"main(['status', {str(sound_chain.pipeline.path)!r}], standalone_mode=False)\n"
+        "import zync_assets.cli.check\n"
+        "print([name for name in ('pyspark', 'dagster') if name in sys.modules])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
