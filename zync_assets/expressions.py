@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sqlglot import exp
 from sqlglot.dialects.spark import Spark
 from sqlglot.errors import ParseError, TokenError
-from sqlglot.tokens import Token, TokenType
+from sqlglot.tokenizer_core import Token, TokenType
 
 from zync_assets import spark_functions as functions
 from zync_assets.yaml_fields import suggestion
@@ -25,6 +25,9 @@ from zync_assets.yaml_fields import suggestion
 RECORD_ROOTS = ("kafka", "key", "value")
 KAFKA_FIELDS = ("topic", "partition", "offset", "timestamp", "time", "headers")
 MAX_LENGTH = 20_000
+MAX_DEPTH = 32
+# The parser's time doubles with each struct() in a struct(): it reads the arguments twice.
+MAX_STRUCTS = 6
 
 _STRINGS = (TokenType.STRING, TokenType.RAW_STRING)
 _TIME_LITERALS = ("date", "timestamp", "timestamp_ltz", "timestamp_ntz")
@@ -128,10 +131,22 @@ def _check_tokens(tokens: Sequence[Token]) -> None:
         typed = token.token_type in _STRINGS and index > 0 and tokens[index - 1].text.lower() in _TIME_LITERALS
         if typed and token.text.strip().lower().startswith(_CLOCK_WORDS):
             raise SqlProblem(_not_deterministic(f"{tokens[index - 1].text} '{token.text}'"))
+    _check_depth(tokens)
     first = tokens[0]
     called = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN
     if first.token_type in _STATEMENTS and not called:
         raise SqlProblem(f"must be an expression, not a statement (`{first.text}`)")
+
+
+def _check_depth(tokens: Sequence[Token]) -> None:
+    opened: list[bool] = []
+    for index, token in enumerate(tokens):
+        if token.token_type in (TokenType.L_PAREN, TokenType.L_BRACKET):
+            opened.append(index > 0 and tokens[index - 1].text.lower() == "struct")
+        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and opened:
+            opened.pop()
+        if len(opened) > MAX_DEPTH or sum(opened) > MAX_STRUCTS:
+            raise SqlProblem("is nested too deep; write fields as a mapping, and nest that")
 
 
 _STATEMENTS = frozenset(

@@ -7,6 +7,7 @@ where this module says nothing, a rule may still never match.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from sqlglot import exp
 
@@ -26,13 +27,16 @@ def leaves_nothing(earlier: str | None, later: str | None) -> bool:
     return all(any(_implies(given, wanted) for given in conjuncts) for wanted in _conjuncts(earlier_tree))
 
 
+# A rule is compared with every earlier one of its topic.
+@lru_cache(maxsize=4096)
 def _tree(sql: str) -> exp.Expr:
-    def lowered(node: exp.Expr) -> exp.Expr:
-        if isinstance(node, exp.Identifier):
-            return exp.to_identifier(node.name.lower())
-        return node.this if isinstance(node, exp.Paren) else node
-
-    return parse(sql).tree.transform(lowered)
+    tree = parse(sql).tree.unnest()
+    for paren in list(tree.find_all(exp.Paren)):
+        paren.replace(paren.this)
+    for name in tree.find_all(exp.Identifier):
+        name.set("this", name.name.lower())
+        name.set("quoted", False)
+    return tree
 
 
 def _is_true(tree: exp.Expr) -> bool:

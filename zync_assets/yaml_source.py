@@ -31,11 +31,12 @@ from ruamel.yaml.reader import ReaderError
 
 from zync_assets.errors import Problem
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 19
 MAX_DEPTH = 32
+MAX_PROBLEMS = 100
 
 _VARIABLE = re.compile(
-    r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
+    r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^{}]{0,1000}))?\}|(?P<bad>\$\{)"
 )
 _NULL = re.compile(r"null|Null|NULL|~|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -107,7 +108,7 @@ def read(path: Path, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
 def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]]:
     """As ``read``, of a text."""
     if len(text) > MAX_BYTES:
-        return None, [Problem(1, "", f"the file is larger than {MAX_BYTES >> 20} MiB; no pipeline needs that")]
+        return None, [Problem(1, "", f"the file is larger than {MAX_BYTES >> 10} KiB; no pipeline needs that")]
     composer = _Composer(env)
     try:
         return composer.document(YAML(typ="safe", pure=True).parse(text)), composer.problems
@@ -141,7 +142,7 @@ def _read_text(path: Path) -> tuple[str, Problem | None]:
         reason = getattr(error, "strerror", None) or "the name is no path"
         return "", Problem(1, "", f"can't be read: {reason}")
     if len(data) > MAX_BYTES:
-        return "", Problem(1, "", f"the file is larger than {MAX_BYTES >> 20} MiB; no pipeline needs that")
+        return "", Problem(1, "", f"the file is larger than {MAX_BYTES >> 10} KiB; no pipeline needs that")
     try:
         return data.decode("utf-8-sig"), None
     except UnicodeDecodeError as error:
@@ -248,6 +249,8 @@ class _Composer:
 
     def _problem(self, line: int, path: str, message: str) -> None:
         self.problems.append(Problem(line, path, message))
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise _Stop
 
     def _stop(self, path: str, message: str) -> NoReturn:
         self._problem(self.line, path, message)
