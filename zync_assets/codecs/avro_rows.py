@@ -58,7 +58,13 @@ def row_writer(node: Node) -> Callable[[Any], bytes]:
 
     def write(value: Any) -> bytes:
         stream = io.BytesIO()
-        fastavro.schemaless_writer(stream, schema, _for_writer(node, value, "value", definitions, False))
+        try:
+            fastavro.schemaless_writer(stream, schema, _for_writer(node, value, "value", definitions, False))
+        except ValueError:
+            raise
+        # The JSON of a record inside itself can hold anything, and the writer stumbles over it in any way.
+        except Exception as error:
+            raise ValueError(f"not a value of the schema: {type(error).__name__}: {error}") from None
         return stream.getvalue()
 
     return write

@@ -30,7 +30,7 @@ def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[
             value = None
             if payload is not None:
                 try:
-                    value = read(json.loads(payload, parse_float=decimal.Decimal), "value")
+                    value = read(_parse(payload.decode()), "value")
                 except UnicodeDecodeError:
                     errors[index] = "not UTF-8"
                 except RecursionError:
@@ -38,9 +38,32 @@ def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[
                 except ValueError as error:
                     errors[index] = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
             values.append(value)
-        return pa.array(values, type), errors
+        return _array(values, type, errors), errors
 
     return convert
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, parse_float=decimal.Decimal, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"no JSON: {name}")
+
+
+def _array(values: list[Any], type: pa.DataType, errors: dict[int, str]) -> pa.Array:
+    try:
+        return pa.array(values, type)
+    except (ValueError, OverflowError):
+        pass
+    parts: list[pa.Array] = []
+    for index, value in enumerate(values):
+        try:
+            parts.append(pa.array([value], type))
+        except (ValueError, OverflowError) as error:
+            parts.append(pa.nulls(1, type))
+            errors[index] = f"does not fit {type}: {error}"
+    return pa.concat_arrays(parts)
 
 
 def _reader(type: pa.DataType) -> Read:
@@ -121,15 +144,22 @@ def _decimal_reader(type: Any) -> Read:
     def read(value: Any, path: str) -> decimal.Decimal:
         given = _of(value, (int, decimal.Decimal, str), "a decimal", path)
         try:
-            return decimal.Decimal(given).quantize(unit, context=context)
+            number = decimal.Decimal(given).quantize(unit, context=context)
         except decimal.DecimalException:
-            raise ValueError(f"{path}: {given} does not fit into decimal({type.precision},{type.scale})") from None
+            number = None
+        if number is None or not number.is_finite():
+            raise ValueError(f"{path}: {given} does not fit into decimal({type.precision},{type.scale})")
+        return number
 
     return read
 
 
 def _float(value: Any, path: str) -> float:
-    return float(_of(value, (int, float, decimal.Decimal), "a number", path))
+    given = _of(value, (int, decimal.Decimal), "a number", path)
+    try:
+        return float(given)
+    except OverflowError:
+        raise ValueError(f"{path}: a number of {len(str(given))} digits is out of the range of double") from None
 
 
 def _date(value: Any, path: str) -> datetime.date:

@@ -71,18 +71,11 @@ def _timestamp_from_lake(node: Node, array: pa.Array) -> pa.Array:
 
 def _decimal_to_lake(node: Node, array: pa.Array) -> pa.Array:
     if node.precision > MAX_DECIMAL:
-        return _by_value(array, pa.string(), lambda raw: str_of_decimal(raw, node.scale))
+        return _by_value(array, pa.string(), lambda raw: _digits(raw, node))
     lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     if len(lengths) and lengths.max() > 16:
-        limit = 10**node.precision
-
-        def short(raw: bytes) -> bytes:
-            number = int.from_bytes(raw, "big", signed=True)
-            if abs(number) >= limit:
-                raise ValueError(f"a decimal of more than {node.precision} digits")
-            return number.to_bytes(16, "big", signed=True)
-
-        return _decimal_to_lake(node, _by_value(array, pa.binary(), short))
+        short = _by_value(array, pa.binary(), lambda raw: _number(raw, node).to_bytes(16, "big", signed=True))
+        return _decimal_to_lake(node, short)
     raw = _data(array)
     starts = np.cumsum(lengths) - lengths
     padded = np.zeros(len(raw) + 32, dtype=np.uint8)
@@ -121,7 +114,7 @@ def _decimal_from_lake(node: Node, array: pa.Array) -> pa.Array:
         return _short_bytes(array)
 
     def raw(value: Any) -> bytes:
-        unscaled = _unscaled(decimal.Decimal(value), node)
+        unscaled = _unscaled(value, node)
         size = node.size if node.kind == "fixed" else (unscaled + (unscaled < 0)).bit_length() // 8 + 1
         try:
             return unscaled.to_bytes(size, "big", signed=True)
@@ -153,14 +146,24 @@ def _short_bytes(array: pa.Array) -> pa.Array:
 _WIDE = decimal.Context(prec=100_000)
 
 
-def str_of_decimal(raw: bytes, scale: int) -> str:
-    """Two's complement bytes as plain digits with ``scale`` places."""
-    return format(decimal.Decimal(int.from_bytes(raw, "big", signed=True)).scaleb(-scale, _WIDE), "f")
+def _number(raw: bytes, node: Node) -> int:
+    number = int.from_bytes(raw, "big", signed=True)
+    if abs(number) >= 10**node.precision:
+        raise ValueError(f"a decimal of more than {node.precision} digits")
+    return number
 
 
-def _unscaled(value: decimal.Decimal, node: Node) -> int:
-    scaled = value.scaleb(node.scale, _WIDE)
-    number = int(scaled)
+def _digits(raw: bytes, node: Node) -> str:
+    """Two's complement bytes as plain digits."""
+    return format(decimal.Decimal(_number(raw, node)).scaleb(-node.scale, _WIDE), "f")
+
+
+def _unscaled(value: decimal.Decimal | str, node: Node) -> int:
+    try:
+        scaled = decimal.Decimal(value).scaleb(node.scale, _WIDE)
+        number = int(scaled)
+    except (decimal.DecimalException, ValueError, OverflowError):
+        number, scaled = 0, None
     if number != scaled or abs(number) >= 10**node.precision:
         raise ValueError(f"{value} is no decimal of {node.precision} digits with {node.scale} after the point")
     return number

@@ -72,6 +72,10 @@ def pick(array: pa.Array, indices: npt.NDArray[np.int64]) -> pa.Array:
     return array.take(pa.array(indices))
 
 
+_PARTS = 8
+"""Into so many parts an array is cut when one of its values fails: few tries for one bad value, and few if all are."""
+
+
 def isolate(
     array: pa.Array, convert: Callable[[pa.Array], pa.Array], errors: type[Exception] | tuple[type[Exception], ...]
 ) -> tuple[pa.Array, dict[int, str]]:
@@ -86,8 +90,9 @@ def isolate(
             if count == 1:
                 bad[first] = str(error)
                 return [convert(pa.nulls(1, array.type))]
-        half = count // 2
-        return part(first, half) + part(first + half, count - half)
+        size = -(-count // _PARTS)
+        ends = range(first, first + count, size)
+        return [made for at in ends for made in part(at, min(size, first + count - at))]
 
     if len(array) == 0:
         return convert(array), bad

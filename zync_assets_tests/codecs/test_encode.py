@@ -74,6 +74,22 @@ def test_a_union_holds_one_branch(native: bool) -> None:
     assert [item.index for item in encoded.bad] == [2]
 
 
+def test_texts_that_stand_for_a_value_are_checked() -> None:
+    tree = {
+        "type": "record",
+        "name": "Node",
+        "fields": [{"name": "x", "type": "int"}, {"name": "next", "type": ["null", "Node"]}],
+    }
+    column = pa.array([{"x": 1, "next": text} for text in ['{"x":2}', "{", "[1]", '{"x":"a"}', "null"]])
+    encoded = make_encoder("avro", json.dumps(tree), None).encode(pa.array(column, arrow_type(json.dumps(tree))))
+    assert [item.index for item in encoded.bad] == [1, 2, 3, 4]
+    assert encoded.payloads[0].as_py() == b"\x02\x02\x04\x00"
+    money = {"type": "bytes", "logicalType": "decimal", "precision": 40, "scale": 1}
+    encoded = make_encoder("avro", json.dumps(money), None).encode(pa.array(["12.3", "1.23", "x", "NaN", "1e50"]))
+    assert [item.index for item in encoded.bad] == [1, 2, 3, 4]
+    assert encoded.payloads[0].as_py() == b"\x02\x7b"
+
+
 def test_a_column_of_another_kind_is_refused_as_a_whole() -> None:
     with pytest.raises(SchemaError, match=r"value\.id: a column of type string can't be written as int64"):
         make_encoder("avro", record(("id", "long")), 9).encode(pa.array([{"id": "1"}]))
