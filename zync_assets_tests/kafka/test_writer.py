@@ -129,7 +129,7 @@ def test_a_record_that_is_too_large_is_refused_before_its_batch_is_sent(kafka: d
 
 @pytest.mark.parametrize("headers", [None, [{"key": "é" * 100, "value": b"x" * 200}, {"key": "n", "value": None}]])
 def test_the_largest_record_that_passes_is_the_largest_that_the_broker_takes(
-    kafka: dict[str, str], unique: str, headers: list[dict[str, Any]] | None
+    kafka: dict[str, str], unique: str, headers: list[dict[str, Any]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 3000
     create_topic(kafka, unique, 1, 1, {"max.message.bytes": str(limit)})
@@ -148,6 +148,11 @@ def test_the_largest_record_that_passes_is_the_largest_that_the_broker_takes(
     with pytest.raises(RecordTooLarge):
         write_in_order(kafka, unique, 0, 0, [one(fitting + 1)])
     assert write_in_order(kafka, unique, 0, 0, [one(fitting), one(fitting)]) == 2
+    # The broker's own opinion of one byte more.
+    monkeypatch.setattr(writer, "_check_sizes", lambda *_: None)
+    with pytest.raises(KafkaError, match=r"(?i)too large|larger"):
+        write_in_order(kafka, unique, 0, 2, [one(fitting + 1)])
+    assert high_watermark(kafka, unique, 0) == 2
 
 
 def test_many_records_just_below_the_limit(kafka: dict[str, str], unique: str) -> None:
