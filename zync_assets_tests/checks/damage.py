@@ -1,0 +1,60 @@
+"""Ways to damage a lake for real: through the Delta log, or in the files behind its back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.lake import tables
+from zync_assets.lake.tables import DataFile, Opened
+
+Rows = list[dict[str, Any]]
+
+
+def overwrite(opened: Opened, item: DataFile, change: Callable[[Rows], Rows]) -> None:
+    """Change a file's rows where it lies; the log knows nothing of it."""
+    path = Path(opened.uri) / item.path
+    table = pq.ParquetFile(path).read()
+    pq.write_table(pa.Table.from_pylist(change(table.to_pylist()), schema=table.schema), path)
+
+
+def exchange(opened: Opened, item: DataFile, change: Callable[[Rows], Rows]) -> DataFile:
+    """Replace a file by one with changed rows, by a commit with the right statistics."""
+    path = Path(opened.uri) / item.path
+    table = pq.ParquetFile(path).read()
+    rows = change(table.to_pylist())
+    made = add_rows(opened, item, rows, table.schema)
+    tables.commit(opened, [made], {}, removed=[item], partition_by=groups(item))
+    return made
+
+
+def add_rows(opened: Opened, like: DataFile, rows: Rows, schema: pa.Schema) -> DataFile:
+    """A file beside another one, in no commit yet."""
+    path = like.path.removesuffix(".parquet") + "-b.parquet"
+    full = Path(opened.uri) / path
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), full)
+    offsets = [row["kafka"]["offset"] for row in rows] if "kafka" in schema.names else [None]
+    return replace(like, path=path, size=full.stat().st_size, records=len(rows), first=offsets[0], last=offsets[-1])
+
+
+def append_again(opened: Opened, item: DataFile) -> None:
+    """Commit a copy of a file that is in the table already."""
+    path = Path(opened.uri) / item.path
+    copy = path.with_name("again-" + path.name)
+    copy.write_bytes(path.read_bytes())
+    again = replace(item, path=str(copy.relative_to(opened.uri)))
+    tables.commit(opened, [again], {}, partition_by=groups(item))
+
+
+def take_out(opened: Opened, *items: DataFile) -> None:
+    """Remove files from the table by a commit."""
+    tables.commit(opened, [], {}, removed=items, partition_by=groups(items[0]))
+
+
+def groups(item: DataFile) -> list[str]:
+    return [] if item.group is None else ["topic"]
