@@ -168,11 +168,16 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
 
 def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:
     """Ledger entries as a table with the fields of the account column; of some kinds only if named. No JVM."""
-    parts = [_read(state.uri(item)) for item in state.ledger_files]
-    table = pa.concat_tables(parts) if parts else pa.table(_columns([]))
+    table = read_entries(state, state.ledger_files)
     if kinds is None:
         return table
     return table.filter(pc.is_in(table["kind"], pa.array(list(kinds), pa.string())))
+
+
+def read_entries(state: StagingState, files: Sequence[DataFile]) -> pa.Table:
+    """The entries of some ledger files, a column for each field of the account column."""
+    empty = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE})
+    return pa.concat_tables([empty, *(_read(state.uri(item)) for item in files)])
 
 
 def commit_batch(
@@ -229,9 +234,19 @@ def ledger_file(uri: str, path: str) -> DataFile:
 
 def write_ledger(uri: str, path: str, rows: Sequence[Mapping[str, object]]) -> DataFile:
     """Write a few ledger rows (dicts with the account's fields) as a file of the table; not yet committed."""
+    return _write_account(uri, path, pa.array(rows, ACCOUNT_TYPE))
+
+
+def write_entries(uri: str, path: str, rows: pa.Table) -> DataFile:
+    """Write ledger rows (a column for each field of the account) as a file of the table; not yet committed."""
+    columns = [rows[name].combine_chunks() for name in ACCOUNT_TYPE.names]
+    return _write_account(uri, path, pa.StructArray.from_arrays(columns, fields=list(ACCOUNT_TYPE)))
+
+
+def _write_account(uri: str, path: str, rows: pa.Array) -> DataFile:
     storage.make_folder(storage.join(uri, path.rsplit("/", 1)[0]))
     system, full = storage.filesystem(storage.join(uri, path))
-    pq.write_table(pa.table({"account": pa.array(rows, ACCOUNT_TYPE)}), full, filesystem=system)
+    pq.write_table(pa.table({"account": rows}), full, filesystem=system)
     return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
 
 
@@ -268,10 +283,6 @@ def _flatten(table: pa.Table) -> list[pa.Array]:
     if isinstance(array, pa.ChunkedArray):
         array = pa.array([], ACCOUNT_TYPE)
     return array.cast(ACCOUNT_TYPE).flatten()
-
-
-def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, pa.Array]:
-    return {item.name: pa.array([row.get(item.name) for row in rows], item.type) for item in ACCOUNT_TYPE}
 
 
 def _write_head(uri: str, head: Head) -> DataFile:

@@ -22,6 +22,7 @@ from zync_assets.etl import ledger, matching, numbering
 from zync_assets.etl.shapes import short
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import quarantine, raw, reading, staging, storage
+from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
 from zync_assets.lake.tables import DataFile
@@ -159,7 +160,8 @@ class _Run:
             files += self._write_ledger(rows, found)
             done = _next_head(plan, found, outputs, ends, types, self._quarantined())
             schema = _table_schema(plan.state, types)
-            staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, files)
+            folded, removed = fold_ledger(plan.state) if plan.state else ([], [])
+            staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
         finally:
             rows.unpersist()
         made = {

@@ -1,0 +1,93 @@
+"""Keep the ledger short: many small files become one, neighbouring ranges one range, and what waited and is done is done.
+
+A batch appends a file, so that its commit never waits for history; every FILES batches a commit also replaces the small
+ones. Large files stay: what is pending in one of them is joined with a ``completed`` entry elsewhere when it is read.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from zync_assets.lake import staging
+from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
+from zync_assets.lake.tables import DataFile
+
+FILES = 32
+"""Ledger files in the table before a commit folds them."""
+SMALL_RECORDS = 200_000
+"""Entries of a file up to which it takes part."""
+
+_WAITING = ("pending", "completed")
+
+
+def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
+    """Files to add and files to remove so that the ledger is short; both empty while it is short enough.
+
+    The written file is invisible until a commit names it.
+    """
+    small = [item for item in state.ledger_files if item.records <= SMALL_RECORDS]
+    if len(small) < FILES:
+        return [], []
+    rows = fold(staging.read_entries(state, small))
+    path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
+    return [staging.write_entries(state.opened.uri, path, rows)], small
+
+
+def fold(rows: pa.Table) -> pa.Table:
+    """The same facts in fewer ledger entries (columns of the account). What waits comes first, sorted by hash."""
+    waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
+    settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
+    pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)
+    place = ["topic", "partition", "first"]
+    numbered = pending.append_column("at", pa.array(range(pending.num_rows), pa.int64())).select([*place, "at"])
+    met = numbered.join(completed.select(place), place, join_type="inner")["at"].combine_chunks()
+    done = pending.take(met)
+    open_pending = pending.filter(_mask(pending.num_rows, met)).sort_by("hash")
+    unmet = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
+    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", pa.repeat("done", done.num_rows))
+    ranges = _merged(pa.concat_tables([settled, now_done]))
+    return pa.concat_tables([open_pending, unmet, ranges])
+
+
+def _mask(length: int, without: pa.Array) -> pa.Array:
+    keep = np.ones(length, dtype=bool)
+    keep[without.to_numpy(zero_copy_only=False)] = False
+    return pa.array(keep)
+
+
+def _merged(rows: pa.Table) -> pa.Table:
+    """Ranges of one class that touch as one range."""
+    kinds = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE}).schema
+    parts: list[pa.Table] = []
+    keys = rows.group_by(["kind", "topic", "partition"]).aggregate([]).to_pylist()
+    for key in keys:
+        own = rows.filter(
+            pc.and_(
+                pc.and_(pc.equal(rows["kind"], key["kind"]), pc.equal(rows["topic"], key["topic"])),
+                pc.equal(rows["partition"], key["partition"]),
+            )
+        ).sort_by("first")
+        first, end = (own[name].to_numpy() for name in ("first", "end"))
+        count = own["count"].to_numpy(zero_copy_only=False)
+        starts = np.flatnonzero(np.concatenate([[True], first[1:] != end[:-1]]))
+        ends = np.append(starts[1:], len(first)) - 1
+        size = len(starts)
+        known = np.add.reduceat(np.nan_to_num(count.astype(float)), starts).astype(np.int64)
+        whole = np.logical_and.reduceat(~np.isnan(count.astype(float)), starts)
+        columns: dict[str, pa.Array] = {
+            "kind": pa.repeat(key["kind"], size),
+            "topic": pa.repeat(key["topic"], size),
+            "partition": pa.repeat(pa.scalar(key["partition"], pa.int32()), size),
+            "first": pa.array(first[starts], pa.int64()),
+            "end": pa.array(end[ends], pa.int64()),
+            "count": pa.array(known, pa.int64(), mask=~whole),
+        }
+        parts.append(
+            pa.table({item.name: columns.get(item.name, pa.nulls(size, item.type)) for item in kinds}, schema=kinds)
+        )
+    return pa.concat_tables(parts) if parts else kinds.empty_table()
+
