@@ -66,8 +66,7 @@ def _objects(given: Any) -> list[dict[str, Any]]:
 def render(
     record: Record, registry: Registry | None, key: Rendering = "auto", value: Rendering = "auto"
 ) -> dict[str, Any]:
-    """A record as the object of a JSON line. Values keep Python's types for dates, decimals and bytes inside
-    Avro.
+    """A record as the object of a JSON line. Values keep Python's types for dates, decimals and bytes inside Avro.
 
     ``auto``: Avro where the bytes begin like Confluent's framing (zero, four bytes of a schema id) and the
     registry knows the id; else text where it is UTF-8; else base64.

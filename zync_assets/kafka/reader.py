@@ -85,8 +85,7 @@ def read_range(
     A batch has up to ``batch_records`` records, and little more than ``batch_bytes`` of keys and values.
     ``end`` must not be past the partition's last stable offset at the time of the call.
 
-    Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without
-    progress.
+    Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without progress.
     """
     if first >= end:
         return

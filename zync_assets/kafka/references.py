@@ -18,8 +18,7 @@ _NAMED = frozenset({"record", "error", "enum", "fixed"})
 
 
 def inline(schema: str, referenced: Sequence[str]) -> str:
-    """``schema`` with each type that it takes from ``referenced`` (JSON documents) defined where it is first
-    used.
+    """``schema`` with each type that it takes from ``referenced`` (JSON documents) defined where it is first used.
 
     Raises SchemaError for a document that is no JSON, or a name that nothing defines.
     """

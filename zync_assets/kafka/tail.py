@@ -34,8 +34,7 @@ def follow(
     starts: Mapping[int, int],
     ends: Mapping[int, int] | None = None,
 ) -> Iterator[Record]:
-    """The records of the partitions in ``starts`` from those offsets on: up to ``ends`` by partition, or for
-    ever.
+    """The records of the partitions in ``starts`` from those offsets on: up to ``ends`` by partition, or for ever.
 
     In order within a partition; partitions come as they answer. With ``ends``, BrokerUnavailable after a
     minute without progress; without, an outage is logged and waited for.

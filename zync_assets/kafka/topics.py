@@ -59,8 +59,7 @@ class TopicState:
 def topic_states(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = WAIT) -> dict[str, TopicState]:
     """The states of those ``topics`` that exist, in the order asked for.
 
-    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout``
-    seconds.
+    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout`` seconds.
     """
     names = list(dict.fromkeys(topics))
     if not names:
@@ -101,8 +100,7 @@ def topic_state(kafka: Mapping[str, str], topic: str, timeout: float = WAIT) -> 
 
 
 def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[int, int]:
-    """Per partition the first offset whose timestamp is at or after ``timestamp_ms``; the end where there is
-    none.
+    """Per partition the first offset whose timestamp is at or after ``timestamp_ms``; the end where there is none.
 
     ``timestamp_ms``: milliseconds since the epoch, UTC.
     """
