@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -39,24 +41,44 @@ def demo(stop: bool, clean: bool) -> None:
     """Play the demo: four batches of changes from Kafka to the lake and back. Goes on where it stopped."""
     home = demo_services_folder()
     if stop or clean:
-        click.echo("the demo is stopped" + (" and removed" if clean else "") if down(home, clean=clean) else "nothing to stop")
+        click.echo(
+            "the demo is stopped" + (" and removed" if clean else "") if down(home, clean=clean) else "nothing to stop"
+        )
         return
     folder = demo_folder()
     click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
     services = up(home)
     pipeline = load(folder / "invoices.yaml", demo_environment(services))
-    worked = False
-    for number in range(1, BATCHES + 1):
-        if _produce(pipeline, folder, number) or number == BATCHES:
-            did = _run(pipeline)
-            worked = worked or did
-            if did:
-                click.echo(f"\nBatch {number}: {STORY[number - 1]}\n")
-                _show(pipeline)
-    if not worked:
+    played = False
+    for scene in play(pipeline, folder):
+        played = True
+        click.echo(f"\nBatch {scene.batch}: {STORY[scene.batch - 1]}\n")
+        _show(scene)
+    if not played:
         click.echo("Nothing to do: all four batches are through.\n")
-        _show(pipeline)
+        _show(_scene(pipeline, BATCHES))
     click.echo(_what_next(home))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is there after a batch: all rows of the output topic, and the raw records that wait."""
+
+    batch: int
+    output: list[dict[str, object]]
+    pending: list[dict[str, object]]
+
+
+def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
+    """Produce the batches that are not in the topics yet, run the pipeline after each, and say what is there then.
+
+    Begins with what an interrupted demo left; gives nothing where there is nothing to do.
+    """
+    for number in range(1, BATCHES + 1):
+        if not _produce(pipeline, folder, number) and number < BATCHES:
+            continue
+        if _run(pipeline):
+            yield _scene(pipeline, number)
 
 
 def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
@@ -85,31 +107,37 @@ def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
 def _run(pipeline: Pipeline) -> bool:
     """All three steps; whether there was anything to do."""
 
-    def session():  # noqa: ANN202
-        return spark_session(pipeline.spark)
-
-    made: list[object] = []
-    made += ingest_all(pipeline, session, TOPICS)
-    made += etl_all(pipeline, session)
-    made += publish_all(pipeline, session, [OUTPUT], guard)
+    session = partial(spark_session, pipeline.spark)
+    made = [
+        *ingest_all(pipeline, session, TOPICS),
+        *etl_all(pipeline, session),
+        *publish_all(pipeline, session, [OUTPUT], guard),
+    ]
     return bool(made)
 
 
-def _show(pipeline: Pipeline) -> None:
-    rows = output_rows(pipeline)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+def _scene(pipeline: Pipeline, number: int) -> Scene:
+    waiting = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
+    return Scene(number, output_rows(pipeline), waiting)
+
+
+def _show(scene: Scene) -> None:
+    flat = [{"offset": row["offset"], "key": row["key"], **_fields(row["value"])} for row in scene.output]
     click.echo(f"topic {OUTPUT}:")
-    print_rows(rows, columns, "table")
-    waiting = list(pending_rows(pipeline))
-    if waiting:
+    print_rows(flat, list(dict.fromkeys(name for row in flat for name in row)), "table")
+    if scene.pending:
         click.echo("pending:")
-        print_rows(waiting, ["topic", "partition", "offset", "rule", "key", "why"], "table")
+        print_rows(scene.pending, ["topic", "partition", "offset", "rule", "key", "why"], "table")
     else:
         click.echo("nothing is pending")
 
 
+def _fields(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
 def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
-    """The records of the output topic, read from Kafka: offset, key, and a column a field; a tombstone has only a key."""
+    """The records of the output topic, read from Kafka: offset, key and value. An absent field is absent."""
     assert pipeline.registry is not None
     registry = Registry(pipeline.registry)
     state = topic_states(pipeline.kafka, [OUTPUT]).get(OUTPUT)
@@ -119,7 +147,7 @@ def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for record in follow(pipeline.kafka, OUTPUT, dict.fromkeys(ends, 0), ends):
         shown = render(record, registry)
-        rows.append({"offset": record.offset, "key": shown["key"], **(shown["value"] or {})})
+        rows.append({"offset": record.offset, "key": shown["key"], "value": shown["value"]})
     return rows
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,7 +127,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: str | None, fmt: Format) -
 
 
 def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:
-    return lambda: spark_session(pipeline.spark)
+    return partial(spark_session, pipeline.spark)
 
 
 def guard(pipeline: Pipeline, plan: PublishPlan) -> None:
