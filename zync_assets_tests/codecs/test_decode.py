@@ -256,6 +256,24 @@ def test_a_record_that_goes_too_deep_is_bad_and_ends_nothing() -> None:
     assert decoded.values.to_pylist() == [None, {"next": None}]
 
 
+def test_a_field_that_differs_from_the_column_s_in_case_only_is_refused() -> None:
+    decoder = avro({1: record("Row", ID="int")}, pa.struct([("id", pa.int32())]))
+    decoded = decoder.decode(pa.array([framed(1, b"\x02")]))
+    assert [item.error for item in decoded.bad] == [
+        "schema id 1: value: the fields 'id' and 'ID' would be one column in the lake; rename one"
+    ]
+    assert decoder.type == pa.struct([("id", pa.int32())])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_number_too_large_for_an_int_is_bad_alone(native: bool) -> None:
+    decoded = avro({1: "int"}, native=native).decode(
+        pa.array([framed(1, datum) for datum in datums("long", [7, 1 << 31, -8])])
+    )
+    assert [item.index for item in decoded.bad] == [1]
+    assert decoded.values.to_pylist() == [7, None, -8]
+
+
 def test_values_out_of_a_type_s_range_are_bad_alone() -> None:
     schema = record("Row", price={"type": "bytes", "logicalType": "decimal", "precision": 3, "scale": 1})
     late = record("Row", at={"type": "long", "logicalType": "timestamp-millis"})
