@@ -175,7 +175,7 @@ def _age_problems(
     null_keys = _null_keys(state)
     numbers["null_keys"] = null_keys
     if null_keys:
-        yield f"{null_keys} records have a null join key: nothing will ever match them"
+        yield f"pending records with a null join key, which nothing will ever match: {null_keys}"
 
 
 def _null_keys(state: StagingState) -> int:
