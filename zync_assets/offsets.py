@@ -111,7 +111,8 @@ def keys_over(ranges: Iterable[OffsetRange], size: int = RANGE_SIZE) -> list[Off
     """The fixed ranges that share an offset with any of ``ranges``, each once, sorted as numbers."""
     found: set[OffsetRange] = set()
     for item in ranges:
-        for first in range(item.first - item.first % size, item.end, size):
+        start = item.end if item.empty else item.first - item.first % size
+        for first in range(start, item.end, size):
             found.add(OffsetRange(item.partition, first, first + size))
     return sorted(found)
 

@@ -52,25 +52,33 @@ def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
     value = make_decoder(source.value, schema_of, source.value_type)
     highest = 0
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
-        times = _running_times(batch.column("timestamp"), highest, now)
-        highest = int(times[-1])
-        yield _decode(source.topic, part.partition, batch, times, key, value)
+        chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now)
+        yield chunk
 
 
 def _no_registry(schema_id: int) -> str:
     raise ValueError(f"schema id {schema_id} needs a registry")
 
 
-def _running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
-    """The prefix maximum of the timestamps in milliseconds, starting from ``highest``, none later than ``now``."""
+def _running_times(timestamps: pa.Array, good: np.ndarray, highest: int, now: int) -> np.ndarray:
+    """The prefix maximum of the good records' timestamps in milliseconds, from ``highest``, none later than ``now``.
+
+    Quarantined records have no say: across files only the statistics of those that hold good records are known.
+    """
     millis = pc.fill_null(timestamps, 0).to_numpy(zero_copy_only=False)
-    return np.maximum(np.maximum.accumulate(np.minimum(millis, now)), highest)
+    return np.maximum(np.maximum.accumulate(np.where(good, np.minimum(millis, now), 0)), highest)
 
 
 def _decode(
-    topic: str, partition: int, batch: pa.RecordBatch, times: np.ndarray, key: Decoder, value: Decoder
-) -> Chunk:
+    topic: str, partition: int, batch: pa.RecordBatch, key: Decoder, value: Decoder, highest: int, now: int
+) -> tuple[Chunk, int]:
+    """The decoded chunk, and the highest time reached in it."""
     rows = batch.num_rows
+    keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
+    errors = {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
+    good = np.ones(rows, dtype=bool)
+    good[list(errors)] = False
+    times = _running_times(batch.column("timestamp"), good, highest, now)
     kafka = pa.StructArray.from_arrays(
         [
             pa.repeat(pa.scalar(topic), rows),
@@ -82,7 +90,6 @@ def _decode(
         ],
         fields=list(KAFKA_TYPE),
     )
-    keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
     schema = raw_schema(key.type, value.type)
     columns = {
         "kafka": kafka,
@@ -92,23 +99,17 @@ def _decode(
         "value_schema_id": values.schema_ids,
     }
     records = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    errors = {item.index: ("value", item) for item in values.bad} | {
-        item.index: ("key", item) for item in keys.bad
-    }
+    reached = int(times[-1])
     if not errors:
-        return Chunk(records, _no_rows())
-    good = np.ones(rows, dtype=bool)
-    good[list(errors)] = False
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors))
+        return Chunk(records, _no_rows()), reached
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors)), reached
 
 
 def _no_rows() -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], item.type) for item in BAD_SCHEMA], schema=BAD_SCHEMA)
 
 
-def _bad_rows(
-    kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadRecord]]
-) -> pa.RecordBatch:
+def _bad_rows(kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadRecord]]) -> pa.RecordBatch:
     index = pa.array(sorted(errors), pa.int64())
     return pa.RecordBatch.from_arrays(
         [
