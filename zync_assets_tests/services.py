@@ -12,11 +12,15 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from zync_assets.local.services import Services, down, up
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 HOME = Path(tempfile.gettempdir()) / f"zync-tests-{getpass.getuser()}"
 
@@ -39,6 +43,14 @@ def services() -> Iterator[Services]:
         yield up(home, broker_properties=HASTY)
     finally:
         down(home, clean=True)
+
+
+@pytest.fixture(scope="session")
+def spark() -> SparkSession:
+    """The run's one Spark session, made by the code that is tested; pipelines in this process share it."""
+    from zync_assets.steps.session import spark_session
+
+    return spark_session({"master": "local[2]", "spark.sql.shuffle.partitions": "2"})
 
 
 @pytest.fixture

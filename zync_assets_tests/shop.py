@@ -1,0 +1,321 @@
+"""Changes of two tables of a shop as a CDC tool writes them, a pipeline over them, and the same pipeline as a model.
+
+Orders have 3 partitions and statuses 2, their topics' names have dots, their keys are strings. Among the changes are
+creations with a counterpart on the other side, several with one join key, orphans, null join keys, updates, deletes each
+with a tombstone after it, records that no rule takes, and bytes that are no Avro.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fastavro
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from zync_assets import pipeline_file
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets.pipeline import Pipeline, RegistryConfig
+from zync_assets_tests.model import GARBAGE, Model, OneToOne, Pair, Record
+
+EPOCH = 1_700_000_000_000
+
+
+def _envelope(name: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    row = {"type": "record", "name": f"{name}Row", "fields": fields}
+    return {
+        "type": "record",
+        "name": f"{name}Envelope",
+        "fields": [
+            {"name": "before", "type": ["null", row]},
+            {"name": "after", "type": ["null", f"{name}Row"]},
+            {"name": "op", "type": "string"},
+        ],
+    }
+
+
+ORDER = _envelope(
+    "Order",
+    [
+        {"name": "id", "type": ["null", "long"]},
+        {"name": "customer", "type": "string"},
+        {"name": "item", "type": ["null", "string"]},
+    ],
+)
+STATUS = _envelope("Status", [{"name": "order_id", "type": ["null", "long"]}, {"name": "status", "type": "string"}])
+
+FILE = """
+name: shop
+kafka: {{bootstrap.servers: "{servers}"}}
+registry: {{url: "{registry}"}}
+lake: {lake}
+settle: {settle}
+spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
+inputs:
+  - {{topic: {orders}, pool: Raw, key-format: string, value-format: avro, unmatched: drop}}
+  - {{topic: {status}, pool: Raw, key-format: string, value-format: avro}}
+outputs:
+  - {{topic: {new}, pool: Staging, format: avro, create: {{replication-factor: 1}}}}
+  - {{topic: {audit}, pool: Staging, key-format: string, value-format: avro, create: {{replication-factor: 1}}}}
+transforms:
+  - name: new-order
+    type: denorm
+    where: value.op IN ('c', 'r')
+    left: {orders}
+    right: {status}
+    join-on: left.value.after.id = right.value.after.order_id
+    out: {new}
+    key: {{id: left.value.after.id}}
+    value:
+      id: left.value.after.id
+      customer: left.value.after.customer
+      item: left.value.after.item
+      status: right.value.after.status
+  - name: status-update
+    type: stateless
+    where: value.op = 'u'
+    in: {status}
+    out: {new}
+    key: {{id: in.value.after.order_id}}
+    value: {{id: in.value.after.order_id, status: in.value.after.status}}
+  - name: erase-item
+    type: stateless
+    where: value.op = 'u' AND value.after.item IS NULL
+    in: {orders}
+    out: {new}
+    key: {{id: in.value.after.id}}
+    value: {{id: in.value.after.id, item: NULL}}
+  - name: order-change
+    type: stateless
+    where: value.op = 'u'
+    in: {orders}
+    out: {audit}
+    key: in.key
+    value: {{customer: in.value.after.customer, at: in.kafka.offset}}
+  - name: order-delete
+    type: stateless
+    where: value.op = 'd'
+    in: {orders}
+    out: {new}
+    key: {{id: in.value.before.id}}
+    value: null
+"""
+
+
+@dataclass
+class Shop:
+    """A pipeline with its topics. ``sent``: (topic, partition) → the records that are in Kafka, in order."""
+
+    pipeline: Pipeline
+    servers: str
+    registry: Registry
+    orders: str
+    status: str
+    new: str
+    audit: str
+    ids: Mapping[str, int]
+    sent: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
+
+    def partitions(self, topic: str) -> list[int]:
+        return sorted(partition for name, partition in self.sent if name == topic)
+
+    def produce(self, changes: Iterable[tuple[str, int, int, Any, Any]]) -> list[Record]:
+        """Send (topic, partition, timestamp, key, value) to Kafka; the records as they lie there."""
+        producer = Producer({"bootstrap.servers": self.servers, "linger.ms": 20, "enable.idempotence": True})
+        made: list[Record] = []
+        for topic, partition, timestamp, key, value in changes:
+            log = self.sent[topic, partition]
+            record = Record(topic, partition, len(log), timestamp, key, GARBAGE if isinstance(value, bytes) else value)
+            log.append(record)
+            made.append(record)
+            producer.produce(topic, self._bytes(topic, value), key, partition, timestamp=timestamp)
+            if len(made) % 1000 == 0:
+                producer.poll(0)
+        assert producer.flush(60) == 0
+        return made
+
+    def _bytes(self, topic: str, value: Any) -> bytes | None:
+        if value is None or isinstance(value, bytes):
+            return value
+        out = io.BytesIO()
+        fastavro.schemaless_writer(out, _PARSED[topic == self.orders], value)
+        return b"\0" + self.ids[topic].to_bytes(4, "big") + out.getvalue()
+
+    def model(self) -> Model:
+        return shop_model(self.orders, self.status, self.new, self.audit)
+
+
+_PARSED = {True: fastavro.parse_schema(ORDER), False: fastavro.parse_schema(STATUS)}
+
+
+def shop_model(orders: str, status: str, new: str, audit: str) -> Model:
+    """The transforms of FILE, written again as functions."""
+    created = Pair(
+        "new-order",
+        orders,
+        status,
+        new,
+        lambda it: it.value is not None and it.value["op"] in ("c", "r"),
+        lambda it: it.value["after"]["id" if it.topic == orders else "order_id"],
+        lambda left, _: {"id": left.value["after"]["id"]},
+        lambda left, right: {**left.value["after"], "status": right.value["after"]["status"]},
+    )
+    updated = OneToOne(
+        "status-update",
+        status,
+        new,
+        lambda it: it.value is not None and it.value["op"] == "u",
+        lambda it: {"id": it.value["after"]["order_id"]},
+        lambda it: {"id": it.value["after"]["order_id"], "status": it.value["after"]["status"]},
+    )
+    erased = OneToOne(
+        "erase-item",
+        orders,
+        new,
+        lambda it: it.value is not None and it.value["op"] == "u" and it.value["after"]["item"] is None,
+        lambda it: {"id": it.value["after"]["id"]},
+        lambda it: {"id": it.value["after"]["id"], "item": None},
+    )
+    changed = OneToOne(
+        "order-change",
+        orders,
+        audit,
+        lambda it: it.value is not None and it.value["op"] == "u",
+        lambda it: it.key,
+        lambda it: {"customer": it.value["after"]["customer"], "at": it.offset},
+    )
+    deleted = OneToOne(
+        "order-delete",
+        orders,
+        new,
+        lambda it: it.value is not None and it.value["op"] == "d",
+        lambda it: {"id": it.value["before"]["id"]},
+        lambda it: None,
+    )
+    return Model((orders, status), (created, updated, erased, changed, deleted), frozenset({orders}))
+
+
+def make_shop(
+    services: Services, folder: Path, prefix: str, *, partitions: tuple[int, int] = (3, 2), settle: str = "1"
+) -> Shop:
+    """Empty topics and a pipeline over them, its lake in ``folder``."""
+    orders, status = f"{prefix}.shop.public.orders", f"{prefix}.shop.public.order_status"
+    new, audit = f"{prefix}.out.new-orders", f"{prefix}.out.new.orders"
+    path = folder / "shop.yaml"
+    path.write_text(
+        FILE.format(
+            servers=services.bootstrap_servers,
+            registry=services.registry_url,
+            lake=folder / "lake",
+            orders=orders,
+            status=status,
+            new=new,
+            audit=audit,
+            settle=settle,
+        )
+    )
+    pipeline = pipeline_file.load(path)
+    for topic, count in zip((orders, status), partitions, strict=True):
+        create_topic(pipeline.kafka, topic, count, 1, {})
+    registry = Registry(RegistryConfig(services.registry_url))
+    ids = {
+        topic: registry.register(f"{topic}-value", json.dumps(schema))
+        for topic, schema in ((orders, ORDER), (status, STATUS))
+    }
+    empty: dict[tuple[str, int], list[Record]] = {
+        (topic, partition): []
+        for topic, count in zip((orders, status), partitions, strict=True)
+        for partition in range(count)
+    }
+    return Shop(pipeline, services.bootstrap_servers, registry, orders, status, new, audit, ids, empty)
+
+
+def changes(shop: Shop, orders: range, seed: int) -> Iterator[tuple[str, int, int, Any, Any]]:
+    """Some four records for each order, as the tables' changes come: mostly forwards in time, and not always."""
+    dice = random.Random(seed)
+    now = EPOCH + orders.start * 10
+
+    def send(topic: str, key: str, value: Any, anywhere: bool = False) -> tuple[str, int, int, Any, Any]:
+        nonlocal now
+        now += dice.choice((0, 0, 1, 5))
+        found = shop.partitions(topic)
+        partition = dice.choice(found) if anywhere else hash_of(key) % len(found)
+        back = dice.randrange(2000) if dice.random() < 0.05 else 0
+        return topic, partition, now - back, key, value
+
+    for number in orders:
+        key = f"order-{number}"
+        row = {"id": number, "customer": f"customer {number % 97}", "item": dice.choice(("book", "lamp", None))}
+        state = {"order_id": number, "status": "open"}
+        yield send(shop.orders, key, _change("c" if number % 2 else "r", None, row))
+        if number % 13:
+            yield send(shop.status, key, _change("r", None, state))
+        if number % 20 == 3:
+            for again in range(dice.randrange(1, 4)):
+                yield send(shop.orders, key, _change("c", None, {**row, "item": f"again {again}"}), anywhere=True)
+            for again in range(dice.randrange(1, 4)):
+                yield send(shop.status, key, _change("c", None, {**state, "status": f"s{again}"}), anywhere=True)
+        if number % 3 == 0:
+            yield send(shop.status, key, _change("u", None, {**state, "status": "paid"}))
+            yield send(shop.orders, key, _change("u", row, {**row, "item": dice.choice((None, "chair"))}))
+        if number % 2 == 0:
+            yield send(shop.status, key, _change("u", state, {**state, "status": "sent"}))
+        if number % 17 == 0:
+            yield send(shop.orders, key, _change("d", row, None))
+            yield send(shop.orders, key, None)
+            yield send(shop.status, key, _change("d", state, None))
+            yield send(shop.status, key, None)
+        if number % 101 == 0:
+            yield send(shop.orders, key, _change("c", None, {**row, "id": None}))
+            yield send(shop.status, key, _change("c", None, {**state, "order_id": None}))
+            yield send(shop.orders, key, _change("t", None, None))
+        if number % 211 == 0:
+            yield send(shop.orders, key, b"no avro at all")
+            yield send(shop.status, key, b"\0" + shop.ids[shop.status].to_bytes(4, "big") + b"\2")
+            yield send(shop.status, key, b"\0\x7f\xff\xff\xff\2")
+
+
+def _change(op: str, before: Any, after: Any) -> dict[str, Any]:
+    return {"before": before, "after": after, "op": op}
+
+
+def hash_of(key: str) -> int:
+    """The same in every process, unlike ``hash``."""
+    return sum(key.encode()) * 31 + len(key)
+
+
+def read_topic(servers: str, topic: str) -> list[tuple[int, bytes | None, bytes | None]]:
+    """(offset, key, value) of all records in partition 0."""
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": "tests", "enable.auto.commit": False})
+    place = TopicPartition(topic, 0)
+    low, high = consumer.get_watermark_offsets(place, timeout=10)
+    consumer.assign([TopicPartition(topic, 0, low)])
+    found: list[tuple[int, bytes | None, bytes | None]] = []
+    while low < high and (not found or found[-1][0] < high - 1):
+        for message in consumer.consume(10_000, timeout=10):
+            assert message.error() is None
+            found.append((message.offset(), message.key(), message.value()))
+    consumer.close()
+    return found
+
+
+def decoded(registry: Registry, payload: bytes | None) -> Any:
+    """A datum in Confluent's wire format, by fastavro and with the writer's schema alone; None for None."""
+    if payload is None:
+        return None
+    assert payload[0] == 0
+    number = int.from_bytes(payload[1:5], "big")
+    schema = _writers.get(number)
+    if schema is None:
+        schema = _writers[number] = fastavro.parse_schema(json.loads(registry.schema(number)))
+    return fastavro.schemaless_reader(io.BytesIO(payload[5:]), schema, None)
+
+
+_writers: dict[int, Any] = {}

@@ -1,0 +1,160 @@
+"""The whole chain against a model in plain Python: what is in the output topics is what the model says, no more, no less."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from deltalake import DeltaTable
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from zync_assets.checks.all_checks import run_all
+from zync_assets.lake.staging import open_staging
+from zync_assets.local.services import Services
+from zync_assets.steps.loops import etl_all, ingest_all, publish_all, quiet
+from zync_assets_tests.model import Model, Record, without_zeros
+from zync_assets_tests.shop import Shop, changes, decoded, make_shop, read_topic
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def ingest(shop: Shop, spark: SparkSession, *topics: str) -> None:
+    list(ingest_all(shop.pipeline, lambda: spark, topics))
+
+
+def transform(shop: Shop, spark: SparkSession) -> int:
+    return len(list(etl_all(shop.pipeline, lambda: spark)))
+
+
+def publish(shop: Shop, spark: SparkSession) -> None:
+    topics = [item.topic for item in shop.pipeline.outputs]
+    list(publish_all(shop.pipeline, lambda: spark, topics, lambda *_: None, quiet))
+
+
+def published(shop: Shop, topic: str) -> list[tuple[Any, Any]]:
+    """Keys and values in Kafka, decoded without the package's codecs; the offsets must be 0..m."""
+    records = read_topic(shop.servers, topic)
+    assert [offset for offset, _, _ in records] == list(range(len(records)))
+    text = topic == shop.audit
+    return [
+        (key.decode() if text and key else decoded(shop.registry, key), decoded(shop.registry, value))
+        for _, key, value in records
+    ]
+
+
+def staged(shop: Shop, topic: str) -> list[tuple[str, tuple[tuple[str, int, int], ...]]]:
+    """Rule and source of each output as delta-rs reads them, by offset."""
+    table = DeltaTable(f"{shop.pipeline.lake}/Staging").to_pyarrow_table(
+        columns=["kafka", "rule", "source"], filters=[("topic", "=", topic)]
+    )
+    rows = sorted(table.to_pylist(), key=lambda row: row["kafka"]["offset"])
+    return [(row["rule"], tuple((s["topic"], s["partition"], s["offset"]) for s in row["source"])) for row in rows]
+
+
+def assert_equals_model(shop: Shop, model: Model) -> None:
+    """Outputs in Kafka and in staging, the account's counts and all checks."""
+    for topic in (shop.new, shop.audit):
+        wanted = model.outputs[topic]
+        assert published(shop, topic) == [(out.key, out.value) for out in wanted]
+        assert staged(shop, topic) == [(out.rule, out.source) for out in wanted]
+    state = open_staging(shop.pipeline.lake, "Staging")
+    assert state is not None
+    assert without_zeros(state.head.counts) == model.totals()
+    assert {place: item.seen for place, item in state.head.inputs.items()} == {
+        place: len(log) for place, log in shop.sent.items() if log or place in state.head.inputs
+    }
+    failed = [result for result in run_all(shop.pipeline) if result.severity == "error" and not result.passed]
+    assert not failed
+
+
+@pytest.mark.parametrize(
+    ("orders", "native"),
+    [pytest.param(28_500, True, id="100,000 records"), pytest.param(1_500, False, id="fastavro alone")],
+)
+def test_the_output_topics_hold_what_the_model_says(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    orders: int,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not native:
+        monkeypatch.setenv("ZYNC_NATIVE", "off")
+        monkeypatch.setitem(spark.sparkContext.environment, "ZYNC_NATIVE", "off")
+    shop = make_shop(services, tmp_path, unique)
+    model = shop.model()
+    whole = list(changes(shop, range(orders), seed=1))
+    assert len(whole) >= 3.5 * orders
+
+    # Uneven batches: a handful, a lot, one record, one topic alone, the rest.
+    cuts = [0, 7, len(whole) * 2 // 5, len(whole) * 2 // 5 + 1, len(whole) * 3 // 5, len(whole)]
+    unseen: list[Record] = []
+    for step, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        unseen += shop.produce(whole[first:end])
+        alone = step == 3
+        ingest(shop, spark, *([shop.orders] if alone else [shop.orders, shop.status]))
+        model.batch(record for record in unseen if not alone or record.topic == shop.orders)
+        unseen = [record for record in unseen if alone and record.topic != shop.orders]
+        assert transform(shop, spark) == 1
+        if step != 1:
+            publish(shop, spark)
+    assert_equals_model(shop, model)
+    seen = Counter(name for (_, _, name), count in model.totals().items() if count)
+    assert set(seen) == {"done", "pending", "unmatched", "dropped", "quarantined"}
+
+
+def test_a_partial_update_has_no_other_fields(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """``{id, status}`` updates two columns; ``{id, item: null}`` erases one: a field that is absent is not a null."""
+    shop = make_shop(services, tmp_path, unique, partitions=(1, 1))
+    row = {"id": 1, "customer": "Ann", "item": "book"}
+    shop.produce(
+        [
+            (shop.status, 0, 1, "1", {"before": None, "after": {"order_id": 1, "status": "paid"}, "op": "u"}),
+            (shop.orders, 0, 2, "1", {"before": row, "after": {**row, "item": None}, "op": "u"}),
+        ]
+    )
+    ingest(shop, spark, shop.orders, shop.status)
+    transform(shop, spark)
+    publish(shop, spark)
+    assert [value for _, value in published(shop, shop.new)] == [{"id": 1, "status": "paid"}, {"id": 1, "item": None}]
+
+
+@settings(
+    max_examples=4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.generate],
+    derandomize=True,
+)
+@given(data=st.data())
+def test_where_batches_are_cut_changes_no_output(
+    services: Services, spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """One partition a topic, so that the k-th record of a key is the same whatever the cut."""
+    folder = tmp_path_factory.mktemp("cuts")
+    shop = make_shop(services, folder, folder.name, partitions=(1, 1))
+    whole = list(changes(shop, range(40), seed=5))
+    inside = data.draw(st.sets(st.integers(1, len(whole) - 1), min_size=1, max_size=4))
+    model, at_once = shop.model(), shop.model()
+    done: list[Record] = []
+    cuts = [0, *sorted(inside), len(whole)]
+    for first, end in zip(cuts, cuts[1:], strict=False):
+        new = shop.produce(whole[first:end])
+        model.batch(new)
+        done += new
+        ingest(shop, spark, *data.draw(st.permutations([shop.orders, shop.status])))
+        transform(shop, spark)
+    publish(shop, spark)
+    assert_equals_model(shop, model)
+
+    at_once.batch(done)
+    for topic in (shop.new, shop.audit):
+        assert sorted(map(repr, at_once.outputs[topic])) == sorted(map(repr, model.outputs[topic]))

@@ -1,0 +1,138 @@
+"""Each step killed with SIGKILL in the middle, JVM and workers included, and run again: the same result as without.
+
+The commands run as real processes. A kill comes at a moment that is seen from outside: a file that appears, a log entry,
+a high watermark that moves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from zync_assets.lake.raw import open_raw
+from zync_assets.lake.staging import open_staging
+from zync_assets.local.services import Services
+from zync_assets_tests.shop import Shop, changes, make_shop
+from zync_assets_tests.test_chain import assert_equals_model
+
+Moment = Callable[[Shop], bool]
+
+
+def any_file(shop: Shop, pattern: str) -> bool:
+    return next(Path(shop.pipeline.lake).glob(pattern), None) is not None
+
+
+def records_in(shop: Shop, topic: str) -> int:
+    consumer = Consumer({"bootstrap.servers": shop.servers, "group.id": "tests", "log_level": 0})
+    try:
+        return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)[1]
+    finally:
+        consumer.close()
+
+
+MOMENTS: dict[str, list[tuple[str, Moment]]] = {
+    "from-kafka": [
+        ("the first data file is open", lambda shop: any_file(shop, f"Raw/{shop.orders}/*.parquet")),
+        ("a quarantine file is open", lambda shop: any_file(shop, f"~quarantine/Raw/{shop.orders}/*.parquet")),
+        ("quarantine is committed", lambda shop: any_file(shop, f"~quarantine/Raw/{shop.orders}/_delta_log/*0.json")),
+        ("one of two topics is committed", lambda shop: any_file(shop, f"Raw/{shop.orders}/_delta_log/*0.json")),
+    ],
+    "etl": [
+        ("the first output file is open", lambda shop: any_file(shop, "Staging/batch-*/topic=*")),
+        ("one output topic is written", lambda shop: any_file(shop, f"Staging/batch-*/topic={shop.new}/*.parquet")),
+        ("the ledger is written", lambda shop: any_file(shop, "Staging/batch-*/topic=%23account/*.parquet")),
+        ("the head is written", lambda shop: any_file(shop, "Staging/topic=%23account/head-*.parquet")),
+    ],
+    "to-kafka": [
+        ("a window is announced", lambda shop: any_file(shop, "~published/Staging/_delta_log/*0.json")),
+        ("records are in the topic", lambda shop: records_in(shop, shop.new) > 0),
+        ("one of two topics is published", lambda shop: records_in(shop, shop.audit) > 0),
+    ],
+}
+IN_SHORT = {"from-kafka": (2,), "etl": (1,), "to-kafka": (1,)}
+
+
+def command(shop: Shop, step: str) -> list[str]:
+    return [sys.executable, "-c", "from zync_assets.cli.main import main; main()", step, str(shop.pipeline.path)]
+
+
+def run(shop: Shop, step: str) -> str:
+    done = subprocess.run(command(shop, step), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
+    """Start a step and kill it, with all that it started, once ``moment`` holds; it must not have ended before."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command(shop, step), stdout=out, stderr=out, start_new_session=True)
+    give_up = time.monotonic() + 240
+    while process.poll() is None and not moment(shop):
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    # Spark puts its Python workers into a process group of their own.
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    assert process.wait(30) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
+    psutil.wait_procs(family, 30)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(IN_SHORT, id="once each"),
+        pytest.param(
+            {step: tuple(range(len(found))) for step, found in MOMENTS.items()}, id="often", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_killed_step_run_again_ends_as_if_nothing_had_been(
+    services: Services, tmp_path: Path, unique: str, chosen: dict[str, tuple[int, ...]]
+) -> None:
+    shop = make_shop(services, tmp_path, unique, settle="1")
+    model = shop.model()
+    model.batch(shop.produce(changes(shop, range(20_000), seed=3)))
+    for step, places in chosen.items():
+        for place in places:
+            name, moment = MOMENTS[step][place]
+            if moment(shop):
+                continue  # what an earlier kill left is there already, and so no sign of the moment
+            killed_when(shop, step, moment, tmp_path / f"{step}-{place}.log")
+            assert_unfinished(shop, step, name)
+        run(shop, step)
+        assert "nothing to do" in run(shop, step)
+    assert_equals_model(shop, model)
+
+
+def assert_unfinished(shop: Shop, step: str, name: str) -> None:
+    """The kill was in the middle: what the step is for is not all there."""
+    raw, staging = open_raw(shop.pipeline.lake, "Raw", shop.status), open_staging(shop.pipeline.lake, "Staging")
+    if step == "from-kafka":
+        assert raw is None, name
+    elif step == "etl":
+        assert staging is None, name
+    else:
+        assert staging is not None
+        ends = {topic: position.next for (topic, _), position in staging.head.outputs.items()}
+        assert any(records_in(shop, topic) < end for topic, end in ends.items() if topic_there(shop, topic)), name
+
+
+def topic_there(shop: Shop, topic: str) -> bool:
+    from zync_assets.kafka.topics import topic_states
+
+    return topic in topic_states(shop.pipeline.kafka, [topic])
