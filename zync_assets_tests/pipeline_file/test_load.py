@@ -15,7 +15,7 @@ from zync_assets.cli.validate import validate
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.pipeline import CreateTopic, Denorm, Pipeline, RegistryConfig, SideFormat, Stateless
 from zync_assets.pipeline_file import load
-from zync_assets.yaml_source import MAX_BYTES, Scalar, Table, parse
+from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
 
 DEMO = Path(__file__).parent.parent / "demo"
 

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import CreateTopic, Format, Input, OnDataLoss, Output, SideFormat, Unmatched
-from zync_assets.yaml_fields import Fields, kind, listed, suggestion, tables
-from zync_assets.yaml_source import Items, Scalar
+from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss")

@@ -14,10 +14,10 @@ from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, Rule
-from zync_assets.pipeline_rules import read_rules
-from zync_assets.pipeline_topics import read_inputs, read_outputs
-from zync_assets.yaml_fields import Fields, kind, suggestion, tables
-from zync_assets.yaml_source import Items, Scalar, Table, read
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
+from zync_assets.pipeline_file.rules import read_rules
+from zync_assets.pipeline_file.source import Items, Scalar, Table, read
+from zync_assets.pipeline_file.topics import read_inputs, read_outputs
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from zync_assets.expressions import columns, parse
+from zync_assets.pipeline_file.expressions import columns, parse
 
 
 def leaves_nothing(earlier: str | None, later: str | None) -> bool:

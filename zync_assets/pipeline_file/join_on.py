@@ -8,7 +8,7 @@ from typing import TypeAlias
 from sqlglot import exp
 from sqlglot.tokenizer_core import Token, TokenType
 
-from zync_assets.expressions import Expression, SqlProblem, check_expression, parse, roots
+from zync_assets.pipeline_file.expressions import Expression, SqlProblem, check_expression, parse, roots
 
 JoinPair: TypeAlias = tuple[str, str]
 """(left-only expression, right-only expression), as the file spells them."""

@@ -19,8 +19,8 @@ from sqlglot.dialects.spark import Spark
 from sqlglot.errors import ParseError, TokenError
 from sqlglot.tokenizer_core import Token, TokenType
 
-from zync_assets import spark_functions as functions
-from zync_assets.yaml_fields import suggestion
+from zync_assets.pipeline_file import functions
+from zync_assets.pipeline_file.fields import suggestion
 
 RECORD_ROOTS = ("kafka", "key", "value")
 KAFKA_FIELDS = ("topic", "partition", "offset", "timestamp", "time", "headers")

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zync_assets.errors import Problem
-from zync_assets.expressions import RECORD_ROOTS, check_expression
-from zync_assets.join_on import split_join
 from zync_assets.pipeline import Denorm, Input, Output, Rule, Shape, SideFormat, Stateless
-from zync_assets.rule_reach import leaves_nothing
-from zync_assets.yaml_fields import Fields, kind, listed, suggestion
-from zync_assets.yaml_source import Node, Scalar, Table
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
+from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion
+from zync_assets.pipeline_file.join_on import split_join
+from zync_assets.pipeline_file.reach import leaves_nothing
+from zync_assets.pipeline_file.source import Node, Scalar, Table
 
 _KEYS = ("name", "type", "where", "left", "right", "join-on", "in", "out", "key", "value")
 _TYPES = ("denorm", "stateless")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from zync_assets.errors import Problem
-from zync_assets.yaml_source import Entry, Items, Node, Scalar, Table
+from zync_assets.pipeline_file.source import Entry, Items, Node, Scalar, Table
 
 Choice = TypeVar("Choice", bound=str)
 
