@@ -17,7 +17,7 @@ from zync_assets.pipeline import CreateTopic, Denorm, Pipeline, RegistryConfig, 
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
 
-DEMO = Path(__file__).parent.parent / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "demo"
 
 GOOD = """\
 inputs:
