@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.lake import tables
+from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile, Opened
 
 Rows = list[dict[str, Any]]
@@ -58,3 +59,24 @@ def take_out(opened: Opened, *items: DataFile) -> None:
 
 def groups(item: DataFile) -> list[str]:
     return [] if item.group is None else ["topic"]
+
+
+def change_account(state: StagingState, change: Callable[[Rows], Rows], *, head: bool = False) -> None:
+    """Change the account's rows (without their wrapping) in every ledger file, or in the head."""
+
+    def wrapped(rows: Rows) -> Rows:
+        return [{"account": row} for row in change([row["account"] for row in rows])]
+
+    heads = [item for item in state.files if "/head-" in item.path]
+    for item in heads if head else state.ledger_files:
+        overwrite(state.opened, item, wrapped)
+
+
+def edit(change: Callable[[dict[str, Any]], dict[str, Any] | None], **where: object) -> Callable[[Rows], Rows]:
+    """Apply ``change`` to the rows that have these values; None removes a row."""
+
+    def run(rows: Rows) -> Rows:
+        made = [change(row) if where.items() <= row.items() else row for row in rows]
+        return [row for row in made if row is not None]
+
+    return run

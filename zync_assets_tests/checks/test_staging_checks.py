@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,15 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.checks.chain import Chain
-from zync_assets_tests.checks.damage import Rows, append_again, exchange, overwrite, take_out
+from zync_assets_tests.checks.damage import (
+    Rows,
+    append_again,
+    change_account,
+    edit,
+    exchange,
+    overwrite,
+    take_out,
+)
 
 
 def state_of(chain: Chain) -> StagingState:
@@ -31,28 +37,6 @@ def state_of(chain: Chain) -> StagingState:
 
 def coverage(chain: Chain) -> CheckResult:
     return exactly_once_done_coverage(chain.pipeline, "Staging")
-
-
-def change_account(chain: Chain, change: Callable[[Rows], Rows], *, head: bool = False) -> None:
-    """Change the account's rows (without their wrapping) in every ledger file, or in the head."""
-
-    def wrapped(rows: Rows) -> Rows:
-        return [{"account": row} for row in change([row["account"] for row in rows])]
-
-    state = state_of(chain)
-    heads = [item for item in state.files if "/head-" in item.path]
-    for item in heads if head else state.ledger_files:
-        overwrite(state.opened, item, wrapped)
-
-
-def edit(change: Callable[[dict[str, Any]], dict[str, Any] | None], **where: object) -> Callable[[Rows], Rows]:
-    """Apply ``change`` to the rows that have these values; None removes a row."""
-
-    def run(rows: Rows) -> Rows:
-        made = [change(row) if where.items() <= row.items() else row for row in rows]
-        return [row for row in made if row is not None]
-
-    return run
 
 
 class TestCoverage:
@@ -71,7 +55,7 @@ class TestCoverage:
         }
 
     def test_a_lost_done_fact(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: None, kind="done", topic=chain.status, first=3))
+        change_account(state_of(chain), edit(lambda row: None, kind="done", topic=chain.status, first=3))
         found = coverage(chain)
         assert not found.passed
         assert (
@@ -80,7 +64,7 @@ class TestCoverage:
         )
 
     def test_a_fact_that_is_there_twice(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: {**row, "end": 4}, kind="done", topic=chain.status, first=0))
+        change_account(state_of(chain), edit(lambda row: {**row, "end": 4}, kind="done", topic=chain.status, first=0))
         assert f"{chain.status}, partition 0: offset 3 is in the account twice" in coverage(chain).summary
 
     def test_an_input_that_made_two_outputs(self, chain: Chain) -> None:
@@ -100,12 +84,16 @@ class TestCoverage:
         )
 
     def test_an_output_of_a_record_that_is_not_done(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: {**row, "kind": "unmatched"}, kind="done", topic=chain.status, first=0))
+        change_account(
+            state_of(chain), edit(lambda row: {**row, "kind": "unmatched"}, kind="done", topic=chain.status, first=0)
+        )
         found = coverage(chain)
         assert f"{chain.status}, partition 0: offset 0 made an output and is unmatched" in found.summary
 
     def test_an_output_whose_input_still_waits(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: None, kind="completed", topic=chain.invoices, partition=1, first=0))
+        change_account(
+            state_of(chain), edit(lambda row: None, kind="completed", topic=chain.invoices, partition=1, first=0)
+        )
         found = coverage(chain)
         assert not found.passed
         assert "4 records of" in found.summary
@@ -145,13 +133,13 @@ class TestCoverage:
         ],
     )
     def test_a_wrong_counter(self, chain: Chain, where: dict[str, object], message: str) -> None:
-        change_account(chain, edit(lambda row: {**row, "count": row["count"] + 1}, **where), head=True)
+        change_account(state_of(chain), edit(lambda row: {**row, "count": row["count"] + 1}, **where), head=True)
         found = coverage(chain)
         assert not found.passed
         assert message in found.summary
 
     def test_a_seen_that_the_ledger_does_not_reach(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: {**row, "end": 5}, kind="seen", topic=chain.status), head=True)
+        change_account(state_of(chain), edit(lambda row: {**row, "end": 5}, kind="seen", topic=chain.status), head=True)
         assert f"{chain.status}, partition 0: the account goes to offset 6, past" in coverage(chain).summary
 
     def test_a_ledger_file_that_is_gone(self, chain: Chain) -> None:
@@ -243,7 +231,7 @@ class TestPendingAge:
         assert found.numbers[f"pending_new-invoice_{sound_chain.invoices}"] == 4
 
     def test_a_young_one_is_no_matter(self, chain: Chain) -> None:
-        change_account(chain, edit(lambda row: {**row, "hash": 1}, kind="pending", hash=None))
+        change_account(state_of(chain), edit(lambda row: {**row, "hash": 1}, kind="pending", hash=None))
         assert pending_age(chain.pipeline, "Staging", now=1_700_000_000 + 60).passed
 
     def test_a_null_key_waits_for_ever(self, sound_chain: Chain) -> None:

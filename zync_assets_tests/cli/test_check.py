@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 from click.testing import CliRunner
 
@@ -37,3 +39,19 @@ def test_a_failed_check_is_exit_code_1(chain: Chain) -> None:
     found = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
     assert found.exit_code == 1
     assert "partition 0: outputs 4 to 6 are not there" in found.stdout
+
+
+def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain) -> None:
+    code = (
+        "import sys\n"
+        "from zync_assets.cli.main import main\n"
+        f"main(['check', {str(chain.pipeline.path)!r}], standalone_mode=False)\n"
+        "print([name for name in ('pyspark', 'dagster') if name in sys.modules])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+    text = chain.pipeline.path.read_text()
+    chain.pipeline.path.write_text(text.replace(chain.pipeline.kafka["bootstrap.servers"], "127.0.0.1:9"))
+    away = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
+    assert away.exit_code == 1
+    assert away.stderr.startswith("error: no Kafka broker answered at 127.0.0.1:9")

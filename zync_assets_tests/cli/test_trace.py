@@ -10,7 +10,9 @@ from typing import Any
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.lake import staging
 from zync_assets_tests.checks.chain import Chain
+from zync_assets_tests.checks.damage import change_account, edit
 
 
 def run(*arguments: str) -> list[dict[str, Any]]:
@@ -36,6 +38,16 @@ def test_each_waiting_record_says_why(sound_chain: Chain) -> None:
     ]
     assert {row["time"] for row in rows} == {"2023-11-14T22:13:20+00:00"}
     assert all(row["age_seconds"] > 0 for row in rows)
+
+
+def test_a_second_record_with_one_key_is_a_surplus(chain: Chain) -> None:
+    state = staging.open_staging(chain.pipeline.lake, "Staging")
+    assert state is not None
+    change_account(state, edit(lambda row: {**row, "hash": 1}, kind="pending", partition=1))
+    first, *others = run("pending", str(chain.pipeline.path))[1:]
+    assert first["why"] == f"no counterpart in {chain.status} yet"
+    assert others[0]["why"] == f"surplus: 1 with this key wait before it, and none came in {chain.status} yet"
+    assert others[1]["why"].startswith("surplus: 2 ")
 
 
 def test_an_output_of_a_join_shows_both_sides(sound_chain: Chain) -> None:
