@@ -31,10 +31,17 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which never runs back within a
     partition. A side that has no type yet is void."""
     parts = list(ranges)
-    every = raw_files(state)
-    files = raw_files(state, parts)
-    return _in_ranges(
-        _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files), parts
+    every, files = raw_files(state), raw_files(state, parts)
+    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
+    # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
+    return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
+
+
+def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
+    """Whether all records of a raw file lie in one of the ranges."""
+    return any(
+        part.partition == item.partition and part.first <= (item.first or 0) and (item.last or 0) < part.end
+        for part in parts
     )
 
 

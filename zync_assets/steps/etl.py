@@ -277,7 +277,7 @@ class _Run:
             if state is None:
                 continue
             files = raw.raw_files(state, ranges)
-            inside = all(any(_covers(part, item) for part in ranges) for item in files)
+            inside = all(reading.is_inside(item, ranges) for item in files)
             expected = sum(item.records for item in files) if inside else self.batch.slices[topic].dataframe().count()  # type: ignore[union-attr]
             if counted[topic] != expected:
                 raise EtlError(
@@ -392,10 +392,6 @@ class _Run:
             return Counter()
         rows = frame.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
         return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
-
-
-def _covers(part: OffsetRange, item: DataFile) -> bool:
-    return part.partition == item.partition and part.first <= (item.first or 0) and (item.last or 0) < part.end
 
 
 def _write(frame: DataFrame, uri: str) -> None:
