@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ def test_the_output_topics_hold_what_the_model_says(
     # Uneven batches: a handful, a lot, one record, one topic alone, the rest.
     cuts = [0, 7, len(whole) * 2 // 5, len(whole) * 2 // 5 + 1, len(whole) * 3 // 5, len(whole)]
     unseen: list[Record] = []
-    for step, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for step, (first, end) in enumerate(itertools.pairwise(cuts)):
         unseen += shop.produce(whole[first:end])
         alone = step == 3
         ingest(shop, spark, *([shop.orders] if alone else [shop.orders, shop.status]))
@@ -146,7 +147,7 @@ def test_where_batches_are_cut_changes_no_output(
     model, at_once = shop.model(), shop.model()
     done: list[Record] = []
     cuts = [0, *sorted(inside), len(whole)]
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in itertools.pairwise(cuts):
         new = shop.produce(whole[first:end])
         model.batch(new)
         done += new

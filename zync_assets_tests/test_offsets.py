@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,9 +46,7 @@ def test_normalize_keeps_the_offsets_and_leaves_no_two_ranges_that_touch(parts: 
     assert offsets(found) == offsets(parts)
     assert found == sorted(found)
     assert all(not part.empty for part in found)
-    assert all(
-        one.partition != other.partition or one.end < other.first for one, other in zip(found, found[1:], strict=False)
-    )
+    assert all(one.partition != other.partition or one.end < other.first for one, other in itertools.pairwise(found))
 
 
 @given(many, many)

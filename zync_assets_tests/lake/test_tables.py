@@ -1,0 +1,221 @@
+"""Delta tables: one of two writers wins, a commit that happened counts, and what could be read wrongly is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
+from zync_assets.lake import tables
+from zync_assets.lake.tables import Opened, commit, create_table, list_files, open_table, widen
+from zync_assets_tests.lake.rows import SCHEMA, file, records
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path / "Raw" / "shop.public.orders")
+
+
+@pytest.fixture
+def table(uri: str) -> str:
+    """A table with one file and the number ``n`` at 3."""
+    create_table(uri, SCHEMA, "test", [file(uri, records([0, 1, 2]))], {"n": 3})
+    return uri
+
+
+def opened(uri: str) -> Opened:
+    found = open_table(uri)
+    assert found is not None
+    return found
+
+
+def rows(uri: str) -> list[int]:
+    """Offsets as delta-rs itself reads them."""
+    found = DeltaTable(uri).to_pyarrow_table(columns=["kafka"]).to_pylist()
+    return sorted(row["kafka"]["offset"] for row in found)
+
+
+def test_where_nothing_is_there_is_no_table(uri: str, tmp_path: Path) -> None:
+    assert open_table(uri) is None
+    (tmp_path / "Raw").mkdir()
+    assert open_table(str(tmp_path / "Raw")) is None
+
+
+def test_files_come_back_with_their_statistics(table: str) -> None:
+    commit(opened(table), [file(table, records([7, 9], [5_000, 1_700_000_000_123], partition=12))], {"n": 10})
+    first, second = sorted(list_files(opened(table)), key=lambda item: item.first or 0)
+    assert (first.records, first.partition, first.first, first.last) == (3, 0, 0, 2)
+    assert (second.records, second.partition, second.first, second.last) == (2, 12, 7, 9)
+    assert (second.min_time, second.max_time) == (5_000, 1_700_000_000_123)
+
+
+def test_of_two_writers_from_one_state_one_wins_and_nothing_of_the_other_is_visible(table: str) -> None:
+    one, other = opened(table), opened(table)
+    commit(one, [file(table, records([3, 4]))], {"n": 5})
+    with pytest.raises(CommitConflict):
+        commit(other, [file(table, records([3, 4, 5]))], {"n": 6})
+    assert rows(table) == [0, 1, 2, 3, 4]
+    assert opened(table).number("n") == 5
+
+
+def test_the_same_number_again_is_no_success(table: str) -> None:
+    """The loser wrote the same offsets; its files are others than the winner's."""
+    one, other = opened(table), opened(table)
+    commit(one, [file(table, records([3]))], {"n": 4})
+    with pytest.raises(CommitConflict):
+        commit(other, [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2, 3]
+
+
+def test_an_opened_table_is_for_one_commit(table: str) -> None:
+    state = opened(table)
+    commit(state, [file(table, records([3]))], {"n": 4})
+    with pytest.raises(CommitConflict):
+        commit(state, [file(table, records([4]))], {"n": 5})
+
+
+def test_writers_of_different_numbers_do_not_meet(table: str) -> None:
+    one, other = opened(table), opened(table)
+    commit(one, [file(table, records([0], partition=1))], {"a": 1})
+    commit(other, [file(table, records([0], partition=2))], {"b": 1})
+    now = opened(table)
+    assert (now.number("a"), now.number("b"), now.number("n")) == (1, 1, 3)
+
+
+def test_of_two_creations_one_wins(uri: str) -> None:
+    create_table(uri, SCHEMA, "first", [file(uri, records([0]))], {"n": 1})
+    with pytest.raises(CommitConflict):
+        create_table(uri, SCHEMA, "second", [file(uri, records([0, 1]))], {"n": 2})
+    assert rows(uri) == [0]
+
+
+@pytest.mark.parametrize("error", [DeltaError("post-commit hook"), OSError("disk full")])
+def test_a_commit_that_happened_before_its_exception_counts(
+    table: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real = DeltaTable.create_write_transaction
+
+    def commit_and_fail(self: DeltaTable, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        raise error
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", commit_and_fail)
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2, 3]
+
+
+def test_an_exception_before_the_commit_is_an_error(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: DeltaTable, *args: Any, **named: Any) -> None:
+        raise DeltaError("no space left")
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", fail)
+    with pytest.raises(LakeError, match="nothing of it is visible: no space left"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
+
+
+def test_numbers_survive_a_checkpoint_and_the_log_s_cleaning(table: str) -> None:
+    commit(opened(table), [file(table, records([3]))], {"m": 1})
+    state = opened(table)
+    state.table.alter.set_table_properties(
+        {"delta.logRetentionDuration": "interval 0 seconds", "delta.enableExpiredLogCleanup": "true"}
+    )
+    state = opened(table)
+    state.table.create_checkpoint()
+    state.table.cleanup_metadata()
+    log = Path(table) / "_delta_log"
+    assert not list(log.glob("*0000.json")), "the log was not cleaned: this test shows nothing"
+    now = opened(table)
+    assert (now.number("n"), now.number("m")) == (3, 1)
+    commit(now, [file(table, records([4]))], {"n": 5})
+    assert rows(table) == [0, 1, 2, 3, 4]
+
+
+def wider(*fields: tuple[str, pa.DataType]) -> pa.Schema:
+    value = pa.struct([("id", pa.int64()), *fields])
+    return SCHEMA.set(SCHEMA.get_field_index("value"), pa.field("value", value))
+
+
+def test_widening_adds_nested_fields_and_keeps_what_is_there(table: str) -> None:
+    nested = wider(("address", pa.struct([("city", pa.string())])))
+    now = widen(opened(table), nested)
+    again = widen(
+        now, wider(("address", pa.struct([("city", pa.string()), ("zip", pa.string())])), ("vip", pa.bool_()))
+    )
+    kind = again.schema.field("value").type
+    assert [kind.field(i).name for i in range(kind.num_fields)] == ["id", "address", "vip"]
+    assert [field.name for field in kind.field("address").type] == ["city", "zip"]
+    assert rows(table) == [0, 1, 2]
+    assert again.number("n") == 3
+
+
+def test_what_is_wide_enough_is_not_widened(table: str) -> None:
+    state = opened(table)
+    assert widen(state, SCHEMA) is state
+
+
+def test_a_type_is_not_changed_by_widening(table: str) -> None:
+    text = pa.schema([pa.field("value", pa.struct([("id", pa.string())]))])
+    with pytest.raises(SchemaError, match="value"):
+        widen(opened(table), text)
+    assert opened(table).schema.field("value").type.field("id").type == pa.int64()
+
+
+def write_log(folder: Path, protocol: dict[str, Any], configuration: dict[str, str]) -> None:
+    """A table's first log entry, as another program may have written it."""
+    (folder / "_delta_log").mkdir(parents=True)
+    field = {"name": "x", "type": "long", "nullable": True, "metadata": {}}
+    schema = json.dumps({"type": "struct", "fields": [field]})
+    metadata = {
+        "id": "00000000-0000-0000-0000-000000000000",
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": schema,
+        "partitionColumns": [],
+        "configuration": configuration,
+        "createdTime": 0,
+    }
+    entries = [{"protocol": protocol}, {"metaData": metadata}]
+    path = folder / "_delta_log" / f"{0:020d}.json"
+    path.write_text("\n".join(json.dumps(entry) for entry in entries))
+
+
+def protocol(reader: int, features: Sequence[str] | None = None) -> dict[str, Any]:
+    if features is None:
+        return {"minReaderVersion": reader, "minWriterVersion": 5}
+    return {
+        "minReaderVersion": reader, "minWriterVersion": 7, "readerFeatures": features, "writerFeatures": features,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked", [protocol(2), protocol(3, ["deletionVectors"]), protocol(3, ["timestampNtz", "columnMapping"])]
+)
+def test_a_table_that_this_package_could_read_wrongly_is_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
+    write_log(tmp_path / "t", asked, {})
+    with pytest.raises(TableUnsupported, match="reader version"):
+        open_table(str(tmp_path / "t"))
+
+
+def test_a_known_reader_feature_is_taken(tmp_path: Path) -> None:
+    write_log(tmp_path / "t", protocol(3, ["timestampNtz"]), {})
+    assert open_table(str(tmp_path / "t")) is not None
+
+
+def test_a_table_that_forgets_its_numbers_is_refused(tmp_path: Path) -> None:
+    write_log(tmp_path / "t", protocol(1), {"delta.setTransactionRetentionDuration": "interval 7 days"})
+    with pytest.raises(TableUnsupported, match="setTransactionRetentionDuration"):
+        open_table(str(tmp_path / "t"))
+
+
+def test_a_log_that_is_no_log_is_a_lake_error(tmp_path: Path) -> None:
+    folder = tmp_path / "t" / "_delta_log"
+    folder.mkdir(parents=True)
+    (folder / f"{0:020d}.json").write_text("{ not json")
+    with pytest.raises(LakeError, match="Delta log"):
+        tables.open_table(str(tmp_path / "t"))
