@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pyarrow as pa
 from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
@@ -16,7 +17,7 @@ from zync_assets.kafka.source import Source
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import staging
 from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
-from zync_assets.pipeline import Input, Pipeline
+from zync_assets.pipeline import Input, Pipeline, SideFormat
 from zync_assets.steps.ingest import IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.steps.publish import OutputBatch, PublishCommit, publish
 
@@ -80,17 +81,20 @@ class KafkaIOManager(IOManager):
         output = self._pipeline.output(topic)
         state = staging.open_staging(self._pipeline.lake, output.pool)
         have = {item.name: item.type for item in state.schema} if state else {}
-        source = Source(
-            self._pipeline.kafka,
-            self._pipeline.registry,
-            topic,
-            output.key,
-            output.value,
-            have.get(staging.key_column(topic)),
-            have.get(staging.value_column(topic)),
-        )
+        types = [have.get(column) for column in (staging.key_column(topic), staging.value_column(topic))]
+        sides = [_readable(side, kind) for side, kind in zip((output.key, output.value), types, strict=True)]
+        source = Source(self._pipeline.kafka, self._pipeline.registry, topic, *sides, *types)
         item = Input(topic, output.pool, output.key, output.value)
         return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, spark)
+
+
+def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
+    """The format of an output's side, for reading it back: JSON says nothing of its types, the staging table does."""
+    from pyspark.sql.pandas.types import from_arrow_type
+
+    if side.format != "json" or kind is None:
+        return side
+    return replace(side, ddl=from_arrow_type(kind).simpleString())
 
 
 def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:

@@ -11,11 +11,11 @@ from dagster_pyspark import LazyPySparkResource
 from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.resources import session
-from zync_assets.errors import CommitConflict
-from zync_assets.offsets import OffsetRange, format_key
+from zync_assets.errors import ZyncError
+from zync_assets.offsets import format_key
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
-from zync_assets.steps.ingest import RawBatch, commit_raw, plan_ingest
+from zync_assets.steps.ingest import RawBatch, RawCommit, commit_raw, plan_ingest
 from zync_assets.steps.publish import OutputBatch, plan_publish, read_staging
 
 STAGING_POOL = "zync/staging_pool"
@@ -68,29 +68,34 @@ class PoolIOManager(IOManager):
                 )
 
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
-        ranges: tuple[OffsetRange, ...] = ()
-        if not batch.plan.nothing_to_do:
-            try:
-                done = commit_raw(self._pipeline, batch)
-            except CommitConflict:
-                context.log.info("Another writer of %s was first; looking again for what is left.", batch.topic)
-                again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
-                done = None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
-            if done is not None:
-                ranges = done.ranges
-                context.add_output_metadata(
-                    {
-                        "ingested": done.records,
-                        "quarantined": done.quarantined,
-                        "added fields": ", ".join(done.added_fields) or "none",
-                        "seconds": round(done.seconds, 3),
-                    }
-                )
-        report.ingested(self._pipeline, context, batch.topic, ranges)
+        done = self._commit_raw(context, batch)
+        if done is not None:
+            context.add_output_metadata(
+                {
+                    "ingested": done.records,
+                    "quarantined": done.quarantined,
+                    "added fields": ", ".join(done.added_fields) or "none",
+                    "seconds": round(done.seconds, 3),
+                }
+            )
+        report.ingested(self._pipeline, context, batch.topic, done.ranges if done else ())
+
+    def _commit_raw(self, context: OutputContext, batch: RawBatch) -> RawCommit | None:
+        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
+        if batch.plan.nothing_to_do:
+            return None
+        try:
+            return commit_raw(self._pipeline, batch)
+        except ZyncError as error:
+            again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
+            if again.state is None or (batch.plan.state and again.state.next == batch.plan.state.next):
+                raise
+            context.log.info("Another writer of %s was first (%s); looking again.", batch.topic, error)
+            return None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
 
     def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
         if self._committed is None or self._committed[0] is not batch:
-            self._committed = (batch, self._commit(context, batch))
+            self._committed = (batch, self._commit_staging(context, batch))
         done, topic = self._committed[1], context.asset_key.path[-1]
         if done is not None:
             consumed = {name: [format_key(part) for part in parts] for name, parts in done.consumed.items() if parts}
@@ -104,14 +109,17 @@ class PoolIOManager(IOManager):
             )
         report.staged(self._pipeline, context, topic, done.outputs.get(topic, ()) if done else ())
 
-    def _commit(self, context: OutputContext, batch: EtlBatch) -> EtlCommit | None:
+    def _commit_staging(self, context: OutputContext, batch: EtlBatch) -> EtlCommit | None:
+        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
         if batch.plan.nothing_to_do:
             return None
         try:
             return commit_staging(self._pipeline, batch)
-        except CommitConflict:
-            context.log.info("Another writer of pool %s was first; looking again for what is left.", batch.plan.pool)
+        except ZyncError as error:
             plan = plan_etl(self._pipeline, batch.plan.pool)
+            if plan.head.batch == batch.plan.head.batch:
+                raise
+            context.log.info("Another writer of pool %s was first (%s); looking again.", batch.plan.pool, error)
             if plan.nothing_to_do:
                 return None
             slices = {topic: read_raw(batch.spark, self._pipeline, plan, topic) for topic in plan.ranges}

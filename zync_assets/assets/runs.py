@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
+from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
 
 from zync_assets.assets import names
@@ -37,6 +37,10 @@ class Active:
     def _runs(self) -> Sequence[DagsterRun]:
         return self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
 
+    def count(self, pipeline: str) -> int:
+        """How many runs of a pipeline there are."""
+        return sum(run.tags.get(names.PIPELINE_TAG) == pipeline for run in self._runs)
+
     def holds(self, job: str, assets: Iterable[AssetKey]) -> str | None:
         """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""
         wanted = set(assets)
@@ -46,11 +50,15 @@ class Active:
         return None
 
 
-def backing_off(instance: DagsterInstance, pipeline: str, job: str) -> str | None:
-    """Why a job that failed waits; None where it does not."""
-    records = instance.get_run_records(
+def asked_for(instance: DagsterInstance, pipeline: str, job: str) -> Sequence[RunRecord]:
+    """The last runs of a job that the sensor asked for, latest first; enough to know how long to wait."""
+    return instance.get_run_records(
         RunsFilter(job_name=job, tags={names.PIPELINE_TAG: pipeline, names.STEP_TAG: job}), limit=8
     )
+
+
+def backing_off(records: Sequence[RunRecord]) -> str | None:
+    """Why a job that failed waits, by its last runs; None where it does not."""
     failures = 0
     for record in records:
         if record.dagster_run.status not in (DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED):

@@ -16,6 +16,7 @@ from dagster import (
     AssetObservation,
     DagsterInstance,
     DefaultSensorStatus,
+    RunRecord,
     RunRequest,
     SensorDefinition,
     SensorEvaluationContext,
@@ -36,6 +37,8 @@ from zync_assets.errors import BrokerUnavailable
 from zync_assets.pipeline import Pipeline
 
 INTERVAL_SECONDS = 5
+MOST_RUNS = 2
+"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own."""
 
 
 def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> SensorDefinition:
@@ -75,9 +78,11 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None) 
     events, position = _moved(pipeline, facts, instance, active, json.loads(cursor) if cursor else {})
     requests: list[RunRequest] = []
     notes = [f"{place}: {problem}" for place, problem in facts.problems.items()]
-    for step in due(pipeline, facts):
-        held = active.holds(step.job, step.assets) or runs.backing_off(instance, pipeline.name, step.job)
+    for step, last in _in_turn(pipeline, instance, due(pipeline, facts)):
+        held = active.holds(step.job, step.assets) or runs.backing_off(last)
         held = held or runs.held_back(instance, step.upstream)
+        if not held and active.count(pipeline.name) + len(requests) >= MOST_RUNS:
+            held = f"waits, for {MOST_RUNS} runs are under way"
         if held:
             notes.append(f"{step.job}: {held}")
         else:
@@ -89,6 +94,14 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None) 
         dynamic_partitions_requests=added,
         asset_events=events,
     )
+
+
+def _in_turn(
+    pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[Step]
+) -> list[tuple[Step, Sequence[RunRecord]]]:
+    """The steps with their last runs, the one that has waited longest since its last run first."""
+    found = [(step, runs.asked_for(instance, pipeline.name, step.job)) for step in steps]
+    return sorted(found, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
 
 
 def _request(pipeline: Pipeline, step: Step, keys: Sequence[str]) -> RunRequest:

@@ -1,7 +1,7 @@
 """A small pipeline with topics of its own on the test run's broker, and a Dagster instance to run it in.
 
-Orders and payments, plain JSON with a string key; an output needs both. Topic names have dots, so that every name that
-Dagster takes is a spelled-out one.
+Orders and payments, plain JSON with a string key; a sale needs both. Notes are strings that no rule takes. Topic names
+have dots, so that every name that Dagster takes is a spelled-out one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Producer
-from dagster import DagsterInstance, Definitions, ExecuteInProcessResult
+from dagster import AssetKey, DagsterInstance, Definitions, ExecuteInProcessResult
 
 from zync_assets import pipeline_file
 from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
-from zync_assets.offsets import OffsetRange, format_key, key_of
 from zync_assets.pipeline import Pipeline
 
 FILE = """
@@ -32,6 +31,7 @@ spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
 inputs:
   - {{topic: {prefix}.orders, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, item STRING"}}
   - {{topic: {prefix}.payments, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, paid BIGINT"}}
+  - {{topic: {prefix}.notes, pool: Raw, format: string}}
 outputs:
   - {{topic: {prefix}.sales, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
   - {{topic: {prefix}.refunds, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
@@ -74,6 +74,10 @@ class Rig:
         return self.pipeline.inputs[1].topic
 
     @property
+    def notes(self) -> str:
+        return self.pipeline.inputs[2].topic
+
+    @property
     def sales(self) -> str:
         return self.pipeline.outputs[0].topic
 
@@ -113,6 +117,7 @@ def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
     pipeline = pipeline_file.load(path)
     create_topic(pipeline.kafka, f"{prefix}.orders", 2, 1, {})
     create_topic(pipeline.kafka, f"{prefix}.payments", 1, 1, {})
+    create_topic(pipeline.kafka, f"{prefix}.notes", 1, 1, {})
     return pipeline
 
 
@@ -120,10 +125,11 @@ def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
 def make_rig(services: Services, folder: Path, prefix: str, **resources: object) -> Iterator[Rig]:
     """The pipeline with an instance that keeps its runs in ``folder``. The open ranges have their keys."""
     pipeline = make_pipeline(services, folder, prefix)
-    with DagsterInstance.local_temp(str(folder)) as instance:
+    with DagsterInstance.local_temp(str(folder), {"telemetry": {"enabled": False}}) as instance:
         rig = Rig(pipeline, instance, build_definitions(pipeline, resources=resources))
         rig.raw_keys(rig.orders, OPEN, "1:0-999999")
         rig.raw_keys(rig.payments, OPEN)
+        rig.raw_keys(rig.notes, OPEN)
         rig.add_keys(names.staging_partitions(pipeline.name, "Staging"), OPEN)
         yield rig
 
@@ -144,9 +150,19 @@ def payments(*ids: int) -> list[dict[str, Any]]:
     return [{"id": number, "paid": 10 * number} for number in ids]
 
 
-def key_over(partition: int, offset: int) -> str:
-    return format_key(key_of(partition, offset))
+def told(run: ExecuteInProcessResult, key: AssetKey) -> dict[str, dict[str, Any]]:
+    """What a run reported of an asset: range → metadata."""
+    return {
+        event.partition or "": {name: value.value for name, value in event.materialization.metadata.items()}
+        for event in run.get_asset_materialization_events()
+        if event.asset_key == key
+    }
 
 
-def whole(part: OffsetRange) -> str:
-    return format_key(part)
+def failures(run: ExecuteInProcessResult) -> list[str]:
+    """The messages of a run's failed steps."""
+    return [
+        event.step_failure_data.user_failure_data.description or ""
+        for event in run.get_step_failure_events()
+        if event.step_failure_data.user_failure_data is not None
+    ]

@@ -1,0 +1,43 @@
+"""What Dagster loads: the asset graph of one pipeline. Needs no network and no JVM.
+
+ZYNC_PIPELINE   the pipeline file; unset: the demo's, on the services and the lake that `zync demo` left behind
+ZYNC_SENSOR     running or stopped: whether the sensor is on from the start; by default it is for the demo alone
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dagster import Definitions
+
+from zync_assets.assets.build import build_definitions
+from zync_assets.errors import SetupError
+from zync_assets.local.demo import demo_environment, demo_folder
+from zync_assets.pipeline_file import load
+
+
+def load_definitions(env: Mapping[str, str] = os.environ) -> Definitions:
+    """The definitions that the environment asks for.
+
+    Raises PipelineFileError for a broken file; SetupError where there is none, or for a ZYNC_SENSOR that is neither.
+    """
+    named = env.get("ZYNC_PIPELINE")
+    sensor = env.get("ZYNC_SENSOR") or ("stopped" if named else "running")
+    if sensor not in ("running", "stopped"):
+        raise SetupError(f"ZYNC_SENSOR is {sensor!r}; it must be running or stopped.")
+    path = _found(Path(named).expanduser()) if named else demo_folder() / "invoices.yaml"
+    pipeline = load(path, env if named else demo_environment())
+    return build_definitions(pipeline, sensor_running=sensor == "running")
+
+
+def _found(path: Path) -> Path:
+    """A relative path is looked for in the current folder, then beside the package."""
+    for place in (path, Path(__file__).resolve().parents[1] / path):
+        if place.is_file():
+            return place
+    raise SetupError(f"ZYNC_PIPELINE is {path}, and there is no such file (looked in {Path.cwd()}).")
+
+
+defs = load_definitions()

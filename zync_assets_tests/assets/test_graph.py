@@ -1,0 +1,216 @@
+"""The graph at work, in this process: every hop through its IO manager, ranges, and what each run reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from confluent_kafka import Producer
+from dagster import (
+    AssetIn,
+    AssetKey,
+    Definitions,
+    InputContext,
+    IOManager,
+    OutputContext,
+    asset,
+)
+from pyspark.sql import DataFrame
+
+from zync_assets.assets import names, pool_io
+from zync_assets.assets.build import build_definitions
+from zync_assets.lake import raw
+from zync_assets.local.services import Services
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.etl import EtlPlan
+from zync_assets.steps.ingest import RawBatch
+from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
+from zync_assets_tests.checks.chain import run_steps
+
+SECOND = "1:0-999999"
+
+
+@pytest.fixture
+def rig(services: Services, tmp_path: Path, unique: str) -> Iterator[Rig]:
+    with make_rig(services, tmp_path, unique) as made:
+        yield made
+
+
+def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
+    rig.send(rig.orders, orders(1, 2, 3))
+    rig.send(rig.orders, orders(4), partition=1)
+    rig.send(rig.payments, payments(2, 4, -9))
+
+    ingested = rig.ingest(rig.orders, OPEN, SECOND)
+    loaded = [event for event in ingested.all_events if event.event_type_value == "LOADED_INPUT"]
+    handled = [event for event in ingested.all_events if event.event_type_value == "HANDLED_OUTPUT"]
+    assert [event.event_specific_data.manager_key for event in (*loaded, *handled)] == ["kafka_io", "pool_io"]
+    told_raw = told(ingested, names.pool_key("Raw", rig.orders))
+    assert {key: (said["first"], said["last"], said["rows"]) for key, said in told_raw.items()} == {
+        OPEN: (0, 2, 3),
+        SECOND: (0, 0, 1),
+    }
+    assert told_raw[OPEN]["complete"] is False
+    columns = [column.name for column in told_raw[OPEN]["dagster/column_schema"].columns]
+    assert columns == ["kafka", "key", "value", "key_schema_id", "value_schema_id"]
+
+    rig.ingest(rig.payments)
+    done = rig.stage()
+    assert [
+        event.event_specific_data.manager_key for event in done.all_events if event.event_type_value == "HANDLED_OUTPUT"
+    ] == ["pool_io", "pool_io", "kafka_io", "kafka_io"]
+    said = told(done, names.pool_key("Staging", rig.sales))[OPEN]
+    assert (said["rows"], said["last"], said["batch"]) == (2, 1, 1)
+    assert json.loads(said["consumed"])[rig.orders] == ["0:0-2", "1:0-0"]
+    assert told(done, names.topic_key(rig.sales))[OPEN]["dagster/partition_row_count"] == 2
+    assert all(check.passed for check in done.get_asset_check_evaluations())
+    assert len(done.get_asset_check_evaluations()) == 2 * 3 + 2
+
+    again = rig.stage()
+    assert "batch" not in told(again, names.pool_key("Staging", rig.sales))[OPEN]
+    assert told(again, names.topic_key(rig.sales))[OPEN]["published"] == 0
+
+
+def test_ranges_complete_open_and_ahead(rig: Rig) -> None:
+    """A range of a million offsets, so this produces a million records."""
+    producer = Producer({"bootstrap.servers": rig.pipeline.kafka["bootstrap.servers"], "linger.ms": 50})
+    for number in range(1_000_005):
+        producer.produce(rig.notes, b"n", partition=0)
+        if number % 50_000 == 0:
+            producer.flush(30)
+    assert producer.flush(60) == 0
+    following, ahead = "0:1000000-1999999", "0:2000000-2999999"
+    rig.raw_keys(rig.notes, following, ahead)
+
+    refused = rig.ingest(rig.notes, following, fails=True)
+    assert f"lies ahead of the next offset 0 of partition 0. Run {OPEN} first." in failures(refused)[0]
+
+    both = told(rig.ingest(rig.notes, OPEN, following), names.pool_key("Raw", rig.notes))
+    assert [(both[key]["rows"], both[key]["complete"]) for key in (OPEN, following)] == [(1_000_000, True), (5, False)]
+
+    version = table_version(rig)
+    verified = told(rig.ingest(rig.notes, OPEN), names.pool_key("Raw", rig.notes))
+    assert verified[OPEN]["rows"] == 1_000_000
+    assert table_version(rig) == version
+
+    refused = rig.ingest(rig.notes, ahead, fails=True)
+    assert f"next offset 1000005 of partition 0. Run {following} first." in failures(refused)[0]
+
+
+def table_version(rig: Rig) -> int:
+    state = raw.open_raw(rig.pipeline.lake, "Raw", rig.notes)
+    assert state is not None
+    return state.opened.version
+
+
+def test_a_complete_range_is_not_verified_when_a_file_is_gone(rig: Rig) -> None:
+    rig.send(rig.payments, payments(1))
+    rig.ingest(rig.payments)
+    state = raw.open_raw(rig.pipeline.lake, "Raw", rig.payments)
+    assert state is not None
+    lost = Path(state.opened.uri) / raw.raw_files(state)[0].path
+    lost.unlink()
+    assert f"{lost} is not there" in failures(rig.ingest(rig.payments, fails=True))[0]
+
+
+class Recorder(IOManager):
+    """Stands in for ``pool_io``: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[object] = []
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        self.given.append(obj)
+
+    def load_input(self, context: InputContext) -> object:
+        raise AssertionError("nothing is loaded from it here")
+
+
+def test_another_pool_io_receives_the_batch(rig: Rig) -> None:
+    rig.send(rig.orders, orders(1))
+    rig.ingest(rig.orders)
+    rig.send(rig.orders, orders(2, 3))
+    recorder = Recorder()
+    replace(rig, definitions=build_definitions(rig.pipeline, resources={"pool_io": recorder})).ingest(rig.orders)
+    batch = recorder.given[0]
+    assert isinstance(batch, RawBatch)
+    assert [row.value.item for row in batch.dataframe().collect()] == ["item 2", "item 3"]
+    state = raw.open_raw(rig.pipeline.lake, "Raw", rig.orders)
+    assert state is not None
+    assert state.next[0] == 1
+
+
+def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
+    rig.send(rig.orders, orders(1, 2))
+    rig.send(rig.payments, payments(1))
+    rig.ingest(rig.orders)
+    rig.ingest(rig.payments)
+    rig.stage()
+    sales, kept = AssetIn(names.pool_key("Staging", rig.sales)), AssetIn(names.pool_key("Raw", rig.orders))
+    found: dict[str, object] = {}
+
+    @asset(ins={"rows": kept})
+    def with_spark(rows: DataFrame) -> None:
+        found["spark"] = rows.count()
+
+    @asset(ins={"rows": kept})
+    def with_arrow(rows: pa.Table) -> None:
+        found["arrow"] = rows["value"].to_pylist()
+
+    @asset(ins={"rows": sales})
+    def with_polars(rows: pl.LazyFrame) -> None:
+        found["polars"] = rows.select(pl.col("value").struct.field("paid")).collect().to_series().to_list()
+
+    @asset(ins={"rows": AssetIn(names.topic_key(rig.sales))})
+    def of_the_topic(rows: pa.Table) -> None:
+        found["topic"] = rows["value"].to_pylist()
+
+    @asset(ins={"rows": kept})
+    def with_a_list(rows: list) -> None:
+        pass
+
+    own = [with_spark, with_arrow, with_polars, of_the_topic, with_a_list]
+    merged = Definitions.merge(build_definitions(rig.pipeline), Definitions(assets=own))
+    job = merged.resolve_implicit_global_asset_job_def()
+    done = job.execute_in_process(instance=rig.instance, asset_selection=[AssetKey(item.key.path) for item in own[:4]])
+    assert done.success
+    assert found == {
+        "spark": 2,
+        "arrow": [{"id": 1, "item": "item 1"}, {"id": 2, "item": "item 2"}],
+        "polars": [10],
+        "topic": [{"id": 1, "item": "item 1", "paid": 10}],
+    }
+    refused = job.execute_in_process(instance=rig.instance, asset_selection=[own[4].key], raise_on_error=False)
+    assert "Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or polars.LazyFrame" in failures(refused)[0]
+
+
+@pytest.mark.parametrize("batches_before", [0, 1])
+def test_a_writer_that_was_first_is_taken_into_account(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, batches_before: int
+) -> None:
+    """Somebody's ``zync run`` takes a batch all the way between this run's look and its commit."""
+    for number in range(1, batches_before + 1):
+        rig.send(rig.orders, orders(number))
+        rig.send(rig.payments, payments(number))
+        run_steps(rig.pipeline)
+    rig.send(rig.orders, orders(8))
+    rig.send(rig.payments, payments(8))
+    rig.ingest(rig.orders)
+    look, raced = pool_io.plan_etl, list[str]()
+
+    def slow(pipeline: Pipeline, pool: str) -> EtlPlan:
+        plan = look(pipeline, pool)
+        if not raced:
+            raced.append(pool)
+            run_steps(rig.pipeline)
+        return plan
+
+    monkeypatch.setattr(pool_io, "plan_etl", slow)
+    done = rig.stage()
+    assert told(done, names.pool_key("Staging", rig.sales))[OPEN]["rows"] == batches_before + 1
+    assert told(done, names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1

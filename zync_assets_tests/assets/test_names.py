@@ -1,0 +1,55 @@
+"""Names in Dagster: different topics never share one, whatever characters they have."""
+
+import re
+from pathlib import Path
+
+import pytest
+from dagster import Definitions
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zync_assets import pipeline_file
+from zync_assets.assets import names
+from zync_assets.assets.build import build_definitions
+
+TOPICS = st.text("ab._-", min_size=1, max_size=12)
+
+LOOKALIKES = """
+lake: ./lake
+inputs:
+  - {topic: a.b, pool: Raw, format: string}
+  - {topic: a_b, pool: Raw, format: string}
+  - {topic: a-b, pool: Raw, format: string}
+  - {topic: context, pool: Raw, format: string}
+outputs:
+  - {topic: c.d, pool: Staging, format: string}
+  - {topic: c_d, pool: Staging, format: string}
+transforms:
+  - {name: one, type: stateless, in: a.b, out: c.d, key: in.key, value: in.value}
+  - {name: two, type: stateless, in: a_b, out: c_d, key: in.key, value: in.value}
+  - {name: three, type: stateless, in: a-b, out: c_d, key: in.key, value: in.value}
+  - {name: four, type: stateless, in: context, out: c_d, key: in.key, value: in.value}
+"""
+
+
+@given(TOPICS, TOPICS)
+def test_different_topics_have_different_identifiers(one: str, other: str) -> None:
+    assert (names.identifier(one) == names.identifier(other)) == (one == other)
+    assert re.fullmatch("[A-Za-z0-9_]+", names.identifier(one))
+
+
+def test_topics_that_look_alike_are_assets_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "lookalikes.yaml"
+    path.write_text(LOOKALIKES)
+    definitions = build_definitions(pipeline_file.load(path))
+    Definitions.validate_loadable(definitions)
+    keys = {key.to_user_string() for key in definitions.resolve_asset_graph().get_all_asset_keys()}
+    assert {"Raw/a.b", "Raw/a_b", "Raw/a-b", "kafka/a.b", "kafka/a_b", "Staging/c.d", "Staging/c_d"} <= keys
+    checks = definitions.resolve_asset_graph().asset_check_keys
+    assert len(checks) == 4 * 4 + 2 * 3 + 2 * 1
+
+
+@pytest.mark.parametrize("topic", ["shop.public.orders", "with_underscore", "with-dash"])
+def test_an_asset_key_holds_the_topic_as_it_is(topic: str) -> None:
+    assert names.pool_key("Raw", topic).path == ["Raw", topic]
+    assert names.topic_key(topic).path == ["kafka", topic]

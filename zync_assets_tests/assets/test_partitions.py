@@ -1,0 +1,49 @@
+"""Partition keys are ranges of offsets; Dagster orders them as it got them, we order them as numbers."""
+
+import pytest
+
+from zync_assets.assets import partitions
+from zync_assets.offsets import OffsetRange, format_key, parse_key
+
+MILLION = 1_000_000
+
+
+def keys(*ranges: OffsetRange) -> list[str]:
+    return [format_key(part) for part in ranges]
+
+
+def test_keys_are_sorted_as_numbers_not_as_text() -> None:
+    found = partitions.in_order(["10:0-999999", "2:10000000-10999999", "2:2000000-2999999"])
+    assert keys(*found) == ["2:2000000-2999999", "2:10000000-10999999", "10:0-999999"]
+
+
+def test_a_partition_that_somebody_made_up_is_named() -> None:
+    with pytest.raises(ValueError, match="'june' is no partition key"):
+        partitions.in_order(["june"])
+
+
+@pytest.mark.parametrize(
+    ("first", "until", "expected"),
+    [
+        ({}, {0: 0}, ["0:0-999999"]),
+        ({0: 0}, {0: 5}, ["0:0-999999"]),
+        ({0: 0}, {0: MILLION}, ["0:0-999999", "0:1000000-1999999"]),
+        ({0: MILLION + 5}, {0: MILLION + 9}, ["0:1000000-1999999"]),
+        ({1: 0}, {0: 2 * MILLION, 1: 3}, ["0:2000000-2999999", "1:0-999999"]),
+    ],
+)
+def test_the_ranges_that_are_there_and_the_open_one(
+    first: dict[int, int], until: dict[int, int], expected: list[str]
+) -> None:
+    assert keys(*partitions.touched(first, until)) == expected
+
+
+def test_only_new_keys_are_added_ascending() -> None:
+    wanted = [parse_key(key) for key in ("10:0-999999", "9:0-999999", "1:0-999999")]
+    assert partitions.lacking(["1:0-999999"], wanted) == ["9:0-999999", "10:0-999999"]
+
+
+def test_a_run_takes_only_what_lies_together() -> None:
+    known = ["0:0-999999", "1:0-999999", "0:1000000-1999999", "0:2000000-2999999"]
+    wanted = [parse_key(key) for key in ("0:2000000-2999999", "0:0-999999", "1:0-999999")]
+    assert partitions.clusters(known, wanted) == [["0:0-999999", "1:0-999999"], ["0:2000000-2999999"]]
