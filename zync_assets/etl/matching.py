@@ -4,7 +4,7 @@ A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never ru
 (false: new in this batch; true: it was pending). A result frame has one row an output, and one row a new record that
 makes none, with the columns
 
-    kind     out, pending, unmatched or dropped
+    kind     out, pending, unmatched, dropped, or untyped (no such batch is committed)
     out      output topic, null where there is none
     rule     the rule that took the record, if one did
     schema   fingerprint of the output schema
@@ -90,7 +90,9 @@ def has_schema(frame: DataFrame) -> bool:
 
 def left_over(taken: Taken, ours: Sequence[bool]) -> DataFrame:
     """The records that no rule of this pool takes: unmatched, or dropped where the file says so. A tombstone that no
-    rule takes is dropped: Debezium writes one after each delete. ``ours``: whether each rule is of this pool."""
+    rule takes is dropped: Debezium writes one after each delete. ``ours``: whether each rule is of this pool.
+
+    Has every column of a result frame but the outputs' own, so that a batch without outputs has them too."""
     from pyspark.sql import functions as F
 
     others = [index for index, own in enumerate(ours) if not own]
@@ -98,10 +100,13 @@ def left_over(taken: Taken, ours: Sequence[bool]) -> DataFrame:
     elsewhere = F.col("taken").isin(others) if others else F.lit(False)
     kind = F.when(elsewhere | F.col("value").isNull(), F.lit("dropped")).otherwise(fate)
     frame = taken.frame.filter(F.col("taken").isNull() | elsewhere)
+    absent = [F.lit(None).cast("string").alias(name) for name in ("out", "rule", "schema")]
     return frame.select(
         kind.alias("kind"),
+        *absent,
         _order(F.col("time"), taken.place, F.col("kafka")).alias("ord"),
         _single(F.col("kafka"), False),
+        F.lit(None).cast("long").alias("hash"),
     )
 
 
@@ -118,6 +123,18 @@ def stateless_outputs(rule: Stateless, index: int, taken: Taken, target: Target)
         _order(F.col("time"), taken.place, F.col("in.kafka")).alias("ord"),
         _single(F.col("in.kafka"), False),
         *_columns(rule, target),
+    )
+
+
+def untyped(rule: Rule, index: int, taken: Taken) -> DataFrame:
+    """The records of a rule whose types can't be told yet; there must be none."""
+    from pyspark.sql import functions as F
+
+    return taken.frame.filter(F.col("taken") == index).select(
+        F.lit("untyped").alias("kind"),
+        F.lit(rule.name).alias("rule"),
+        _order(F.col("time"), taken.place, F.col("kafka")).alias("ord"),
+        _single(F.col("kafka"), False),
     )
 
 

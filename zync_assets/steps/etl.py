@@ -155,7 +155,7 @@ class _Run:
         rows = numbering.arranged(self._results(frames, types), numbering.time_bounds(self._spans())).persist()
         try:
             found = numbering.facts(rows)
-            self._check(found, rows)
+            self._check(found, rows, types)
             files, ends = self._write_outputs(rows, found, outputs, types)
             files += self._write_ledger(rows, found)
             done = _next_head(plan, found, outputs, ends, types, self._quarantined())
@@ -187,7 +187,9 @@ class _Run:
         for index, rule in enumerate(self.rules):
             if not self.ours[index]:
                 continue
-            if isinstance(rule, Stateless):
+            if rule.name in types[rule.out].untyped:
+                parts += [matching.untyped(rule, index, taken[topic]) for topic in rule.topics if topic in taken]
+            elif isinstance(rule, Stateless):
                 if rule.input in taken and matching.has_schema(frames[rule.input]):
                     target = types[rule.out].target(rule.name)
                     parts.append(matching.stateless_outputs(rule, index, taken[rule.input], target))
@@ -253,10 +255,14 @@ class _Run:
                 spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
         return spans
 
-    def _check(self, found: Sequence[Row], rows: DataFrame) -> None:
-        """Every new record that was read is in exactly one class; and none is unmatched where the file forbids it."""
+    def _check(self, found: Sequence[Row], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
+        """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, and none
+        was taken by a rule that can't say its types."""
         from pyspark.sql import functions as F
 
+        for row in found:
+            if row.kind == "untyped":
+                raise EtlError(next(kind.untyped[row.rule] for kind in types.values() if row.rule in kind.untyped))
         for item in self.pipeline.inputs:
             if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
                 of = F.col("source").getItem(0)

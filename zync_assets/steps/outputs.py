@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,8 @@ class OutputType:
     targets: Mapping[str, Target]
     texts: Mapping[str, str]
     """Rule → its output schema, as JSON."""
+    untyped: Mapping[str, str]
+    """Rule → what is wrong with it as long as the other rules of the topic can't be resolved: a NULL without a type."""
 
     def target(self, rule: str) -> Target:
         return self.targets[rule]
@@ -64,33 +66,57 @@ def _output_type(
     made = {name: found for name, rule in rules.items() if (found := _rule_types(rule, frames)) is not None}
     names = (staging.key_column(item.topic), staging.value_column(item.topic))
     have = {field.name: field.type for field in state.schema} if state else {}
-    whole: list[DataType] = []
-    for index, (side, column) in enumerate(zip(("key", "value"), names, strict=True)):
-        parts = [(f"rule {name}", kinds[index]) for name, kinds in made.items()]
-        if column in have:
-            parts.insert(0, ("the staging pool", from_arrow_type(have[column])))
-        whole.append(unify(parts, item.topic, side))
+    table = [from_arrow_type(have[column]) if column in have else None for column in names]
+    untyped: dict[str, str] = {}
+    while True:
+        whole = [
+            _side_type(item.topic, side, known, {name: kinds[index] for name, kinds in made.items()})
+            for index, (side, known) in enumerate(zip(("key", "value"), table, strict=True))
+        ]
+        own = {
+            name: [own_type(kind, all_) for kind, all_ in zip(kinds, whole, strict=True)]
+            for name, kinds in made.items()
+        }
+        wrong = {name: path for name, kinds in own.items() if (path := _untyped_field(kinds, whole)) is not None}
+        if not wrong:
+            break
+        for name, path in wrong.items():
+            untyped[name] = (
+                f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
+                " Write CAST(NULL AS <type>)."
+            )
+            del made[name]
+    if untyped and len(made) + len(untyped) == len(rules):
+        raise EtlError(next(iter(untyped.values())))
     columns = {
         column: to_arrow_type(kind) for column, kind in zip(names, whole, strict=True) if kind.simpleString() != "void"
     }
     targets: dict[str, Target] = {}
     texts: dict[str, str] = {}
     for name, kinds in made.items():
-        own = [own_type(kind, all_) for kind, all_ in zip(kinds, whole, strict=True)]
-        for side, kind, all_ in zip(("key", "value"), own, whole, strict=True):
-            for path in void_fields(kind, side):
-                if path != side or all_.simpleString() != "void":
-                    raise EtlError(
-                        f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
-                        " Write CAST(NULL AS <type>)."
-                    )
-        texts[name] = _schema_text(item, rules[name], own)
+        texts[name] = _schema_text(item, rules[name], own[name])
         sides = [
             None if column not in columns else (column, kind, all_)
             for column, kind, all_ in zip(names, kinds, whole, strict=True)
         ]
         targets[name] = Target(fingerprint(texts[name]), sides[0], sides[1])
-    return OutputType(item.topic, columns, targets, texts)
+    return OutputType(item.topic, columns, targets, texts, untyped)
+
+
+def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
+    parts = [(f"rule {name}", kind) for name, kind in rules.items()]
+    if table is not None:
+        parts.insert(0, ("the staging pool", table))
+    return unify(parts, topic, side)
+
+
+def _untyped_field(own: Sequence[DataType], whole: Sequence[DataType]) -> str | None:
+    """The first field that has no type; a whole side may have none, where no rule gives it one."""
+    for side, kind, all_ in zip(("key", "value"), own, whole, strict=True):
+        for path in void_fields(kind, side):
+            if path != side or all_.simpleString() != "void":
+                return path
+    return None
 
 
 def fingerprint(text: str) -> str:
