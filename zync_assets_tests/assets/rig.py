@@ -122,15 +122,16 @@ def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
 
 
 @contextmanager
-def make_rig(services: Services, folder: Path, prefix: str, **resources: object) -> Iterator[Rig]:
-    """The pipeline with an instance that keeps its runs in ``folder``. The open ranges have their keys."""
+def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True) -> Iterator[Rig]:
+    """The pipeline with an instance that keeps its runs in ``folder``. With ``keys``, the open ranges have theirs."""
     pipeline = make_pipeline(services, folder, prefix)
     with DagsterInstance.local_temp(str(folder), {"telemetry": {"enabled": False}}) as instance:
-        rig = Rig(pipeline, instance, build_definitions(pipeline, resources=resources))
-        rig.raw_keys(rig.orders, OPEN, "1:0-999999")
-        rig.raw_keys(rig.payments, OPEN)
-        rig.raw_keys(rig.notes, OPEN)
-        rig.add_keys(names.staging_partitions(pipeline.name, "Staging"), OPEN)
+        rig = Rig(pipeline, instance, build_definitions(pipeline))
+        if keys:
+            rig.raw_keys(rig.orders, OPEN, "1:0-999999")
+            rig.raw_keys(rig.payments, OPEN)
+            rig.raw_keys(rig.notes, OPEN)
+            rig.add_keys(names.staging_partitions(pipeline.name, "Staging"), OPEN)
         yield rig
 
 

@@ -1,0 +1,92 @@
+"""What Dagster loads: a pipeline named by the environment, without a network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dagster import DefaultSensorStatus, Definitions
+
+from zync_assets.definitions import load_definitions
+from zync_assets.errors import PipelineFileError, SetupError
+
+FILE = """
+kafka: {bootstrap.servers: "192.0.2.1:9092"}
+registry: {url: "http://192.0.2.1:8081"}
+lake: ./lake
+inputs: [{topic: a, pool: Raw}]
+outputs: [{topic: b, pool: Staging}]
+transforms: [{type: stateless, in: a, out: b, key: in.key, value: in.value}]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "unreachable.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path) -> None:
+    definitions = load_definitions({"ZYNC_PIPELINE": str(file)})
+    Definitions.validate_loadable(definitions)
+    assert not (file.parent / "lake").exists()
+    assert [item.name for item in definitions.resolve_all_job_defs() if not item.name.startswith("__")] == [
+        "etl_and_publish_Staging",
+        "ingest_a",
+    ]
+
+
+def test_a_broken_file_says_all_that_is_wrong_with_it(file: Path) -> None:
+    file.write_text(FILE.replace("pool: Raw", "pool: kafka").replace("type: stateless", "type: statelss"))
+    with pytest.raises(PipelineFileError) as caught:
+        load_definitions({"ZYNC_PIPELINE": str(file)})
+    assert len(caught.value.problems) == 2
+
+
+def test_a_file_that_is_not_there_and_a_sensor_that_is_neither(file: Path) -> None:
+    with pytest.raises(SetupError, match=r"ZYNC_PIPELINE is gone\.yaml"):
+        load_definitions({"ZYNC_PIPELINE": "gone.yaml"})
+    with pytest.raises(SetupError, match="ZYNC_SENSOR is 'on'"):
+        load_definitions({"ZYNC_PIPELINE": str(file), "ZYNC_SENSOR": "on"})
+
+
+@pytest.mark.parametrize(
+    ("env", "status"),
+    [
+        ({}, DefaultSensorStatus.STOPPED),
+        ({"ZYNC_SENSOR": "running"}, DefaultSensorStatus.RUNNING),
+    ],
+)
+def test_the_sensor_of_ones_own_pipeline_is_switched_on_by_hand(
+    file: Path, env: dict[str, str], status: DefaultSensorStatus
+) -> None:
+    definitions = load_definitions({"ZYNC_PIPELINE": str(file), **env})
+    assert definitions.resolve_sensor_def("zync_unreachable").default_status == status
+
+
+def test_without_a_name_it_is_the_demo_with_its_sensor_on(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ZYNC_")}
+    script = (
+        "from zync_assets.definitions import defs\n"
+        "print(*sorted(key.to_user_string() for key in defs.resolve_asset_graph().get_all_asset_keys()))\n"
+        "print(defs.resolve_sensor_def('zync_invoices').default_status.value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "ZYNC_DEMO_DIR": str(tmp_path / "none")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    keys, status = done.stdout.splitlines()[-2:]
+    assert (
+        keys
+        == "Raw/InvoiceStatus Raw/Invoices Staging/NewInvoices kafka/InvoiceStatus kafka/Invoices kafka/NewInvoices"
+    )
+    assert status == "RUNNING"
