@@ -5,12 +5,15 @@ Asked only when a step is due, so that an idle tick costs nothing.
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
+from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import blocking_raw_checks
@@ -35,7 +38,8 @@ class Active:
 
     @cached_property
     def _runs(self) -> Sequence[DagsterRun]:
-        return self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
+        found = self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
+        return [run for run in found if not _abandoned(run)]
 
     def count(self, pipeline: str) -> int:
         """How many runs of a pipeline there are."""
@@ -48,6 +52,23 @@ class Active:
             if run.job_name == job or wanted & set(run.asset_selection or ()):
                 return f"run {run.run_id[:8]} is {run.status.value.lower()}"
         return None
+
+
+def _abandoned(run: DagsterRun) -> bool:
+    """Whether the code server that watches over a run on this machine is gone, as after a power cut: such a run stays
+    "started" for ever. A run of another machine or launcher is taken at its word."""
+    place = json.loads(run.tags.get(GRPC_INFO_TAG) or "{}")
+    path = place.get("socket")
+    if run.status == DagsterRunStatus.QUEUED or path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def asked_for(instance: DagsterInstance, pipeline: str, job: str) -> Sequence[RunRecord]:

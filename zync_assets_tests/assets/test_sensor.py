@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from dagster import (
     SensorResult,
     build_sensor_context,
 )
+from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets.assets import facts, names, sensor
 from zync_assets.assets.build import build_definitions
@@ -160,6 +163,21 @@ def test_a_step_under_way_is_not_asked_for_again(rig: Rig, ticks: Ticks) -> None
     assert waiting.run_requests == []
     assert waiting.skip_reason is not None
     assert f"run {run.run_id[:8]} is started" in (waiting.skip_reason.skip_message or "")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, tmp_path: Path, alive: bool) -> None:
+    settled(rig, ticks)
+    rig.send(rig.payments, payments(1))
+    job = rig.definitions.resolve_job_def(names.ingest_job(rig.payments))
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        if alive:
+            server.listen()
+        tags = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(path)})}
+        rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
+        assert jobs(ticks()) == ([] if alive else [names.ingest_job(rig.payments)])
 
 
 def test_a_failed_step_is_asked_for_again_later(rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
