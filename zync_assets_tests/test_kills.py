@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging
@@ -33,9 +33,12 @@ def any_file(shop: Shop, pattern: str) -> bool:
 
 
 def records_in(shop: Shop, topic: str) -> int:
+    """The high watermark; 0 while there is no topic."""
     consumer = Consumer({"bootstrap.servers": shop.servers, "group.id": "tests", "log_level": 0})
     try:
         return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)[1]
+    except KafkaException:
+        return 0
     finally:
         consumer.close()
 
@@ -129,10 +132,4 @@ def assert_unfinished(shop: Shop, step: str, name: str) -> None:
     else:
         assert staging is not None
         ends = {topic: position.next for (topic, _), position in staging.head.outputs.items()}
-        assert any(records_in(shop, topic) < end for topic, end in ends.items() if topic_there(shop, topic)), name
-
-
-def topic_there(shop: Shop, topic: str) -> bool:
-    from zync_assets.kafka.topics import topic_states
-
-    return topic in topic_states(shop.pipeline.kafka, [topic])
+        assert any(records_in(shop, topic) < end for topic, end in ends.items()), name

@@ -6,7 +6,7 @@ the next offset are left over from a writer that did not get to commit, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zync_assets.errors import CommitConflict
 from zync_assets.lake import storage, tables
@@ -17,14 +17,21 @@ _NUMBER = "zync:quarantine"
 
 
 def replace_uncounted(
-    lake: str, pool: str, topic: str, upcoming: Mapping[int, int], files: Sequence[DataFile]
+    lake: str,
+    pool: str,
+    topic: str,
+    upcoming: Mapping[int, int],
+    files: Sequence[DataFile],
+    check: Callable[[], None] = lambda: None,
 ) -> list[DataFile]:
     """Commit quarantine files, in place of those at or past the raw table's next offsets (``upcoming``).
 
-    Returns the files taken out: a writer that then loses the race for the raw table puts them back with ``restore``.
+    ``check`` is called once the table is opened, and raises CommitConflict if the raw table's next offsets are others by
+    now: a writer that comes after that conflicts here, since ``settle`` commits too. Returns the files taken out.
     """
     uri = storage.quarantine_uri(lake, pool, topic)
     opened = tables.open_table(uri)
+    check()
     if opened is None:
         if files:
             tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1})
@@ -35,22 +42,21 @@ def replace_uncounted(
     return stale
 
 
-def restore(lake: str, pool: str, topic: str, upcoming: Mapping[int, int], removed: Sequence[DataFile]) -> None:
-    """Put back what ``replace_uncounted`` took out, as far as the raw table has counted it meanwhile."""
+def settle(lake: str, pool: str, topic: str, kept: Sequence[DataFile], dropped: Sequence[DataFile]) -> None:
+    """After the race for the raw table: make sure that ``kept`` is there and ``dropped`` is not.
+
+    The winner keeps its own files, which a loser may have taken out a moment before; a loser puts back what it took out
+    and counts by now, and drops its own.
+    """
     while True:
         opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
         if opened is None:
             return
         present = {item.path for item in tables.list_files(opened)}
-        wanted = [
-            item
-            for item in removed
-            if item.path not in present and (item.last or 0) < upcoming.get(item.partition or 0, 0)
-        ]
-        if not wanted:
-            return
+        absent = [item for item in kept if item.path not in present]
+        wrong = [item for item in dropped if item.path in present]
         try:
-            tables.commit(opened, wanted, {_NUMBER: (opened.number(_NUMBER) or 0) + 1})
+            tables.commit(opened, absent, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=wrong)
             return
         except CommitConflict:
             continue  # another writer of the side table was first; look again

@@ -176,7 +176,15 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     bad_counts: dict[int, int] = {}
     for found in bad:
         bad_counts[found.partition or 0] = bad_counts.get(found.partition or 0, 0) + found.records
-    removed = quarantine.replace_uncounted(lake, pool, topic, before, bad)
+
+    def still_first() -> None:
+        now = raw.open_raw(lake, pool, topic)
+        if (now.next if now else {}) != (plan.state.next if plan.state else {}):
+            raise CommitConflict(
+                f"table {storage.raw_uri(lake, pool, topic)}: another writer committed first; run again"
+            )
+
+    removed = quarantine.replace_uncounted(lake, pool, topic, before, bad, still_first)
     try:
         raw.commit_raw(
             lake,
@@ -192,8 +200,11 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         )
     except CommitConflict:
         now = raw.open_raw(lake, pool, topic)
-        quarantine.restore(lake, pool, topic, now.next if now else {}, removed)
+        counted = [item for item in removed if now and (item.first or 0) < now.next.get(item.partition or 0, 0)]
+        quarantine.settle(lake, pool, topic, counted, bad)
         raise
+    if bad:
+        quarantine.settle(lake, pool, topic, bad, [])
     return RawCommit(
         topic,
         plan.ranges,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zync_assets.lake.quarantine import quarantine_files, replace_uncounted, restore
+import pytest
+
+from zync_assets.errors import CommitConflict
+from zync_assets.lake.quarantine import quarantine_files, replace_uncounted, settle
 from zync_assets.lake.storage import quarantine_uri
 from zync_assets.lake.tables import DataFile
 from zync_assets_tests.lake.rows import bad_records, file
@@ -49,10 +52,30 @@ def test_an_attempt_without_bad_records_clears_what_the_one_before_left(tmp_path
     assert counted(tmp_path, {0: 10}) == []
 
 
-def test_the_loser_of_a_race_puts_back_what_counts_by_now(tmp_path: Path) -> None:
+def test_the_loser_of_a_race_puts_back_what_counts_by_now_and_takes_its_own_out(tmp_path: Path) -> None:
     replace(tmp_path, {0: 0}, written(tmp_path, 3))
-    removed = replace(tmp_path, {0: 0}, written(tmp_path, 5))
+    mine = written(tmp_path, 2, 5)
+    removed = replace(tmp_path, {0: 0}, mine)
     assert [item.first for item in removed] == [3]
     # The other one's raw commit came first, up to offset 4: its entry counts.
-    restore(str(tmp_path), *PLACE, {0: 4}, removed)
+    settle(str(tmp_path), *PLACE, removed, [mine])
     assert counted(tmp_path, {0: 4}) == [(0, 3)]
+
+
+def test_the_winner_finds_its_entries_again_where_a_killed_loser_took_them_out(tmp_path: Path) -> None:
+    mine = written(tmp_path, 3)
+    replace(tmp_path, {0: 0}, mine)
+    replace(tmp_path, {0: 0})
+    settle(str(tmp_path), *PLACE, [mine], [])
+    assert counted(tmp_path, {0: 4}) == [(0, 3)]
+
+
+def test_a_writer_that_opened_the_table_before_the_winner_settled_conflicts(tmp_path: Path) -> None:
+    """The winner commits to the side table once more after its raw commit, so nobody can take its entries out late."""
+    mine = written(tmp_path, 3)
+    replace(tmp_path, {0: 0}, mine)
+    with pytest.raises(CommitConflict):
+        replace_uncounted(
+            str(tmp_path), *PLACE, {0: 0}, [written(tmp_path, 4)], lambda: settle(str(tmp_path), *PLACE, [mine], [])
+        )
+    assert counted(tmp_path, {0: 9}) == [(0, 3)]

@@ -35,8 +35,10 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
 
 RULES = """
 transforms:
-  - {name: first, type: stateless, in: $left, where: value.v = 'a', out: $out, key: in.key, value: {id: in.value.id, by: "'first'"}}
-  - {name: second, type: stateless, in: $left, where: value.id > 1, out: $out, key: in.key, value: {id: in.value.id, by: "'second'"}}
+  - {name: first, type: stateless, in: $left, where: value.v = 'a', out: $out, key: in.key,
+     value: {id: in.value.id, by: "'first'"}}
+  - {name: second, type: stateless, in: $left, where: value.id > 1, out: $out, key: in.key,
+     value: {id: in.value.id, by: "'second'"}}
   - {name: gone, type: stateless, in: $left, where: value IS NULL AND key = 'gone', out: $out, key: in.key, value: null}
   - {name: rest, type: stateless, in: $right, out: $out, key: in.key, value: {id: in.value.id, by: "'rest'"}}
 """
@@ -122,7 +124,8 @@ def test_a_late_side_is_joined_whichever_it_is_and_one_that_has_no_table_yet(mak
 def test_outputs_come_in_the_order_in_which_they_became_possible(make: Make) -> None:
     """By the latest time of their inputs, then the completing input's place, partition and offset."""
     update = """
-  - {name: update, type: stateless, in: $right, where: value.op = 'u', out: $out, key: in.key, value: {id: in.value.id, r: in.value.v}}
+  - {name: update, type: stateless, in: $right, where: value.op = 'u', out: $out, key: in.key,
+     value: {id: in.value.id, r: in.value.v}}
 """
     it = make(BOTH + JOIN.replace("left: $left", "where: value.op = 'c'\n    left: $left") + update)
     it.send(it.left, row(1, "a"), row(2, "b"), row(3, "c"), times=[1000, 1001, 1500])

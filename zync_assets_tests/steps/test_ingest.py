@@ -1,0 +1,312 @@
+"""Ingest on real topics: what is new, what may not be, and what Kafka's offsets look like when they have gaps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewPartitions
+
+from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.lake.quarantine import quarantine_files
+from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
+from zync_assets.steps.ingest import commit_raw, plan_ingest, read_input
+from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Make = Callable[..., Mini]
+
+
+@pytest.fixture
+def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Make:
+    """``make()``: a pipeline with topics of its own; ``left``: more keys for the left input."""
+
+    def made(left: str = "", partitions: int = 1) -> Mini:
+        text = BOTH.replace("topic: $left, ", f"topic: $left, {left}") + JOIN
+        return mini(services, spark, tmp_path, unique, text, partitions)
+
+    return made
+
+
+def places(it: Mini) -> list[tuple[int, int]]:
+    return [(found["kafka"]["partition"], found["kafka"]["offset"]) for found in it.raw(it.left)]
+
+
+def delete_before(it: Mini, offset: int) -> None:
+    """What retention does, at once."""
+    admin = AdminClient(dict(it.pipeline.kafka))
+    place = TopicPartition(it.left, 0, offset)
+    for future in admin.delete_records([place]).values():
+        future.result(10)
+
+
+def test_records_come_whole_and_each_once(make: Make) -> None:
+    it = make(partitions=2)
+    it.send(it.left, row(1, "a"), ("k", None), (None, row(None)), times=[5, 9, 7])
+    it.send(it.left, row(2), partition=1)
+    commit = it.ingest(it.left)[it.left]
+    assert (commit.records, commit.quarantined, dict(commit.until)) == (4, 0, {0: 3, 1: 1})
+    assert it.ingest(it.left) == {}
+    it.send(it.left, row(3), partition=1)
+    it.ingest(it.left)
+    rows = it.raw(it.left)
+    assert places(it) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [found["key"] for found in rows] == ["k0", "k", None, "k0", "k0"]
+    assert [found["value"] for found in rows[:3]] == [row(1, "a"), None, row(None)]
+    assert [int(found["kafka"]["time"].timestamp() * 1000) for found in rows[:3]] == [5, 9, 9]
+    assert [int(found["kafka"]["timestamp"].timestamp() * 1000) for found in rows[:3]] == [5, 9, 7]
+
+
+def test_an_empty_topic_beside_a_full_one_is_nothing_to_wait_for(make: Make) -> None:
+    it = make(partitions=2)
+    it.send(it.left, row(1), partition=1)
+    assert set(it.ingest()) == {it.left, it.right}
+    assert it.next(it.left) == {0: 0, 1: 1}
+    assert it.next(it.right) == {0: 0, 1: 0}
+    assert it.ingest() == {}
+    it.send(it.right, row(1))
+    it.step()
+    assert it.values() == [{"id": 1, "l": "", "r": ""}]
+
+
+def test_a_topic_that_is_not_there_is_an_error(make: Make) -> None:
+    it = make()
+    delete_topic(it.pipeline.kafka, it.left)
+    with pytest.raises(TopicMissing, match=it.left):
+        it.ingest(it.left)
+
+
+def test_a_topic_that_was_created_again_is_an_error(make: Make) -> None:
+    it = make()
+    it.send(it.left, row(1))
+    it.ingest(it.left)
+    delete_topic(it.pipeline.kafka, it.left)
+    create_topic(it.pipeline.kafka, it.left, 1, 1, {})
+    it.send(it.left, row(2), row(3))
+    with pytest.raises(TopicRecreated, match="deleted and created again"):
+        it.ingest(it.left)
+    assert places(it) == [(0, 0)]
+
+
+def test_what_retention_took_is_an_error(make: Make) -> None:
+    it = make()
+    it.send(it.left, *[row(number) for number in range(4)])
+    it.ingest(it.left)
+    it.send(it.left, *[row(number) for number in range(4)])
+    delete_before(it, 6)
+    with pytest.raises(DataLoss, match="next offset 4 is below the low watermark 6; 2 offsets are gone"):
+        it.ingest(it.left)
+    assert it.next(it.left) == {0: 4}
+
+
+def test_what_retention_took_is_accounted_for_where_the_file_accepts_it(make: Make) -> None:
+    it = make("on-data-loss: continue, ")
+    it.send(it.left, *[row(number) for number in range(4)])
+    it.step()
+    it.send(it.left, *[row(number) for number in range(4)])
+    delete_before(it, 6)
+    it.step()
+    assert places(it) == [(0, offset) for offset in (0, 1, 2, 3, 6, 7)]
+    dropped = [(found["first"], found["end"]) for found in it.ledger("dropped")]
+    assert dropped == [(4, 6)]
+    assert it.classes(it.left) == {"pending": 6}
+
+
+def test_retention_before_the_first_ingest_is_no_loss(make: Make) -> None:
+    it = make()
+    it.send(it.left, *[row(number) for number in range(4)])
+    delete_before(it, 2)
+    it.ingest(it.left)
+    assert places(it) == [(0, 2), (0, 3)]
+
+
+def test_a_partition_that_is_added_later_begins_at_its_start(make: Make) -> None:
+    it = make("from: latest, ")
+    it.send(it.left, row(1))
+    it.ingest(it.left)
+    assert it.raw(it.left) == []
+    admin = AdminClient(dict(it.pipeline.kafka))
+    for future in admin.create_partitions([NewPartitions(it.left, 3)]).values():
+        future.result(10)
+    give_up = time.monotonic() + 20
+    while len(topic_states(it.pipeline.kafka, [it.left])[it.left].partitions) < 3 and time.monotonic() < give_up:
+        time.sleep(0.05)
+    it.send(it.left, row(2), partition=2)
+    it.send(it.left, row(3))
+    it.ingest(it.left)
+    assert places(it) == [(0, 1), (2, 0)]
+    assert it.next(it.left) == {0: 2, 1: 0, 2: 1}
+
+
+def test_a_topic_may_begin_at_a_time(make: Make) -> None:
+    it = make("from: 2023-11-14T22:13:20.002Z, ")
+    it.send(it.left, *[row(number) for number in range(4)])
+    it.ingest(it.left)
+    assert places(it) == [(0, 2), (0, 3)]
+
+
+def test_aborted_transactions_and_markers_leave_gaps(make: Make, unique: str) -> None:
+    it = make()
+    producer = Producer({**it.pipeline.kafka, "transactional.id": unique, "log_level": 0})
+    producer.init_transactions(20)
+    for number, commit in enumerate([True, False, True]):
+        producer.begin_transaction()
+        for again in range(2):
+            producer.produce(it.left, json.dumps(row(10 * number + again)).encode(), b"k", 0)
+        producer.flush(10)
+        if commit:
+            producer.commit_transaction(10)
+        else:
+            producer.abort_transaction(10)
+    await_end(it, 9)
+    it.step()
+    assert [found["value"]["id"] for found in it.raw(it.left)] == [0, 1, 20, 21]
+    assert places(it) == [(0, 0), (0, 1), (0, 6), (0, 7)]
+    assert it.next(it.left) == {0: 9}
+    assert it.classes(it.left) == {"pending": 4}
+
+    # An open transaction: its records are not there yet, nor is what comes after them.
+    producer.begin_transaction()
+    producer.produce(it.left, json.dumps(row(30)).encode(), b"k", 0)
+    producer.flush(10)
+    it.send(it.left, row(31))
+    assert it.ingest(it.left) == {}
+    producer.abort_transaction(10)
+    await_end(it, 12)
+    it.step()
+    assert [found["value"]["id"] for found in it.raw(it.left)][4:] == [31]
+    assert it.classes(it.left) == {"pending": 5}
+
+
+def await_end(it: Mini, end: int) -> None:
+    """A transaction is over a moment before its marker is written."""
+    give_up = time.monotonic() + 20
+    while topic_states(it.pipeline.kafka, [it.left])[it.left].partitions[0].end < end:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def test_a_range_of_nothing_but_aborted_records_is_passed(make: Make, unique: str) -> None:
+    it = make()
+    producer = Producer({**it.pipeline.kafka, "transactional.id": unique, "log_level": 0})
+    producer.init_transactions(20)
+    producer.begin_transaction()
+    producer.produce(it.left, b"{}", b"k", 0)
+    producer.flush(10)
+    producer.abort_transaction(10)
+    await_end(it, 2)
+    it.step()
+    assert it.next(it.left) == {0: 2}
+    assert it.head.seen(it.left) == {0: 2}
+    assert it.ingest(it.left) == {}
+
+
+def test_a_timestamp_in_the_future_counts_as_the_time_of_ingest(make: Make) -> None:
+    it = make()
+    soon = int(time.time() * 1000) + 1_800_000
+    it.send(it.left, row(1), row(2), times=[soon, 1000])
+    it.ingest(it.left)
+    times = [int(found["kafka"]["time"].timestamp() * 1000) for found in it.raw(it.left)]
+    assert times[0] == times[1] < soon
+    assert times[0] > soon - 1_800_000 - 60_000
+    assert int(it.raw(it.left)[0]["kafka"]["timestamp"].timestamp() * 1000) == soon
+
+
+def test_a_bad_record_s_timestamp_moves_no_other_record_s_time(make: Make) -> None:
+    """Else it would depend on where batches are cut: across files only good records' times are known."""
+    it = make()
+    it.send(it.left, row(1), b"garbage", row(2), times=[1000, 9000, 2000])
+    it.ingest(it.left)
+    assert [int(found["kafka"]["time"].timestamp() * 1000) for found in it.raw(it.left)] == [1000, 2000]
+
+
+def test_of_two_ingests_from_one_state_one_is_committed_with_its_quarantine(make: Make) -> None:
+    it = make()
+    it.send(it.left, row(0))
+    it.ingest(it.left)
+    it.send(it.left, row(1), b"garbage", row(2))
+    one = plan_ingest(it.pipeline, it.left)
+    it.send(it.left, b"garbage too")
+    other = plan_ingest(it.pipeline, it.left)
+    commit_raw(it.pipeline, read_input(it.spark, it.pipeline, one))
+    with pytest.raises(CommitConflict):
+        commit_raw(it.pipeline, read_input(it.spark, it.pipeline, other))
+    assert it.next(it.left) == {0: 4}
+    assert places(it) == [(0, 0), (0, 1), (0, 3)]
+    assert quarantined(it) == [2]
+    it.ingest(it.left)
+    assert quarantined(it) == [2, 4]
+
+
+def quarantined(it: Mini) -> list[int]:
+    import pyarrow.parquet as pq
+
+    files = quarantine_files(it.lake, "Raw", it.left, it.next(it.left))
+    found = [
+        entry["kafka"]["offset"]
+        for item in files
+        for entry in pq.read_table(f"{it.lake}/~quarantine/Raw/{it.left}/{item.path}").to_pylist()
+    ]
+    return sorted(offset for offset in found if offset < it.next(it.left)[0])
+
+
+def test_a_batch_may_be_narrowed_and_limited(make: Make) -> None:
+    it = make(partitions=2)
+    for partition in range(2):
+        it.send(it.left, *[row(number) for number in range(5)], partition=partition)
+    plan = plan_ingest(it.pipeline, it.left, within=[OffsetRange(1, 0, 3)])
+    commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
+    assert it.next(it.left) == {0: 0, 1: 3}
+    plan = plan_ingest(it.pipeline, it.left, limit=4)
+    assert plan.lag == 7
+    assert plan.ranges == (OffsetRange(0, 0, 2), OffsetRange(1, 3, 5))
+    commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
+    it.ingest(it.left)
+    assert places(it) == [(partition, offset) for partition in range(2) for offset in range(5)]
+
+
+AVRO = BOTH.replace('value-format: json, schema: "op string, id bigint, v string"', "value-format: avro")
+
+
+def test_writers_with_several_schemas_share_a_range_and_added_fields_widen_the_table(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    from zync_assets.kafka.registry import Registry
+    from zync_assets.pipeline import RegistryConfig
+    from zync_assets_tests.checks.chain import framed
+
+    it = mini(services, spark, tmp_path, unique, AVRO + JOIN)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def writer(*extra: dict[str, Any]) -> Callable[[dict[str, Any]], bytes]:
+        fields = [{"name": "id", "type": "long"}, {"name": "v", "type": "string"}, *extra]
+        schema = {"type": "record", "name": "Row", "fields": fields}
+        number = registry.register(f"{it.left}-value", json.dumps(schema))
+        return lambda value: framed(number, schema, value)
+
+    note = {"name": "note", "type": ["null", "string"], "default": None}
+    vip = {"name": "deep", "default": None, "type": ["null", {"type": "record", "name": "Deep", "fields": [
+        {"name": "vip", "type": "boolean"}]}]}  # fmt: skip
+    old, new, newest = writer(), writer(note), writer(note, vip)
+    it.send(it.left, old({"id": 1, "v": "a"}), new({"id": 2, "v": "b", "note": "n"}), old({"id": 3, "v": "c"}))
+    it.ingest(it.left)
+    it.send(it.left, newest({"id": 4, "v": "d", "note": None, "deep": {"vip": True}}), old({"id": 5, "v": "e"}))
+    commit = it.ingest(it.left)[it.left]
+    assert set(commit.added_fields) == {"value.deep", "value.deep.vip"}
+    assert [found["value"] for found in it.raw(it.left)] == [
+        {"id": 1, "v": "a", "note": None, "deep": None},
+        {"id": 2, "v": "b", "note": "n", "deep": None},
+        {"id": 3, "v": "c", "note": None, "deep": None},
+        {"id": 4, "v": "d", "note": None, "deep": {"vip": True}},
+        {"id": 5, "v": "e", "note": None, "deep": None},
+    ]
+    assert len({found["value_schema_id"] for found in it.raw(it.left)}) == 3
