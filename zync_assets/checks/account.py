@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.checks.columns import integers, read_columns
+from zync_assets.compute import pc
 from zync_assets.lake.staging import StagingState
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")

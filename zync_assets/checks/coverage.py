@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.checks.account import CLASSES, DONE, PENDING, Facts, read_facts
 from zync_assets.checks.columns import HeldOffsets, integers, read_columns
 from zync_assets.checks.marks import CHUNK, Marks
 from zync_assets.checks.quarantined import read_quarantine, touches
 from zync_assets.checks.result import Number
+from zync_assets.compute import pc
 from zync_assets.lake import raw
 from zync_assets.lake.staging import Position, StagingState
 from zync_assets.offsets import OffsetRange

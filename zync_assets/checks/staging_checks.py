@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.checks import coverage
 from zync_assets.checks.account import read_facts
 from zync_assets.checks.columns import DamagedFile, positions, read_columns
 from zync_assets.checks.result import CheckResult, Number, conclude
+from zync_assets.compute import pc
 from zync_assets.lake import raw, staging
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.staging import StagingState

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.checks.columns import integers
 from zync_assets.checks.result import CheckResult, Number, conclude
+from zync_assets.compute import pc
 from zync_assets.errors import LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states

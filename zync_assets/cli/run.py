@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,7 @@ def _report_one(made: RawCommit | EtlCommit | PublishCommit, fmt: Format) -> Non
 
 
 @contextmanager
-def _progress() -> Iterator[Told]:
+def _progress() -> Generator[Told]:
     """A line on stderr with records, rate and time left, where a person watches; else nothing."""
     from zync_assets.steps.loops import quiet
 

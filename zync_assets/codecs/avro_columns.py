@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.avro_schema import Node
 from zync_assets.codecs.avro_types import members, plain_type
@@ -31,6 +30,7 @@ from zync_assets.codecs.nested import (
     struct_of,
     validity_buffer,
 )
+from zync_assets.compute import pc
 
 Ints = npt.NDArray[np.int64]
 

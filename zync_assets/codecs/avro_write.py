@@ -16,11 +16,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.avro_schema import Node, is_hollow
 from zync_assets.codecs.avro_types import members
 from zync_assets.codecs.nested import Mask, is_valid, list_parts, spread
+from zync_assets.compute import pc
 
 Bytes = npt.NDArray[np.uint8]
 

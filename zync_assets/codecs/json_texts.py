@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.nested import list_parts
+from zync_assets.compute import pc
 
 
 def json_texts(values: pa.Array) -> pa.Array:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.avro_schema import Node
 from zync_assets.codecs.avro_types import MAX_DECIMAL, TIMESTAMP, lake_type, members, plain_type
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of, validity_buffer
+from zync_assets.compute import pc
 
 Convert = Callable[[Node, pa.Array], pa.Array]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of
+from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 
 _WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {

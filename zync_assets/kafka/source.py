@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from zync_assets.codecs.decode import BadRecord, Decoder, make_decoder
+from zync_assets.compute import pc
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.offsets import OffsetRange

@@ -10,8 +10,8 @@ import uuid
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from zync_assets.compute import pc
 from zync_assets.lake import staging
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.lake.tables import DataFile
@@ -90,4 +90,3 @@ def _merged(rows: pa.Table) -> pa.Table:
             pa.table({item.name: columns.get(item.name, pa.nulls(size, item.type)) for item in kinds}, schema=kinds)
         )
     return pa.concat_tables(parts) if parts else kinds.empty_table()
-

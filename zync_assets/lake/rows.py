@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zync_assets.compute import pc
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 from zync_assets.lake.tables import DataFile

@@ -34,9 +34,9 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zync_assets.compute import pc
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from types import TracebackType
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from zync_assets.compute import pc
 from zync_assets.lake import storage
 from zync_assets.lake.tables import DataFile
 

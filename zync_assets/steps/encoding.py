@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import zip_longest
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.encode import Encoder, make_encoder
+from zync_assets.compute import pc
 from zync_assets.errors import LakeError, SchemaError
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import staging, storage

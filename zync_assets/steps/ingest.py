@@ -8,7 +8,7 @@ commit_raw    files, quarantine and next offsets, once
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ class RawBatch:
             raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
         schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
 
-        def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for index in indexes(batches):
                 for chunk in read_chunks(source, parts[index], now):
                     yield pa.RecordBatch.from_arrays(

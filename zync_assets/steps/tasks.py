@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
     to their end first, so that none is still at work when this returns.
     """
 
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index in indexes(batches):
             try:
                 found: object = work(index)
@@ -48,7 +48,7 @@ def task_frame(spark: SparkSession, count: int) -> DataFrame:
     return spark.range(0, count, 1, max(1, count))
 
 
-def indexes(batches: Iterator[pa.RecordBatch]) -> Iterator[int]:
+def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
     """The ids of a ``task_frame`` within one task."""
     for batch in batches:
         yield from batch.column(0).to_pylist()
