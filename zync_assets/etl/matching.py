@@ -88,54 +88,53 @@ def has_schema(frame: DataFrame) -> bool:
     return frame.schema["value"].dataType.simpleString() != "void"
 
 
-def left_over(taken: Taken, ours: Sequence[bool]) -> DataFrame:
-    """The records that no rule of this pool takes: unmatched, or dropped where the file says so. A tombstone that no
-    rule takes is dropped: Debezium writes one after each delete. ``ours``: whether each rule is of this pool.
+def singles(
+    taken: Taken, rules: Sequence[Rule], targets: Mapping[int, Target], joined: Sequence[int], untyped: Sequence[int]
+) -> DataFrame:
+    """What becomes of a topic's new records, but for those that a denorm rule takes; all in one pass over them.
 
-    Has every column of a result frame but the outputs' own, so that a batch without outputs has them too."""
+    ``targets``: the pool's stateless rules, by index; ``joined``: its denorm rules, whose records are not in the result;
+    ``untyped``: rules whose types can't be told yet, so that they must take no record (kind ``untyped``). Records of other
+    pools' rules are dropped here. What no rule takes is unmatched, or dropped where the file says so; so is a tombstone
+    that no rule takes, since Debezium writes one after each delete.
+    """
     from pyspark.sql import functions as F
 
-    others = [index for index, own in enumerate(ours) if not own]
+    index = F.col("taken")
+    frame = taken.frame.filter(index.isNull() | ~index.isin(list(joined))) if joined else taken.frame
+    frame = frame.select(F.struct(*SIDES).alias("in"), "time", "taken")
     fate = F.lit("dropped" if taken.item.unmatched == "drop" else "unmatched")
-    elsewhere = F.col("taken").isin(others) if others else F.lit(False)
-    kind = F.when(elsewhere | F.col("value").isNull(), F.lit("dropped")).otherwise(fate)
-    frame = taken.frame.filter(F.col("taken").isNull() | elsewhere)
-    absent = [F.lit(None).cast("string").alias(name) for name in ("out", "rule", "schema")]
+    lost = index.isNotNull() | F.col("in.value").isNull()
+    kind = F.when(index.isin(list(targets)), "out") if targets else F.when(F.lit(False), "out")
+    kind = kind.when(index.isin(list(untyped)), "untyped") if untyped else kind
+    texts = {
+        "out": {place: rules[place].out for place in targets},
+        "rule": {place: rules[place].name for place in [*targets, *untyped]},
+        "schema": {place: target.fingerprint for place, target in targets.items()},
+    }
+    columns: dict[str, Column] = {}
+    for place, target in targets.items():
+        for made, name in _columns(rules[place], target):
+            chosen = columns.get(name)
+            columns[name] = F.when(index == place, made) if chosen is None else chosen.when(index == place, made)
     return frame.select(
-        kind.alias("kind"),
-        *absent,
-        _order(F.col("time"), taken.place, F.col("kafka")).alias("ord"),
-        _single(F.col("kafka"), False),
-        F.lit(None).cast("long").alias("hash"),
-    )
-
-
-def stateless_outputs(rule: Stateless, index: int, taken: Taken, target: Target) -> DataFrame:
-    """One output for each record that the rule takes."""
-    from pyspark.sql import functions as F
-
-    frame = in_frame(taken.frame.filter(F.col("taken") == index), "in")
-    return frame.select(
-        F.lit("out").alias("kind"),
-        F.lit(rule.out).alias("out"),
-        F.lit(rule.name).alias("rule"),
-        F.lit(target.fingerprint).alias("schema"),
+        kind.when(lost, "dropped").otherwise(fate).alias("kind"),
+        *(_chosen(choice).alias(name) for name, choice in texts.items()),
         _order(F.col("time"), taken.place, F.col("in.kafka")).alias("ord"),
         _single(F.col("in.kafka"), False),
-        *_columns(rule, target),
+        F.lit(None).cast("long").alias("hash"),
+        *(column.alias(name) for name, column in columns.items()),
     )
 
 
-def untyped(rule: Rule, index: int, taken: Taken) -> DataFrame:
-    """The records of a rule whose types can't be told yet; there must be none."""
+def _chosen(choice: Mapping[int, str]) -> Column:
+    """The text of the rule that takes the record; null for other rules."""
     from pyspark.sql import functions as F
 
-    return taken.frame.filter(F.col("taken") == index).select(
-        F.lit("untyped").alias("kind"),
-        F.lit(rule.name).alias("rule"),
-        _order(F.col("time"), taken.place, F.col("kafka")).alias("ord"),
-        _single(F.col("kafka"), False),
-    )
+    column = F.lit(None).cast("string")
+    for place, text in choice.items():
+        column = F.when(F.col("taken") == place, text).otherwise(column)
+    return column
 
 
 def in_frame(frame: DataFrame, name: str) -> DataFrame:
@@ -203,7 +202,7 @@ def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str,
         .otherwise(F.array(F.when(has["left"], own["left"]).otherwise(own["right"])))
         .alias("source"),
         F.when(~both, F.coalesce("left_hash", "right_hash")).alias("hash"),
-        *_columns(rule, target, both),
+        *(F.when(both, made).alias(name) for made, name in _columns(rule, target)),
     )
     nulls = [null_keys(rule, frame, side, places[getattr(rule, side)]) for side, frame in sides.items()]
     return union([results, *nulls])
@@ -285,13 +284,12 @@ def _pending(rule: Denorm, order: Column, kafka: Column, key_hash: Column) -> li
     ]
 
 
-def _columns(rule: Rule, target: Target, only: Column | None = None) -> list[Column]:
-    """The rule's key and value in the topic's columns; where ``only`` does not hold, nothing is evaluated."""
+def _columns(rule: Rule, target: Target) -> list[tuple[Column, str]]:
+    """The rule's key and value as the topic's columns, each with its name."""
     from pyspark.sql import functions as F
 
-    columns: list[Column] = []
-    for shape, side in ((rule.key, target.key), (rule.value, target.value)):
-        if side is not None:
-            made = project(F.expr(shape_sql(shape)), side[1], side[2])
-            columns.append((made if only is None else F.when(only, made)).alias(side[0]))
-    return columns
+    return [
+        (project(F.expr(shape_sql(shape)), side[1], side[2]), side[0])
+        for shape, side in ((rule.key, target.key), (rule.value, target.value))
+        if side is not None
+    ]

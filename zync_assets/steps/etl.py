@@ -27,7 +27,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, new_ranges
-from zync_assets.pipeline import Denorm, Output, Pipeline, Stateless
+from zync_assets.pipeline import Denorm, Output, Pipeline
 from zync_assets.steps.outputs import OutputType, output_types
 
 if TYPE_CHECKING:
@@ -183,18 +183,23 @@ class _Run:
             for topic, frame in frames.items()
             if self.plan.ranges[topic]
         }
-        parts = [matching.left_over(item, self.ours) for item in taken.values()]
-        for index, rule in enumerate(self.rules):
-            if not self.ours[index]:
-                continue
-            if rule.name in types[rule.out].untyped:
-                parts += [matching.untyped(rule, index, taken[topic]) for topic in rule.topics if topic in taken]
-            elif isinstance(rule, Stateless):
-                if rule.input in taken and matching.has_schema(frames[rule.input]):
-                    target = types[rule.out].target(rule.name)
-                    parts.append(matching.stateless_outputs(rule, index, taken[rule.input], target))
-            else:
-                parts += self._denorm(rule, index, frames, taken, types)
+        own = {index: rule for index, rule in enumerate(self.rules) if self.ours[index]}
+        untyped = [index for index, rule in own.items() if rule.name in types[rule.out].untyped]
+        joins = {i: rule for i, rule in own.items() if isinstance(rule, Denorm) and i not in untyped}
+        typed = {i: rule for i, rule in own.items() if rule.name in types[rule.out].targets and i not in joins}
+        targets = {index: types[rule.out].target(rule.name) for index, rule in typed.items() if index not in untyped}
+        parts = [
+            matching.singles(
+                item,
+                self.rules,
+                {index: target for index, target in targets.items() if topic in self.rules[index].topics},
+                [index for index, rule in joins.items() if topic in rule.topics],
+                [index for index in untyped if topic in self.rules[index].topics],
+            )
+            for topic, item in taken.items()
+        ]
+        for index, rule in joins.items():
+            parts += self._denorm(rule, index, frames, taken, types)
         return matching.union(parts)
 
     def _denorm(
