@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
@@ -51,14 +51,25 @@ def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str) -> DataT
     from pyspark.sql.types import NullType
 
     merged: DataType = NullType()
-    first = ""
+    owners: dict[str, str] = {}
     for who, kind in parts:
-        merged = _unify(merged, kind, f"topic {topic}, {side}", first, who)
-        first = first or who
+        merged = _unify(merged, kind, f"topic {topic}, {side}", owners, who)
+        _claim(kind, f"topic {topic}, {side}", owners, who)
     return merged
 
 
-def _unify(have: DataType, more: DataType, path: str, first: str, who: str) -> DataType:
+def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
+    """Note who was the first to give each field a type."""
+    from pyspark.sql.types import NullType, StructType
+
+    if not isinstance(kind, NullType):
+        owners.setdefault(path, who)
+    if isinstance(kind, StructType):
+        for item in kind:
+            _claim(item.dataType, f"{path}.{item.name}", owners, who)
+
+
+def _unify(have: DataType, more: DataType, path: str, owners: Mapping[str, str], who: str) -> DataType:
     from pyspark.sql.types import NullType, StructField, StructType
 
     if isinstance(have, NullType):
@@ -69,11 +80,11 @@ def _unify(have: DataType, more: DataType, path: str, first: str, who: str) -> D
         fields = {item.name: item.dataType for item in have}
         for item in more:
             known = fields.get(item.name, NullType())
-            fields[item.name] = _unify(known, item.dataType, f"{path}.{item.name}", first, who)
+            fields[item.name] = _unify(known, item.dataType, f"{path}.{item.name}", owners, who)
         return StructType([StructField(name, kind) for name, kind in fields.items()])
     raise EtlError(
-        f"{path} is {more.simpleString()} in {who} and {have.simpleString()} in {first}. A field of an output topic has one"
-        " type in all rules: CAST one of them."
+        f"{path} is {more.simpleString()} in {who} and {have.simpleString()} in {owners[path]}. A field of an output topic"
+        " has one type in all rules: CAST one of them."
     )
 
 

@@ -1,0 +1,91 @@
+"""The ledger of a batch covers the new offsets exactly once, in as few entries as can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.etl import ledger
+from zync_assets.etl.ledger import cut_at_strides, ledger_rows, whole_ranges
+from zync_assets.offsets import OffsetRange
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+FOUND = "kind string, topic string, partition int, first long, end long, rule string, hash long"
+
+
+def entries(
+    spark: SparkSession, ranges: dict[str, list[OffsetRange]], *found: tuple[Any, ...]
+) -> list[tuple[Any, ...]]:
+    frame = spark.createDataFrame([(*item, None, None)[:7] for item in found], FOUND)
+    rows = ledger_rows(spark, ranges, frame).collect()
+    return sorted((row.topic, row.partition, row.first, row.end, row.kind, row["count"]) for row in rows)
+
+
+def test_a_batch_in_which_all_is_done_is_a_range_a_partition() -> None:
+    rows = whole_ranges({"b": [OffsetRange(0, 5, 9), OffsetRange(1, 3, 3)], "a": [OffsetRange(2, 0, 1)]})
+    assert [(row["topic"], row["partition"], row["first"], row["end"]) for row in rows] == [
+        ("a", 2, 0, 1),
+        ("b", 0, 5, 9),
+    ]
+    assert {row["kind"] for row in rows} == {"done"}
+
+
+def test_what_is_between_the_exceptions_is_done(spark: SparkSession) -> None:
+    found = entries(
+        spark,
+        {"t": [OffsetRange(0, 10, 30)]},
+        ("unmatched", "t", 0, 10, 11),
+        ("unmatched", "t", 0, 11, 12),
+        ("pending", "t", 0, 15, 16, "rule", 7),
+        ("pending", "t", 0, 16, 17, "rule", 7),
+        ("dropped", "t", 0, 17, 18),
+        ("quarantined", "t", 0, 18, 19),
+        ("dropped", "t", 0, 29, 30),
+    )
+    assert found == [
+        ("t", 0, 10, 12, "unmatched", 2),
+        ("t", 0, 12, 15, "done", None),
+        ("t", 0, 15, 16, "pending", 1),
+        ("t", 0, 16, 17, "pending", 1),
+        ("t", 0, 17, 18, "dropped", 1),
+        ("t", 0, 18, 19, "quarantined", 1),
+        ("t", 0, 19, 29, "done", None),
+        ("t", 0, 29, 30, "dropped", 1),
+    ]
+
+
+def test_partitions_and_topics_do_not_meet(spark: SparkSession) -> None:
+    ranges = {"a": [OffsetRange(0, 0, 2), OffsetRange(1, 2, 4)], "b": [OffsetRange(0, 0, 1)]}
+    found = entries(spark, ranges, ("dropped", "a", 0, 1, 2), ("dropped", "a", 1, 2, 3))
+    assert [row[:5] for row in found] == [
+        ("a", 0, 0, 1, "done"),
+        ("a", 0, 1, 2, "dropped"),
+        ("a", 1, 2, 3, "dropped"),
+        ("a", 1, 3, 4, "done"),
+        ("b", 0, 0, 1, "done"),
+    ]
+
+
+def test_a_long_range_of_lost_offsets_is_one_entry_a_stride(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "STRIDE", 10)
+    lost = spark.createDataFrame(
+        [("dropped", "t", 0, 5, 32)], "kind string, topic string, partition int, first long, end long"
+    )
+    pieces = cut_at_strides(lost)
+    assert sorted((row["first"], row.end) for row in pieces.collect()) == [(5, 10), (10, 20), (20, 30), (30, 32)]
+    rows = ledger_rows(
+        spark, {"t": [OffsetRange(0, 5, 40)]}, pieces.selectExpr("*", "NULL AS rule", "NULL AS hash")
+    ).collect()
+    covered = sorted((row["first"], row.end, row.kind) for row in rows)
+    assert covered == [
+        (5, 10, "dropped"),
+        (10, 20, "dropped"),
+        (20, 30, "dropped"),
+        (30, 32, "dropped"),
+        (32, 40, "done"),
+    ]

@@ -1,0 +1,65 @@
+"""Shapes as SQL, and one type for an output topic over all its rules."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.sql.types import DataType, LongType, NullType, StringType, StructField, StructType
+
+from zync_assets.errors import EtlError
+from zync_assets.etl.shapes import own_type, shape_sql, unify, void_fields
+
+
+def struct(**fields: DataType) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in fields.items()])
+
+
+LONG, TEXT, VOID = LongType(), StringType(), NullType()
+
+
+def test_a_shape_is_one_expression() -> None:
+    assert shape_sql(None) == "NULL"
+    assert shape_sql("in.value.id") == "(in.value.id)"
+    assert shape_sql({"a": "x", "b": {"c": None}}) == "named_struct('a', (x), 'b', named_struct('c', NULL))"
+
+
+def test_a_field_s_name_may_hold_quotes() -> None:
+    assert shape_sql({"it's \\": "1"}) == "named_struct('it\\'s \\\\', (1))"
+
+
+def test_a_topic_s_type_has_the_fields_of_all_rules_in_the_order_in_which_they_come() -> None:
+    one, two = struct(id=LONG, deep=struct(a=TEXT)), struct(v=TEXT, deep=struct(b=LONG, a=VOID), id=LONG)
+    whole = unify([("rule one", one), ("rule two", two)], "t", "value")
+    assert whole == struct(id=LONG, deep=struct(a=TEXT, b=LONG), v=TEXT)
+
+
+def test_null_says_nothing_about_a_type() -> None:
+    assert unify([("a", VOID), ("b", TEXT), ("c", VOID)], "t", "key") == TEXT
+    assert unify([], "t", "key") == VOID
+
+
+@pytest.mark.parametrize("other", [TEXT, struct(x=LONG)])
+def test_two_types_for_one_field_name_the_topic_the_field_and_both_rules(other: DataType) -> None:
+    with pytest.raises(EtlError) as error:
+        unify(
+            [("rule one", struct(deep=struct(a=LONG))), ("rule two", struct(deep=struct(a=other)))], "out.rows", "value"
+        )
+    for word in ("out.rows", "value.deep.a", "bigint", other.simpleString(), "rule one", "rule two", "CAST"):
+        assert word in str(error.value)
+
+
+def test_the_error_names_the_rule_that_gave_the_field_its_type() -> None:
+    """Not merely the first rule of the topic, which may lack the field."""
+    parts = [("rule one", struct(id=LONG)), ("rule two", struct(v=LONG)), ("rule three", struct(v=TEXT))]
+    with pytest.raises(EtlError, match="string in rule three and bigint in rule two"):
+        unify(parts, "t", "value")
+
+
+def test_a_rule_keeps_its_own_fields_and_takes_the_type_of_a_null_from_the_topic() -> None:
+    whole = struct(id=LONG, v=TEXT, deep=struct(a=TEXT, b=LONG))
+    assert own_type(struct(deep=struct(b=VOID), id=LONG), whole) == struct(deep=struct(b=LONG), id=LONG)
+    assert own_type(VOID, whole) == whole
+
+
+def test_fields_without_a_type_are_named_by_their_paths() -> None:
+    assert void_fields(struct(a=VOID, deep=struct(b=LONG, c=VOID)), "value") == ["value.a", "value.deep.c"]
+    assert void_fields(struct(a=LONG), "value") == []

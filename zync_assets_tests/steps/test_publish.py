@@ -1,0 +1,183 @@
+"""Publishing on a real topic: the record at offset k is staging's, wherever a publisher stopped and whoever else wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Producer
+
+from zync_assets.errors import ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.lake.published import commit_published, open_published
+from zync_assets.local.services import Services
+from zync_assets.steps import publish as step
+from zync_assets.steps.publish import plan_publish, recreate_topic
+from zync_assets_tests.shop import read_topic
+from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RULE = """
+transforms:
+  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id, v: in.value.v}}
+"""
+Make = Callable[..., Mini]
+
+
+@pytest.fixture
+def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Make:
+    """``make(5)``: a pipeline with topics of its own and 5 staged records."""
+
+    def made(count: int, output: str = "") -> Mini:
+        text = BOTH.replace("topic: $out, ", f"topic: $out, {output}") + RULE
+        it = mini(services, spark, tmp_path, unique, text)
+        stage(it, range(count))
+        return it
+
+    return made
+
+
+def stage(it: Mini, numbers: range) -> None:
+    it.send(it.left, *[row(number, f"v{number}") for number in numbers])
+    it.step()
+
+
+def ids(it: Mini) -> list[tuple[int, Any]]:
+    """(offset, id) of the records in the output topic."""
+    return [
+        (offset, json.loads(value)["id"] if value is not None else None)
+        for offset, _, value in read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)
+    ]
+
+
+def write(it: Mini, *values: bytes) -> None:
+    """As another program would."""
+    producer = Producer({**it.pipeline.kafka, "linger.ms": 0})
+    for value in values:
+        producer.produce(it.out, value, b"foreign", 0)
+    assert producer.flush(10) == 0
+
+
+def announce(it: Mini, window: int, verified: int = 0) -> None:
+    """What is in the lake when a publisher was killed after it had announced a window."""
+    found = topic_states(it.pipeline.kafka, [it.out])[it.out]
+    before = open_published(it.lake, "Staging", it.out)
+    commit_published(it.lake, "Staging", before, window=window, verified=verified, topic_id=found.topic_id)
+
+
+def test_all_that_is_staged_is_published_and_then_nothing_is_to_do(make: Make) -> None:
+    it = make(3)
+    commit = it.publish()
+    assert (commit.records, commit.verified, commit.range.first) == (3, 0, 0)
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
+    stage(it, range(3, 5))
+    commit = it.publish()
+    assert (commit.records, commit.verified, commit.range.first) == (2, 0, 3)
+    assert ids(it) == [(number, number) for number in range(5)]
+
+
+def test_windows_follow_each_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "WINDOW_RECORDS", 2)
+    it = make(5)
+    it.publish()
+    assert ids(it) == [(number, number) for number in range(5)]
+    done = open_published(it.lake, "Staging", it.out)
+    assert (done.window, done.verified) == (5, 5)
+
+
+def test_a_rule_that_is_edited_while_rows_wait_does_not_change_them(make: Make) -> None:
+    it = make(2)
+    edited = it.edited(BOTH + RULE.replace("id: in.value.id", "id: -in.value.id"))
+    stage(edited, range(2, 3))
+    edited.publish()
+    assert ids(it) == [(0, 0), (1, 1), (2, -2)]
+
+
+@pytest.mark.parametrize("sent", [0, 2, 5])
+def test_what_a_killed_publisher_sent_is_verified_and_the_rest_follows(make: Make, sent: int) -> None:
+    it = make(5)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    announce(it, window=5)
+    producer = Producer({**it.pipeline.kafka, "linger.ms": 0})
+    for found in it.staged()[:sent]:
+        producer.produce(it.out, json.dumps(found["value"], separators=(",", ":")), found["key"], 0)
+    assert producer.flush(10) == 0
+    commit = it.publish()
+    assert (commit.verified, commit.records) == (sent, 5 - sent)
+    assert ids(it) == [(number, number) for number in range(5)]
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
+
+
+def test_a_foreign_record_within_an_announced_window_is_found_and_named(make: Make) -> None:
+    it = make(5)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    announce(it, window=5)
+    write(it, b"{}")
+    with pytest.raises(
+        ForeignRecord, match=rf"topic {it.out}, partition 0: the record at offset 0 .* --recreate {it.out}"
+    ):
+        it.publish()
+    assert len(read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)) == 1
+
+
+def test_a_foreign_record_after_the_staged_ones_is_found_and_recreating_is_the_way_back(make: Make) -> None:
+    it = make(3)
+    it.publish()
+    write(it, b"{}")
+    with pytest.raises(ForeignRecord, match="the record at offset 3 is not"):
+        plan_publish(it.pipeline, it.out)
+    stage(it, range(3, 6))
+    with pytest.raises(ForeignRecord, match="the record at offset 3 is not"):
+        it.publish()
+    recreate_topic(it.pipeline, it.out)
+    it.publish()
+    assert ids(it) == [(number, number) for number in range(6)]
+
+
+def test_a_topic_that_was_created_again_is_an_error(make: Make) -> None:
+    it = make(3)
+    it.publish()
+    delete_topic(it.pipeline.kafka, it.out)
+    with pytest.raises(TopicMissing, match=f"--recreate {it.out}"):
+        plan_publish(it.pipeline, it.out)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    with pytest.raises(TopicRecreated, match=f"--recreate {it.out}"):
+        plan_publish(it.pipeline, it.out)
+    recreate_topic(it.pipeline, it.out)
+    it.publish()
+    assert ids(it) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_topic_that_was_numbered_and_created_again_before_the_first_publish_is_an_error(make: Make) -> None:
+    it = make(0)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    stage(it, range(2))
+    delete_topic(it.pipeline.kafka, it.out)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    with pytest.raises(TopicRecreated):
+        plan_publish(it.pipeline, it.out)
+
+
+def test_numbering_may_begin_at_the_topic_s_end(make: Make) -> None:
+    it = make(0, "start-at: end, ")
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    write(it, b'{"id": "theirs"}', b'{"id": "theirs"}')
+    stage(it, range(2))
+    it.publish()
+    assert ids(it) == [(0, "theirs"), (1, "theirs"), (2, 0), (3, 1)]
+
+
+def test_a_record_that_is_too_large_stops_before_anything_of_its_window_is_sent_past_it(make: Make) -> None:
+    it = make(2, "")
+    it.send(it.left, row(2, "x" * 5000), row(3))
+    it.step()
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {"max.message.bytes": "2000"})
+    with pytest.raises(RecordTooLarge, match="offset 2"):
+        it.publish()
+    assert [offset for offset, _ in ids(it)] == list(range(len(ids(it))))
+    assert len(ids(it)) <= 2
