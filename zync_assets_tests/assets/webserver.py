@@ -119,9 +119,7 @@ def webserver(home: Path, pipeline: Path) -> Iterator[Webserver]:
     """The webserver on the repository's ``workspace.yaml``, on whatever address it listens on by itself."""
     home.mkdir()
     (home / "dagster.yaml").write_text(INSTANCE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = home / "webserver.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -136,7 +134,13 @@ def webserver(home: Path, pipeline: Path) -> Iterator[Webserver]:
         _await(url, process, log)
         yield Webserver(url, process.pid)
     finally:
-        _stop(process)
+        stop(process)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -151,8 +155,8 @@ def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The webserver with all that it started: its code server, and runs if a test gave up on them."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it started: code servers, and runs if a test gave up on them."""
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()
     try:
