@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,8 @@ from zync_assets.lake import storage
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_TOKEN = "zync.commit"
+"""What a commit's log entry says to be told from another's, while its writer asks whether it happened; no state."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ def create_table(
 ) -> None:
     """Make a table whose first commit holds files and numbers together; CommitConflict if it is there already."""
     storage.make_folder(uri)
+    token = uuid.uuid4().hex
     try:
         create_table_with_add_actions(
             uri,
@@ -141,13 +145,13 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            commit_properties=_properties(numbers),
+            commit_properties=_properties(numbers, token),
         )
-    except DeltaError as error:
+    except (DeltaError, OSError) as error:
         found = open_table(uri)
         if found is None:
             raise LakeError(f"table {uri} could not be created: {error}") from error
-        if not _holds(found, files, numbers):
+        if not _committed(found, token, -1):
             raise CommitConflict(f"table {uri} was created by another writer at the same moment; run again") from error
 
 
@@ -164,6 +168,7 @@ def commit(
     Raises CommitConflict if another writer committed one of the numbers since the table was opened.
     """
     now = int(time.time() * 1000)
+    before, token = opened.version, uuid.uuid4().hex
     try:
         opened.table.create_write_transaction(
             [RemoveAction(item.path, True, now, partition_values=_group(item)) for item in removed]
@@ -171,11 +176,11 @@ def commit(
             mode="append",
             schema=opened.table.schema(),
             partition_by=list(partition_by),
-            commit_properties=_properties(numbers),
+            commit_properties=_properties(numbers, token),
         )
     except (DeltaError, OSError) as error:
         found = open_table(opened.uri)
-        if found is not None and _holds(found, files, numbers):
+        if found is not None and _committed(found, token, before):
             return
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
@@ -204,15 +209,18 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     return found
 
 
-def _holds(found: Opened, files: Sequence[DataFile], numbers: Mapping[str, int]) -> bool:
-    """Whether exactly this commit is in the table: file names carry a random part, so they can't be another writer's."""
-    if any(found.number(name) != value for name, value in numbers.items()):
-        return False
-    return {item.path for item in files} <= {item.path for item in list_files(found)}
+def _committed(found: Opened, token: str, before: int) -> bool:
+    """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
+    the same state sets the same ones, and a commit need not add a file."""
+    commits = found.table.history(max(1, found.version - before))
+    return any(item.get(_TOKEN) == token for item in commits)
 
 
-def _properties(numbers: Mapping[str, int]) -> CommitProperties:
-    return CommitProperties(app_transactions=[Transaction(name, value) for name, value in numbers.items()])
+def _properties(numbers: Mapping[str, int], token: str) -> CommitProperties:
+    return CommitProperties(
+        app_transactions=[Transaction(name, value) for name, value in numbers.items()],
+        custom_metadata={_TOKEN: token},
+    )
 
 
 def _group(item: DataFile) -> dict[str, str | None]:
