@@ -294,15 +294,16 @@ def hash_of(key: str) -> int:
 def read_topic(servers: str, topic: str) -> list[tuple[int, bytes | None, bytes | None]]:
     """(offset, key, value) of all records in partition 0."""
     consumer = Consumer({"bootstrap.servers": servers, "group.id": "tests", "enable.auto.commit": False})
-    place = TopicPartition(topic, 0)
-    low, high = consumer.get_watermark_offsets(place, timeout=10)
-    consumer.assign([TopicPartition(topic, 0, low)])
     found: list[tuple[int, bytes | None, bytes | None]] = []
-    while low < high and (not found or found[-1][0] < high - 1):
-        for message in consumer.consume(10_000, timeout=10):
-            assert message.error() is None
-            found.append((message.offset(), message.key(), message.value()))
-    consumer.close()
+    try:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)
+        consumer.assign([TopicPartition(topic, 0, low)])
+        while low < high and (not found or found[-1][0] < high - 1):
+            for message in consumer.consume(10_000, timeout=10):
+                assert message.error() is None
+                found.append((message.offset(), message.key(), message.value()))
+    finally:
+        consumer.close()
     return found
 
 

@@ -1,0 +1,100 @@
+"""Which rule takes a record, as columns of a frame; ``steps/test_etl.py`` has what becomes of it on real topics."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.errors import EtlError
+from zync_assets.etl import matching
+from zync_assets.pipeline import Denorm, Input, Rule, SideFormat, Stateless
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+TEXT = SideFormat("string")
+NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+def source(unmatched: Any = "keep") -> Input:
+    return Input("t", "Raw", TEXT, TEXT, unmatched=unmatched)
+
+
+def stateless(name: str, where: str | None, topic: str = "t") -> Stateless:
+    return Stateless(name, topic, "out", where, "in.key", "in.value")
+
+
+def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> DataFrame:
+    rows = [(("t", 0, offset), "k", value, NOW, False) for offset, value in enumerate(values)]
+    return spark.createDataFrame(
+        rows,
+        f"kafka struct<topic: string, partition: int, offset: long>, key string, value {kind}, time timestamp, old boolean",
+    )
+
+
+def taken(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
+    found = matching.assign(item, 0, records, rules).frame.orderBy("kafka.offset").collect()
+    return [row.taken for row in found]
+
+
+def left_over(item: Input, records: DataFrame, ours: list[bool], *rules: Rule) -> list[tuple[int, str]]:
+    """(offset, class) of what the rules of this pool leave; ``ours`` says which of the rules these are."""
+    own = [index for index, mine in enumerate(ours) if mine]
+    rows = matching.singles(matching.assign(item, 0, records, rules), rules, {}, own, []).collect()
+    return sorted((row.source[0].offset, row.kind) for row in rows)
+
+
+def test_a_record_goes_to_the_first_rule_whose_condition_is_true(spark: SparkSession) -> None:
+    rules = (
+        stateless("a", "value = 'x'"),
+        stateless("other", None, "u"),
+        stateless("b", "value >= 'x'"),
+        stateless("c", None),
+    )
+    assert taken(source(), frame(spark, "x", "y", "a", None), *rules) == [0, 2, 3, None]
+
+
+def test_each_side_of_a_denorm_rule_has_its_own_condition(spark: SparkSession) -> None:
+    rule = Denorm("d", "u", "t", (("left.key", "right.key"),), "out", "value = 'left'", "value = 'right'", "1", "1")
+    assert taken(source(), frame(spark, "left", "right"), rule) == [None, 0]
+
+
+def test_a_tombstone_is_taken_only_by_a_rule_that_asks_for_it(spark: SparkSession) -> None:
+    assert taken(source(), frame(spark, None), stateless("a", None), stateless("b", "value IS NULL")) == [1]
+
+
+def test_values_of_no_type_yet_are_tombstones(spark: SparkSession) -> None:
+    records = frame(spark, None, None, kind="void")
+    assert taken(source(), records, stateless("a", "value.op = 'c'"), stateless("b", None)) == [None, None]
+    assert left_over(source(), records, [True], stateless("b", None)) == [(0, "dropped"), (1, "dropped")]
+
+
+def test_what_no_rule_takes_is_unmatched_or_dropped(spark: SparkSession) -> None:
+    records, rule = frame(spark, "x", "y", None), stateless("a", "value = 'x'")
+    assert left_over(source(), records, [True], rule) == [(1, "unmatched"), (2, "dropped")]
+    assert left_over(source("drop"), records, [True], rule) == [(1, "dropped"), (2, "dropped")]
+    assert left_over(source("fail"), records, [True], rule) == [(1, "unmatched"), (2, "dropped")]
+
+
+def test_what_another_pool_s_rule_takes_is_dropped_here(spark: SparkSession) -> None:
+    records = frame(spark, "x", "y")
+    assert left_over(source(), records, [False, True], stateless("a", "value = 'x'"), stateless("b", None)) == [
+        (0, "dropped")
+    ]
+
+
+def test_a_condition_that_is_none_is_an_error(spark: SparkSession) -> None:
+    with pytest.raises(EtlError, match=r"rule a, where: length\(value\) is int; it must be a condition"):
+        taken(source(), frame(spark, "x"), stateless("a", "length(value)"))
+
+
+def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSession) -> None:
+    rule = Denorm(
+        "d", "t", "u", (("left.key", "right.key"), ("left.value", "right.value")), "out", None, None, "1", "1"
+    )
+    keyed = matching.keyed(rule, "left", matching.in_frame(frame(spark, "x", "x", None), "left"))
+    hashes = [row.hash for row in keyed.orderBy("left.kafka.offset").collect()]
+    assert hashes[0] == hashes[1] is not None
+    assert hashes[2] is None
