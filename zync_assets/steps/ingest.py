@@ -114,10 +114,13 @@ def plan_ingest(
     Raises TopicMissing, TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``), BrokerUnavailable.
     """
     item = pipeline.input(topic)
-    found = (known if known is not None else topic_states(pipeline.kafka, [topic])).get(topic)
+    # The table before the topic: another writer may be ahead of what was known of the topic, never of the topic.
+    state = raw.open_raw(pipeline.lake, item.pool, topic)
+    if known is None or _is_behind(known.get(topic), state):
+        known = topic_states(pipeline.kafka, [topic])
+    found = known.get(topic)
     if found is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
-    state = raw.open_raw(pipeline.lake, item.pool, topic)
     if state is not None and not state.made_from(found.topic_id):
         raise TopicRecreated(
             f"topic {topic} is another topic than the one that {item.pool}.{topic} was made from (its id is now"
@@ -227,6 +230,13 @@ def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: Ra
         return {part.partition: part.end for part in fresh}
     at = offsets_at(pipeline.kafka, item.topic, item.start)
     return {part.partition: at.get(part.partition, part.end) for part in fresh}
+
+
+def _is_behind(known: TopicState | None, state: RawState | None) -> bool:
+    """Whether the table is past the ends that were known of the topic."""
+    if known is None or state is None:
+        return False
+    return any(part.end < state.next.get(part.partition, 0) for part in known.partitions)
 
 
 def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[OffsetRange, ...]:

@@ -115,10 +115,12 @@ class PublishCommit:
 def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     """Where a topic stands. Raises TopicMissing, TopicRecreated, ForeignRecord for what is plain to see already."""
     item = pipeline.output(topic)
-    state = staging.open_staging(pipeline.lake, item.pool)
-    position = state.head.outputs.get((topic, 0)) if state else None
+    # Each before what is ahead of it: another publisher may be at work, and must not look like damage.
     done = open_published(pipeline.lake, item.pool, topic)
     found = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if found else None
+    state = staging.open_staging(pipeline.lake, item.pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
     if found is None and position is not None:
         if done.topic_known() or position.topic_id is not None:
             raise TopicMissing(
@@ -129,7 +131,8 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
             raise TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
     if found is not None:
         _check_identity(topic, found, position, done)
-    high = high_watermark(pipeline.kafka, topic, 0) if found else (position.base if position else 0)
+    if high is None:
+        high = position.base if position else 0
     plan = PublishPlan(item, state, position, found, done, high)
     if position is not None:
         _check_watermark(plan)
