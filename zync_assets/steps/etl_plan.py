@@ -1,0 +1,103 @@
+"""What an ETL batch is before it runs: the plan, the slices of its inputs, the batch; and what its commit did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zync_assets.errors import EtlError
+from zync_assets.lake import raw, reading, staging
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import Head, StagingState
+from zync_assets.offsets import OffsetRange, new_ranges
+from zync_assets.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True)
+class EtlPlan:
+    """What there is to transform for one staging pool. Staging is read before raw, so that seen is never past next."""
+
+    pool: str
+    state: StagingState | None = field(repr=False)
+    raw: Mapping[str, RawState | None] = field(repr=False)
+    ranges: Mapping[str, tuple[OffsetRange, ...]]
+    """Input topic → new offsets, from seen to the next offset to ingest."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not any(self.ranges.values())
+
+    @property
+    def head(self) -> Head:
+        return self.state.head if self.state else Head()
+
+
+@dataclass(frozen=True)
+class RawSlice:
+    """The new records of one input, lazily."""
+
+    topic: str
+    plan: EtlPlan = field(repr=False)
+    spark: SparkSession = field(repr=False)
+
+    def dataframe(self) -> DataFrame | None:
+        """The records with ``kafka``, ``key``, ``value`` and ``time``; None where the topic has no table yet."""
+        state = self.plan.raw[self.topic]
+        return None if state is None else reading.record_frame(self.spark, state, self.plan.ranges[self.topic])
+
+
+@dataclass(frozen=True)
+class EtlBatch:
+    """A lazy batch: the plan and the slices that it was made from. Nothing has run."""
+
+    plan: EtlPlan
+    slices: Mapping[str, RawSlice] = field(repr=False)
+    spark: SparkSession = field(repr=False)
+
+
+@dataclass(frozen=True)
+class EtlCommit:
+    """What one ETL commit did. ``outputs``: the offsets numbered by it; ``counts``: new records by what became of them."""
+
+    pool: str
+    batch: int
+    outputs: Mapping[str, tuple[OffsetRange, ...]]
+    consumed: Mapping[str, tuple[OffsetRange, ...]]
+    counts: Mapping[str, int]
+    seconds: float
+
+
+def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
+    """What is new for a staging pool."""
+    state = staging.open_staging(pipeline.lake, pool)
+    head = state.head if state else Head()
+    topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
+    states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
+    ranges: dict[str, tuple[OffsetRange, ...]] = {}
+    for topic, found in states.items():
+        if found is None:
+            ranges[topic] = ()
+            continue
+        ranges[topic] = tuple(new_ranges({**found.first, **head.seen(topic)}, found.next))
+    return EtlPlan(pool, state, states, ranges)
+
+
+def read_raw(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
+    """The read half for one input."""
+    pipeline.input(topic)
+    return RawSlice(topic, plan, spark)
+
+
+def transform(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]) -> EtlBatch:
+    """The batch over all slices of one plan; EtlError if slices are missing or belong to another batch."""
+    for topic in plan.ranges:
+        found = slices.get(topic)
+        if found is None or found.plan.head.batch != plan.head.batch:
+            raise EtlError(
+                f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
+            )
+    return EtlBatch(plan, slices, spark)

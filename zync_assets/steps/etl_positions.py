@@ -1,0 +1,106 @@
+"""Positions before and after an ETL batch: the arithmetic of the account's head."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.errors import KafkaError, TopicMissing
+from zync_assets.kafka.topics import topic_states
+from zync_assets.lake import staging
+from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
+from zync_assets.pipeline import Output, Pipeline
+from zync_assets.steps.etl_plan import EtlPlan
+from zync_assets.steps.outputs import OutputType
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+
+
+def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
+    """Where each output stands; one that is new to the account is looked up in Kafka, which fixes its base."""
+    fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
+    found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
+    positions = dict(head.outputs)
+    for item in fresh:
+        state = found.get(item.topic)
+        if state is None:
+            positions[item.topic, 0] = _absent(item)
+            continue
+        end = state.partitions[0].end
+        if end and item.start_at != "end":
+            raise KafkaError(
+                f"topic {item.topic} holds records already (its end is {end}), and output numbers begin at 0. Give the output"
+                " an empty topic, or set start-at: end."
+            )
+        positions[item.topic, 0] = OutputPosition(end, end, state.topic_id, len(state.partitions))
+    return positions
+
+
+def _absent(item: Output) -> OutputPosition:
+    if item.create is None:
+        raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
+    if item.start_at == "end":
+        raise TopicMissing(
+            f"topic {item.topic} is not there, and start-at: end needs it. Create it, or remove start-at."
+        )
+    return OutputPosition(0, 0, None, None)
+
+
+def next_head(
+    plan: EtlPlan,
+    found: Sequence[Row],
+    outputs: Mapping[tuple[str, int], OutputPosition],
+    ends: Mapping[str, int],
+    types: Mapping[str, OutputType],
+    quarantined: Mapping[tuple[str, int], int],
+) -> Head:
+    head = plan.head
+    counts, waiting = Counter(head.counts), Counter(head.waiting)
+    records = Counter[tuple[str, int]](quarantined)
+    for (topic, partition), count in quarantined.items():
+        counts[topic, partition, "quarantined"] += count
+    for row in found:
+        name = "done" if row.kind == "out" else row.kind
+        counts[row.topic, row.partition, name] += row.entries
+        if row.old:
+            counts[row.topic, row.partition, "pending"] -= row.entries
+            waiting[row.rule, row.topic] -= row.entries
+        else:
+            records[row.topic, row.partition] += row.entries
+        if row.kind == "pending":
+            waiting[row.rule, row.topic] += row.entries
+    inputs = dict(head.inputs)
+    for topic, ranges in plan.ranges.items():
+        for part in ranges:
+            old = inputs.get((topic, part.partition), Position(part.first, part.first))
+            inputs[topic, part.partition] = Position(old.first, part.end, old.records + records[topic, part.partition])
+    positions = {place: replace(item, next=ends[place[0]]) for place, item in outputs.items()}
+    schemas = dict(head.schemas)
+    used = {row.rule for row in found if row.kind == "out"}
+    for topic, kind in types.items():
+        schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas)
+
+
+def new_counts(found: Sequence[Row]) -> dict[str, int]:
+    counts = Counter[str]()
+    for row in found:
+        if row.kind == "out":
+            counts["outputs"] += row.rows
+            counts["done"] += row.entries
+        else:
+            counts[row.kind] += row.rows
+    return dict(counts)
+
+
+def table_schema(state: StagingState | None, types: Mapping[str, OutputType]) -> pa.Schema:
+    """The staging table's columns, old ones first, with those of the outputs widened."""
+    fields = {item.name: item for item in (state.schema if state else staging.BASE_SCHEMA)}
+    for kind in types.values():
+        fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
+    return pa.schema(list(fields.values()))

@@ -1,0 +1,301 @@
+"""One ETL batch on its way into the staging table."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from zync_assets.errors import EtlError
+from zync_assets.etl import ledger, matching, numbering
+from zync_assets.lake import quarantine, raw, reading, staging, storage
+from zync_assets.lake.fold import fold_ledger
+from zync_assets.lake.staging import OutputPosition
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
+from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
+from zync_assets.steps.outputs import OutputType, output_types
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row
+
+
+class EtlRun:
+    """One batch on its way into the table; the steps share much, so it is an object."""
+
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch) -> None:
+        self.pipeline, self.batch = pipeline, batch
+        self.plan, self.spark = batch.plan, batch.spark
+        self.rules = pipeline.rules
+        self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
+        self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
+        self.uri = storage.staging_uri(pipeline.lake, self.plan.pool)
+        self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
+
+    def commit(self, started: float) -> EtlCommit:
+        head, plan = self.plan.head, self.plan
+        outputs = output_positions(self.pipeline, plan.pool, head)
+        frames = self._frames()
+        types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
+        rows = numbering.arranged(self._results(frames, types), numbering.time_bounds(self._spans())).persist()
+        try:
+            found = numbering.facts(rows)
+            self._check(found, rows, types)
+            files, ends = self._write_outputs(rows, found, outputs, types)
+            files += self._write_ledger(rows, found)
+            done = next_head(plan, found, outputs, ends, types, self._quarantined())
+            schema = table_schema(plan.state, types)
+            folded, removed = fold_ledger(plan.state) if plan.state else ([], [])
+            staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
+        finally:
+            rows.unpersist()
+        made = {
+            topic: (OffsetRange(0, outputs[topic, 0].next, end),)
+            for topic, end in ends.items()
+            if end > outputs[topic, 0].next
+        }
+        return EtlCommit(plan.pool, done.batch, made, plan.ranges, new_counts(found), time.monotonic() - started)
+
+    def _frames(self) -> dict[str, DataFrame]:
+        from pyspark.sql import functions as F
+
+        frames = {topic: part.dataframe() for topic, part in self.batch.slices.items()}
+        return {topic: frame.withColumn("old", F.lit(False)) for topic, frame in frames.items() if frame is not None}
+
+    def _results(self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType]) -> DataFrame:
+        taken = {
+            topic: matching.assign(self.pipeline.input(topic), self.places[topic], frame, self.rules)
+            for topic, frame in frames.items()
+            if self.plan.ranges[topic]
+        }
+        own = {index: rule for index, rule in enumerate(self.rules) if self.ours[index]}
+        untyped = [index for index, rule in own.items() if rule.name in types[rule.out].untyped]
+        joins = {i: rule for i, rule in own.items() if isinstance(rule, Denorm) and i not in untyped}
+        typed = {i: rule for i, rule in own.items() if rule.name in types[rule.out].targets and i not in joins}
+        targets = {index: types[rule.out].target(rule.name) for index, rule in typed.items() if index not in untyped}
+        parts = [
+            matching.singles(
+                item,
+                self.rules,
+                {index: target for index, target in targets.items() if topic in self.rules[index].topics},
+                [index for index, rule in joins.items() if topic in rule.topics],
+                [index for index in untyped if topic in self.rules[index].topics],
+            )
+            for topic, item in taken.items()
+        ]
+        for index, rule in joins.items():
+            parts += self._denorm(rule, index, frames, taken, types)
+        return matching.union(parts)
+
+    def _denorm(
+        self,
+        rule: Denorm,
+        index: int,
+        frames: Mapping[str, DataFrame],
+        taken: Mapping[str, matching.Taken],
+        types: Mapping[str, OutputType],
+    ) -> list[DataFrame]:
+        from pyspark.sql import functions as F
+
+        sides = {"left": rule.left, "right": rule.right}
+        known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
+        new = {
+            side: matching.keyed(
+                rule,
+                side,
+                matching.in_frame(
+                    (taken[topic].frame.filter(F.col("taken") == index) if topic in taken else frames[topic]), side
+                ),
+            )
+            for side, topic in known.items()
+        }
+        if len(new) < 2:
+            return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
+        matching.check_key_types(rule, new["left"], new["right"])
+        whole = {side: matching.union([frame, *self._waiting(rule, side, sides, new)]) for side, frame in new.items()}
+        return [matching.paired(rule, whole["left"], whole["right"], self.places, types[rule.out].target(rule.name))]
+
+    def _waiting(
+        self, rule: Denorm, side: str, sides: Mapping[str, str], new: Mapping[str, DataFrame]
+    ) -> list[DataFrame]:
+        """The pending records of one side whose join key a new record of the other side has."""
+        from pyspark.sql import functions as F
+
+        other = "right" if side == "left" else "left"
+        topic, state, raw_state = sides[side], self.plan.state, self.plan.raw[sides[side]]
+        counted = self.plan.head.waiting.get((rule.name, topic), 0)
+        if not counted or state is None or raw_state is None or not self.plan.ranges[sides[other]]:
+            return []
+        entries = reading.ledger_frame(self.spark, state).filter(F.col("topic") == topic)
+        pending = entries.filter(
+            (F.col("kind") == "pending") & (F.col("rule") == rule.name) & F.col("hash").isNotNull()
+        )
+        completed = entries.filter(F.col("kind") == "completed")
+        met = pending.join(new[other].select("hash").distinct(), "hash", "left_semi").join(
+            completed, ["partition", "first"], "left_anti"
+        )
+        found = reading.records_at(self.spark, raw_state, met.select("partition", "first"))
+        return [matching.keyed(rule, side, matching.in_frame(found.withColumn("old", F.lit(True)), side))]
+
+    def _spans(self) -> list[numbering.TimeSpan]:
+        spans: list[numbering.TimeSpan] = []
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            for item in raw.raw_files(state, ranges) if state else ():
+                spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
+        return spans
+
+    def _check(self, found: Sequence[Row], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
+        """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, and none
+        was taken by a rule that can't say its types."""
+        from pyspark.sql import functions as F
+
+        for row in found:
+            if row.kind == "untyped":
+                raise EtlError(next(kind.untyped[row.rule] for kind in types.values() if row.rule in kind.untyped))
+        for item in self.pipeline.inputs:
+            if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
+                of = F.col("source").getItem(0)
+                first = rows.filter((F.col("kind") == "unmatched") & (of.topic == item.topic)).agg(
+                    F.min(F.struct(of.partition.alias("partition"), of.offset.alias("offset"))).alias("at")
+                )
+                at = first.collect()[0]["at"]
+                raise EtlError(
+                    f"topic {item.topic}, partition {at.partition}, offset {at.offset}: no rule takes this record. Add a rule,"
+                    " or set unmatched: keep or drop."
+                )
+        counted = Counter[str]()
+        for row in found:
+            if not row.old:
+                counted[row.topic] += row.entries
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            if state is None:
+                continue
+            files = raw.raw_files(state, ranges)
+            inside = all(reading.is_inside(item, ranges) for item in files)
+            expected = sum(item.records for item in files) if inside else self.batch.slices[topic].dataframe().count()  # type: ignore[union-attr]
+            if counted[topic] != expected:
+                raise EtlError(
+                    f"pool {self.plan.pool}: {expected} new records of {topic} were read and {counted[topic]} accounted for;"
+                    " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
+                )
+
+    def _write_outputs(
+        self,
+        rows: DataFrame,
+        found: Sequence[Row],
+        outputs: Mapping[tuple[str, int], OutputPosition],
+        types: Mapping[str, OutputType],
+    ) -> tuple[list[DataFile], dict[str, int]]:
+        from pyspark.sql import functions as F
+
+        files: list[DataFile] = []
+        ends: dict[str, int] = {}
+        buckets = 1 + max((row.bucket for row in found), default=0)
+        for (topic, _), position in outputs.items():
+            sizes = Counter[int]()
+            for row in found:
+                if row.kind == "out" and row.out == topic:
+                    sizes[row.bucket] += row.rows
+            firsts = [position.next + sum(sizes[b] for b in range(bucket)) for bucket in range(buckets)]
+            ends[topic] = position.next + sizes.total()
+            if not sizes:
+                continue
+            folder = f"{self.folder}/topic={topic}"
+            sides = types[topic].columns
+            numbered = numbering.numbered(rows, topic, firsts)
+            columns = [
+                F.col("kafka"),
+                F.col("rule"),
+                F.transform(
+                    "source",
+                    lambda of: F.struct(
+                        of.topic.alias("topic"), of.partition.alias("partition"), of.offset.alias("offset")
+                    ),
+                ).alias("source"),
+                F.col("schema"),
+                F.lit(None).cast("array<string>").alias("left_out"),
+                *(F.col(f"`{name}`") for name in sides),
+            ]
+            _write(numbered.select(*columns), storage.join(self.uri, folder))
+            found_paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
+            made = [staging.staged_file(self.uri, f"{folder}/{path}", topic) for path in found_paths]
+            files += [item for item in made if item.records]
+        return files, ends
+
+    def _write_ledger(self, rows: DataFrame, found: Sequence[Row]) -> list[DataFile]:
+        from pyspark.sql import functions as F
+
+        folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
+        bad = self._quarantine_frame()
+        plain = bad is None and all(row.kind == "out" for row in found)
+        waited = any(row.old for row in found)
+        if plain and not waited:
+            entries = ledger.whole_ranges(self.plan.ranges)
+            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
+        others = ledger.exceptions(rows)
+        if bad is not None:
+            others = others.unionByName(bad, allowMissingColumns=True)
+        entries_frame = ledger.ledger_rows(self.spark, self.plan.ranges, others)
+        if waited:
+            entries_frame = entries_frame.unionByName(ledger.completed(rows))
+        _write(entries_frame.select(F.struct(*entries_frame.columns).alias("account")), storage.join(self.uri, folder))
+        paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
+        made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
+        return [item for item in made if item.records]
+
+    def _quarantine_files(self) -> list[tuple[str, str, DataFile]]:
+        found: list[tuple[str, str, DataFile]] = []
+        for topic, ranges in self.plan.ranges.items():
+            state = self.plan.raw[topic]
+            if state is None or not any(state.bad.values()):
+                continue
+            pool = self.pipeline.input(topic).pool
+            uri = storage.quarantine_uri(self.pipeline.lake, pool, topic)
+            for item in quarantine.quarantine_files(self.pipeline.lake, pool, topic, state.next):
+                if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges):
+                    found.append((topic, uri, item))
+        return found
+
+    def _quarantine_frame(self) -> DataFrame | None:
+        """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``."""
+        from pyspark.sql import functions as F
+
+        from zync_assets.records import BAD_SCHEMA
+
+        frames: list[DataFrame] = []
+        for topic, uri, item in self._quarantine_files():
+            frame = reading.parquet_frame(self.spark, uri, [item], BAD_SCHEMA).select(
+                F.when(F.col("stage") == "lost", "dropped").otherwise("quarantined").alias("kind"),
+                F.lit(topic).alias("topic"),
+                F.col("kafka.partition").alias("partition"),
+                F.col("kafka.offset").alias("first"),
+                "end",
+            )
+            inside = F.lit(False)
+            for part in self.plan.ranges[topic]:
+                inside = inside | (
+                    (F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1)
+                )
+            frames.append(ledger.cut_at_strides(frame.filter(inside)))
+        return matching.union(frames) if frames else None
+
+    def _quarantined(self) -> Counter[tuple[str, int]]:
+        """(topic, partition) → quarantined records in the new ranges; lost ranges hold none."""
+        frame = self._quarantine_frame()
+        if frame is None:
+            return Counter()
+        rows = frame.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
+        return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
+
+
+def _write(frame: DataFrame, uri: str) -> None:
+    """Spark's own Parquet writer, without the marker file that nothing here reads."""
+    frame.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false").option(
+        "compression", "snappy"
+    ).parquet(uri)
