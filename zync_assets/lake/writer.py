@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
 from types import TracebackType
 
 import pyarrow as pa
@@ -97,8 +96,3 @@ class _OpenFile:
             self._low,
             self._high,
         )
-
-
-def merged(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """One schema that holds the fields of all, nested ones too; the first that names a field gives its place."""
-    return pa.unify_schemas(list(schemas), promote_options="permissive")

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
+from zync_assets.codecs.merge import merge_types
+from zync_assets.errors import CommitConflict, DataLoss, SchemaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
-from zync_assets.lake.writer import RangeWriter, merged
+from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange, new_ranges, split
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import BAD_SCHEMA, raw_schema
@@ -166,13 +168,16 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     lake, pool, topic = pipeline.lake, item.pool, item.topic
-    files, schemas, bad = _write(batch, lake)
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
-    schema = merged([known, *schemas])
-    if plan.state is None:
-        schema = pa.schema(
-            [schema.field(name) for name in raw_schema(pa.int8(), pa.int8()).names if name in schema.names]
-        )
+    while True:
+        files, schemas, bad = _write(batch, lake)
+        settled = _settled(batch.source, schemas)
+        if all(_holds(settled, found) for found in schemas):
+            break
+        # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
+        # others stay invisible. Each time the types have grown, so that this ends.
+        batch = replace(batch, source=settled)
+    schema = _table_schema(known, settled)
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
     until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
     changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
@@ -274,6 +279,39 @@ def _tasks(ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
 
 def _now() -> int:
     return int(time.time() * 1000)
+
+
+def _settled(source: Source, schemas: Sequence[pa.Schema]) -> Source:
+    """The source with its sides' types after all files, in their order; what can't be merged has no say."""
+    sides = {"key": source.key_type, "value": source.value_type}
+    for schema in schemas:
+        for name in sides.keys() & set(schema.names):
+            with suppress(SchemaError):
+                sides[name] = merge_types(sides[name], schema.field(name).type, name)
+    return replace(source, key_type=sides["key"], value_type=sides["value"])
+
+
+def _holds(source: Source, schema: pa.Schema) -> bool:
+    """Whether a file can be read with the source's types: it may lack fields, and has no others."""
+    sides = {"key": source.key_type, "value": source.value_type}
+    return all(_fits(kind, schema.field(name).type) for name, kind in sides.items() if name in schema.names)
+
+
+def _fits(wide: pa.DataType | None, given: pa.DataType) -> bool:
+    if wide is None or not (pa.types.is_struct(wide) and pa.types.is_struct(given)):
+        return wide is None or wide == given
+    types = {item.name: item.type for item in wide}
+    return all(item.name in types and _fits(types[item.name], item.type) for item in given)
+
+
+def _table_schema(known: pa.Schema, source: Source) -> pa.Schema:
+    """The raw table's columns, those that it has first."""
+    wanted = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    if set(known.names) & {"key", "value"} == set(wanted.names) & {"key", "value"}:
+        return pa.schema(
+            [wanted.field(name) if name in ("key", "value") else known.field(name) for name in known.names]
+        )
+    return wanted
 
 
 @dataclass(frozen=True)
