@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,14 @@ from zync_assets.codecs.avro_schema import Node, is_hollow, parse
 from zync_assets.codecs.avro_types import lake_type, plain_type
 from zync_assets.codecs.batch import Decoded, bad_records
 from zync_assets.codecs.framing import Framed, unframe
+from zync_assets.codecs.groups import Group, assemble
 from zync_assets.codecs.lake_values import to_lake
-from zync_assets.codecs.merge import conform, merge_types
+from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.native import is_native
-from zync_assets.codecs.nested import isolate, numbers, validity_buffer
+from zync_assets.codecs.nested import isolate, numbers
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The good records of one writer schema: their indices in the batch and, as many, their values."""
-
-    rows: Ints
-    values: pa.Array
 
 
 class AvroDecoder:
@@ -50,13 +42,13 @@ class AvroDecoder:
     def decode(self, payloads: pa.Array) -> Decoded:
         framed = unframe(payloads)
         errors = dict(framed.errors)
-        groups: list[_Group] = []
+        groups: list[Group] = []
         for schema_id in _distinct(framed.ids[framed.there]):
             rows = np.flatnonzero(framed.there & (framed.ids == schema_id))
             group = self._decode_group(schema_id, framed, rows, errors)
             if group is not None:
                 groups.append(group)
-        values = self._assemble(groups, len(payloads), errors)
+        values = assemble(self._type, groups, len(payloads), errors)
         return Decoded(values, numbers(framed.ids, pa.int32(), framed.there), bad_records(errors))
 
     def _writer(self, schema_id: int) -> Node | str:
@@ -75,7 +67,7 @@ class AvroDecoder:
             self._writers[schema_id] = known
         return known
 
-    def _decode_group(self, schema_id: int, framed: Framed, rows: Ints, errors: dict[int, str]) -> _Group | None:
+    def _decode_group(self, schema_id: int, framed: Framed, rows: Ints, errors: dict[int, str]) -> Group | None:
         writer = self._writer(schema_id)
         if isinstance(writer, str):
             errors.update(dict.fromkeys(rows.tolist(), writer))
@@ -95,33 +87,10 @@ class AvroDecoder:
                 return None
             self._merged.add(schema_id)
         if not wrong:
-            return _Group(rows, values)
+            return Group(rows, values)
         good = np.ones(len(rows), dtype=np.bool_)
         good[list(wrong)] = False
-        return _Group(rows[good], values.filter(pa.array(good)))
-
-    def _assemble(self, groups: list[_Group], count: int, errors: dict[int, str]) -> pa.Array:
-        """The groups' values at their places, as the column's type."""
-        type = self._type
-        parts: list[pa.Array] = []
-        place = np.full(count, -1, dtype=np.int64)
-        done = 0
-        for group in groups:
-            if pa.types.is_null(type):
-                continue
-            values, unfit = isolate(group.values, lambda part: conform(part, type), ValueError)
-            for index, error in unfit.items():
-                errors[int(group.rows[index])] = f"does not fit the lake's column: {error}"
-            place[group.rows] = np.arange(done, done + len(values))
-            place[[int(group.rows[index]) for index in unfit]] = -1
-            parts.append(values)
-            done += len(values)
-        if not parts:
-            return pa.nulls(count, type)
-        if len(parts) == 1 and done == count:
-            return parts[0]
-        indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
-        return pa.concat_arrays(parts).take(indices)
+        return Group(rows[good], values.filter(pa.array(good)))
 
 
 def _distinct(ids: npt.NDArray[np.int32]) -> list[int]:

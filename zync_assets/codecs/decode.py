@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.avro_decode import AvroDecoder
 from zync_assets.codecs.batch import BadRecord, Decoded, bad_records
+from zync_assets.codecs.connect_decode import ConnectDecoder
 from zync_assets.codecs.ddl import parse_ddl
 from zync_assets.codecs.json_values import json_reader
 from zync_assets.codecs.merge import conform, merge_types
 from zync_assets.codecs.nested import isolate
-from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
 
 __all__ = ["BadRecord", "Decoded", "Decoder", "make_decoder"]
@@ -49,14 +49,14 @@ def make_decoder(
     """
     if side.format == "avro":
         return AvroDecoder(schema_of, target, native)
+    if side.format == "connect-json":
+        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl))
     if side.format == "json" and side.ddl is not None:
         type = parse_ddl(side.ddl)
         return _PlainDecoder(merge_types(target, type), json_reader(type))
     if side.format in ("json", "string"):
         return _PlainDecoder(merge_types(target, pa.string()), _text)
-    if side.format == "bytes":
-        return _PlainDecoder(merge_types(target, pa.binary()), lambda payloads: (payloads.cast(pa.binary()), {}))
-    raise SchemaError(f"format {side.format} can't be read yet; use avro, json, string or bytes")
+    return _PlainDecoder(merge_types(target, pa.binary()), lambda payloads: (payloads.cast(pa.binary()), {}))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ from zync_assets.codecs.avro_schema import Node, parse
 from zync_assets.codecs.avro_types import lake_type, plain_type
 from zync_assets.codecs.avro_write import encode_columns
 from zync_assets.codecs.batch import BadRecord, Encoded, bad_records
+from zync_assets.codecs.connect_encode import ConnectEncoder
+from zync_assets.codecs.connect_schema import from_avro
 from zync_assets.codecs.framing import header
 from zync_assets.codecs.json_texts import json_texts
 from zync_assets.codecs.lake_values import from_lake
@@ -36,23 +39,25 @@ class Encoder(Protocol):
 def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, native: bool = True) -> Encoder:
     """An encoder for one side of a topic.
 
-    ``schema``: Avro JSON, needed for ``avro``, possible for ``json``: of a struct column only the fields that
-    the schema has are written, in its order, so that a partial update stays partial. ``schema_id``: the registry's id,
-    which precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
+    ``schema``: Avro JSON, needed for ``avro`` and ``connect-json``, possible for ``json``: of a struct column only the
+    fields that the schema has are written, in its order, so that a partial update stays partial. ``schema_id``: the
+    registry's id, which precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
     """
     if format == "avro":
         if schema is None:
             raise SchemaError("an Avro output needs a schema")
         prefix = b"" if schema_id is None else header(schema_id)
         return _AvroEncoder(parse(schema), prefix, native)
+    if format == "connect-json":
+        if schema is None:
+            raise SchemaError("a Connect output needs a schema")
+        return ConnectEncoder(json.dumps(from_avro(parse(schema)), separators=(",", ":")))
     if format == "json":
         type = None if schema is None else lake_type(parse(schema))
         return _PlainEncoder(lambda values: json_texts(values if type is None else _projected(values, type)))
     if format == "string":
         return _PlainEncoder(_text)
-    if format == "bytes":
-        return _PlainEncoder(_raw)
-    raise SchemaError(f"format {format} can't be written yet; use avro, json, string or bytes")
+    return _PlainEncoder(_raw)
 
 
 @dataclass(frozen=True)

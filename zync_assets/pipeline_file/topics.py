@@ -15,7 +15,7 @@ from zync_assets.pipeline_file.source import Items, Scalar
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss")
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at")
-_FORMATS: tuple[Format, ...] = ("avro", "json", "string", "bytes")
+_FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
 
@@ -164,11 +164,7 @@ def _format(item: Fields, key: str) -> Format | None:
     for known in _FORMATS:
         if word == known:
             return known
-    formats = listed(_FORMATS)
-    if word == "connect-json":
-        item.problem(key, f"connect-json is not supported yet; formats: {formats}")
-    else:
-        item.problem(key, f"is no known format; formats: {formats}{suggestion(word, _FORMATS)}")
+    item.problem(key, f"is no known format; formats: {listed(_FORMATS)}{suggestion(word, _FORMATS)}")
     return None
 
 
@@ -176,11 +172,11 @@ def _ddl(item: Fields, key: str, side: Format) -> str | None:
     text = item.text(key) if key in item else None
     if text is None:
         return None
-    if side != "json":
+    if side not in ("json", "connect-json"):
         what = "key" if key == "key-schema" else "value"
         item.problem(
             key,
-            f"goes with json only, and the {what} format is {side}; remove it, or write {what}-format: json",
+            f"goes with json and connect-json only, and the {what} format is {side}; remove it, or write {what}-format: json",
         )
         return None
     # Here, not above: Arrow takes its time to load, and few files need it.

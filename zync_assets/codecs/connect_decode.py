@@ -1,0 +1,279 @@
+"""Connect JSON → a column, whatever mixture of schemas it holds.
+
+Each record brings its schema along. Records whose texts begin alike, up to the payload, have the same one: it is parsed
+once, and the payloads are read together. A record without schema and payload (``schemas.enable=false``), or whose schema
+is null, is plain JSON: of the type of a DDL where there is one, else its text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.batch import Decoded, bad_records
+from zync_assets.codecs.connect_columns import has_columns, read_columns
+from zync_assets.codecs.connect_rows import parse_at, parse_json, row_reader
+from zync_assets.codecs.connect_schema import Connect, lake_type, parse_connect, plain_type
+from zync_assets.codecs.connect_values import to_lake
+from zync_assets.codecs.groups import Group, assemble
+from zync_assets.codecs.json_values import json_reader
+from zync_assets.codecs.merge import merge_types
+from zync_assets.codecs.nested import isolate
+from zync_assets.compute import pc
+from zync_assets.errors import SchemaError
+
+Ints = npt.NDArray[np.int64]
+
+_HEAD = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*"schema"[ \t\n\r]*:[ \t\n\r]*')
+_PAYLOAD = re.compile(r'[ \t\n\r]*,[ \t\n\r]*"payload"[ \t\n\r]*:[ \t\n\r]*')
+_SWEEPS = 64
+"""So many schemas in a batch are looked for in all its records at once; those of the rest record by record."""
+_MOST_HEADS = 4096
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How records of one schema begin, up to the payload."""
+
+    data: bytes
+    characters: int
+    node: Connect
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A payload that is plain JSON, as it was written."""
+
+    text: str
+
+
+class ConnectDecoder:
+    """See ``decode.Decoder``. Keeps the schemas that it has seen, and the column's type."""
+
+    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None) -> None:
+        """``plain``: the type of records without a schema; None: their text."""
+        self._plain = plain
+        self._type = merge_types(target, pa.null() if plain is None else plain)
+        self._schemas: dict[str, Connect | str] = {}
+        self._heads: dict[bytes, _Head] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._merged: set[Connect] = set()
+
+    @property
+    def type(self) -> pa.DataType:
+        return self._type
+
+    def decode(self, payloads: pa.Array) -> Decoded:
+        errors: dict[int, str] = {}
+        by_schema: dict[Connect, list[Group]] = {}
+        heads, rest = self._sorted_by_head(payloads)
+        for head, rows in heads.items():
+            node = head.node
+            if not has_columns(node):
+                rest.update((row, head) for row in rows.tolist())
+                continue
+            texts, closed = _after(payloads, rows, len(head.data))
+            values, odd = read_columns(node, texts)
+            odd = odd | ~closed
+            by_schema.setdefault(node, []).append(Group(rows[~odd], values.filter(pa.array(~odd))))
+            rest.update((row, head) for row in rows[odd].tolist())
+        texts = self._read_rows(payloads, rest, by_schema, errors)
+        groups = [made for node, found in by_schema.items() if (made := self._of_schema(node, found, errors))]
+        if texts:
+            groups += self._of_texts(texts, errors)
+        values = assemble(self._type, groups, len(payloads), errors)
+        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors))
+
+    def _sorted_by_head(self, payloads: pa.Array) -> tuple[dict[_Head, Ints], dict[int, _Head | None]]:
+        """The rows of each known beginning, ascending, and the rows that begin otherwise (with None)."""
+        lengths = pc.binary_length(payloads).fill_null(0).to_numpy(zero_copy_only=False)
+        left = np.flatnonzero(lengths > 0)
+        heads: dict[_Head, Ints] = {}
+        others: dict[int, _Head | None] = {}
+        while len(left) and len(heads) < _SWEEPS:
+            head = self._head(payloads[int(left[0])].as_py())
+            if head is None:
+                others[int(left[0])] = None
+                left = left[1:]
+                continue
+            alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[left]
+            heads[head] = left[alike]
+            left = left[~alike]
+        more: dict[_Head, list[int]] = {}
+        for row in left.tolist():
+            head = self._head(payloads[row].as_py())
+            if head is None:
+                others[row] = None
+            else:
+                more.setdefault(head, []).append(row)
+        return heads | {head: np.array(rows, np.int64) for head, rows in more.items()}, others
+
+    def _head(self, payload: bytes) -> _Head | None:
+        """How the record begins, up to its payload; None if it is not written as JsonConverter does, or its schema is
+        wrong."""
+        for length in self._lengths:
+            known = self._heads.get(payload[:length])
+            if known is not None:
+                return known
+        try:
+            text = payload.decode()
+            begin = _HEAD.match(text)
+            if begin is None:
+                return None
+            schema, end = parse_at(text, begin.end())
+            between = _PAYLOAD.match(text, end)
+            node = self._schema(schema)
+        except (ValueError, RecursionError):
+            return None
+        if between is None or not isinstance(node, Connect):
+            return None
+        if len(self._heads) >= _MOST_HEADS:
+            self._heads.clear()
+            self._lengths = ()
+        head = _Head(text[: between.end()].encode(), between.end(), node)
+        self._heads[head.data] = head
+        if len(head.data) not in self._lengths:
+            self._lengths = (*self._lengths, len(head.data))
+        return head
+
+    def _schema(self, document: Any) -> Connect | str | None:
+        """The schema, or what is wrong with it; None for a null one."""
+        if document is None:
+            return None
+        text = json.dumps(document, sort_keys=True, default=float)
+        known = self._schemas.get(text)
+        if known is None:
+            try:
+                known = parse_connect(text)
+            except SchemaError as error:
+                known = str(error)
+            if len(self._schemas) >= _MOST_HEADS:
+                self._schemas.clear()
+            self._schemas[text] = known
+        return known
+
+    def _read_rows(
+        self,
+        payloads: pa.Array,
+        rest: dict[int, _Head | None],
+        by_schema: dict[Connect, list[Group]],
+        errors: dict[int, str],
+    ) -> dict[int, str]:
+        """Read records one by one into ``by_schema``. Returns the texts of those without a schema."""
+        rows: dict[Connect, dict[int, Any]] = {}
+        texts: dict[int, str] = {}
+        for row in sorted(rest):
+            try:
+                node, value = self._record(payloads[row].as_py().decode(), rest[row])
+                if node is None:
+                    if value is not None:
+                        texts[row] = value.text
+                else:
+                    rows.setdefault(node, {})[row] = row_reader(node)(value)
+            except UnicodeDecodeError:
+                errors[row] = "not UTF-8"
+            except RecursionError:
+                errors[row] = "nested too deep"
+            except json.JSONDecodeError as error:
+                errors[row] = f"no JSON: {error}"
+            except ValueError as error:
+                errors[row] = str(error)
+        for node, found in rows.items():
+            by_schema.setdefault(node, []).append(_group(found, plain_type(node), errors))
+        return texts
+
+    def _record(self, text: str, head: _Head | None) -> tuple[Connect | None, Any]:
+        """A record's schema and payload; without a schema, None and its payload's text (None for null)."""
+        if head is not None:
+            try:
+                payload, end = parse_at(text, head.characters)
+                if text[end:].strip(" \t\n\r") == "}":
+                    return head.node, payload
+            except ValueError:
+                pass
+        document = parse_json(text)
+        if not isinstance(document, dict) or document.keys() != {"schema", "payload"}:
+            return None, None if document is None else _Text(text)
+        node, payload = self._schema(document["schema"]), document["payload"]
+        if isinstance(node, str):
+            raise ValueError(node)
+        if node is None:
+            return None, None if payload is None else _Text(json.dumps(json.loads(text)["payload"], ensure_ascii=False))
+        return node, payload
+
+    def _of_schema(self, node: Connect, found: list[Group], errors: dict[int, str]) -> Group | None:
+        """The groups of one schema as one, in the lake's type, those that are out of its range left out."""
+        rows = np.concatenate([group.rows for group in found])
+        if len(rows) == 0:
+            return None
+        plain = pa.concat_arrays([group.values for group in found])
+        values, unfit = isolate(plain, lambda part: to_lake(node, part), ValueError)
+        errors.update({int(rows[index]): f"payload: out of range: {error}" for index, error in unfit.items()})
+        if len(unfit) == len(rows) or not self._merge(node, rows, errors):
+            return None
+        good = np.ones(len(rows), np.bool_)
+        good[list(unfit)] = False
+        return Group(rows[good], values.filter(pa.array(good)))
+
+    def _merge(self, node: Connect, rows: Iterable[int], errors: dict[int, str]) -> bool:
+        if node not in self._merged:
+            try:
+                self._type = merge_types(self._type, lake_type(node), "payload")
+            except SchemaError as error:
+                errors.update({int(row): str(error) for row in rows})
+                return False
+            self._merged.add(node)
+        return True
+
+    def _of_texts(self, texts: dict[int, str], errors: dict[int, str]) -> list[Group]:
+        rows = np.array(list(texts), np.int64)
+        plain = pa.array(list(texts.values()), pa.string())
+        if self._plain is not None:
+            values, bad = json_reader(self._plain)(plain.cast(pa.binary()))
+            errors.update({int(rows[index]): error for index, error in bad.items()})
+            good = np.ones(len(rows), np.bool_)
+            good[list(bad)] = False
+            return [Group(rows[good], values.filter(pa.array(good)))]
+        try:
+            self._type = merge_types(self._type, pa.string(), "payload")
+        except SchemaError:
+            why = f"a record without schema and payload, and the lake's column is {self._type}; give it schema: a DDL"
+            errors.update(dict.fromkeys(texts, why))
+            return []
+        return [Group(rows, plain)]
+
+
+def _after(payloads: pa.Array, rows: Ints, skip: int) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """What follows the first ``skip`` bytes, and whether it ends with the record's closing bracket."""
+    _, ends, data = payloads.buffers()
+    bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + len(payloads) + 1]
+    inner = np.empty(2 * len(rows), np.int32)
+    inner[0::2] = bounds[rows] + skip
+    inner[1::2] = bounds[rows + 1]
+    pieces = pa.Array.from_buffers(pa.binary(), len(inner) - 1, [None, pa.py_buffer(inner), data])
+    texts = pieces.take(pa.array(np.arange(0, len(inner), 2)))
+    return texts, np.frombuffer(data, np.uint8)[inner[1::2] - 1] == ord("}")
+
+
+def _group(found: dict[int, Any], type: pa.DataType, errors: dict[int, str]) -> Group:
+    rows = np.array(list(found), np.int64)
+    try:
+        return Group(rows, pa.array(list(found.values()), type))
+    except (ValueError, OverflowError, TypeError):
+        pass
+    parts: list[pa.Array] = []
+    good: list[int] = []
+    for row, value in found.items():
+        try:
+            parts.append(pa.array([value], type))
+            good.append(row)
+        except (ValueError, OverflowError, TypeError) as error:
+            errors[row] = f"payload: out of range: {error}"
+    return Group(np.array(good, np.int64), pa.concat_arrays(parts) if parts else pa.nulls(0, type))

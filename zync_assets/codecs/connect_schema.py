@@ -1,0 +1,262 @@
+"""Kafka Connect's schemas, as JsonConverter writes them: ``{"type": "struct", "fields": [...], "optional": false, ...}``.
+
+Source: Apache Kafka, ``org.apache.kafka.connect.json.JsonConverter`` and ``JsonSchema``; Debezium's documentation of its
+connectors, "Data type mappings". Logical types are given by ``name``; those that are not known stay the plain type.
+
+| Connect | Arrow in the lake | Spark | note |
+| --- | --- | --- | --- |
+| boolean | bool | boolean | |
+| int8, int16, int32, int64 | int8, int16, int32, int64 | tinyint, smallint, int, bigint | |
+| float, double | float, double | float, double | NaN and infinities are the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"`` |
+| string | string | string | |
+| bytes | binary | binary | base64 in JSON |
+| array | list | array | |
+| map | map | map | an object where keys are strings, else an array of pairs |
+| struct | struct | struct | one without fields: boolean, true |
+| ``…connect.data.Decimal`` | decimal128(p, scale) | decimal(p, scale) | p: ``connect.decimal.precision``, else 38 |
+| the same, p above 38, or a scale below 0 or above 38 | string | string | plain digits |
+| ``…connect.data.Date``, ``io.debezium.time.Date`` | date32 | date | |
+| ``…connect.data.Timestamp``, ``io.debezium.time.Timestamp``, ``MicroTimestamp`` | timestamp(us, UTC) | timestamp | \
+Debezium's two are times without a zone, encoded as if they were UTC |
+| ``io.debezium.time.NanoTimestamp`` | int64 | bigint | nanoseconds since the epoch: Delta's unit is the microsecond |
+| ``…connect.data.Time``, ``io.debezium.time.Time``, ``MicroTime``, ``NanoTime`` | int32, int32, int64, int64 | \
+int, int, bigint, bigint | milli-, milli-, micro-, nanoseconds since midnight: Delta has no time of day |
+| ``io.debezium.time.Year``, ``MicroDuration``, ``NanoDuration`` | int32, int64, int64 | int, bigint, bigint | the number |
+| ``io.debezium.time.ZonedTimestamp``, ``ZonedTime``, ``Interval``, ``Iso…`` | string | string | as written: offset and \
+nanoseconds are kept; ``CAST(… AS TIMESTAMP)`` reads it |
+| ``io.debezium.data.Json``, ``Xml``, ``Uuid``, ``Enum``, ``EnumSet``, ``Ltree`` | string | string | |
+| ``io.debezium.data.Bits`` | binary | binary | the lowest byte first, as Debezium has it |
+| ``io.debezium.data.VariableScaleDecimal`` | string | string | digits with their scale: ``1.50``; ``1E+3`` for -3 |
+| ``io.debezium.data.geometry.Point``, ``Geometry``, ``Geography`` | struct | struct | ``x``, ``y``, ``wkb`` (binary), ``srid`` |
+
+A field that is null or missing: null where it is ``optional``, its ``default`` where not, else the record is bad; a missing
+optional one with a default is the default, while its null stays null (KIP-581, ``replace.null.with.default=false``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.codecs.avro_schema import Node
+from zync_assets.codecs.avro_types import MAX_DECIMAL
+from zync_assets.codecs.avro_types import lake_type as avro_lake_type
+from zync_assets.errors import SchemaError
+
+DECIMAL = "org.apache.kafka.connect.data.Decimal"
+PRECISION = "connect.decimal.precision"
+VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
+_ANY_PRECISION = 1000
+"""For decimals that the lake holds as digits and whose schema says no precision."""
+
+_SIMPLE: Mapping[str, pa.DataType] = {
+    "boolean": pa.bool_(),
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "bytes": pa.binary(),
+}
+_OTHER_SPELLINGS = {"float32": "float", "float64": "double"}
+# In Avro's terms: how a value is converted is written down there.
+_LOGICAL: Mapping[tuple[str, str], Node] = {
+    ("int32", "org.apache.kafka.connect.data.Date"): Node("int", logical="date"),
+    ("int32", "io.debezium.time.Date"): Node("int", logical="date"),
+    ("int64", "org.apache.kafka.connect.data.Timestamp"): Node("long", logical="timestamp-millis"),
+    ("int64", "io.debezium.time.Timestamp"): Node("long", logical="timestamp-millis"),
+    ("int64", "io.debezium.time.MicroTimestamp"): Node("long", logical="timestamp-micros"),
+}
+_UNHELD = re.compile(r"[ ,;{}()\n\t=]")
+
+
+@dataclass(frozen=True)
+class Connect:
+    """One type. ``kind``: Connect's, in JsonConverter's spelling, or ``variable-decimal`` (a struct of Debezium's)."""
+
+    kind: str
+    optional: bool = False
+    default: str | None = None
+    """JSON; None where there is none, or null."""
+    logical: Node | None = None
+    """The Avro type whose values are converted alike, for those that differ in the lake."""
+    fields: tuple[tuple[str, Connect], ...] = ()
+    keys: Connect | None = None
+    items: Connect | None = None
+
+    @property
+    def item(self) -> Connect:
+        """What is inside an array or a map."""
+        assert self.items is not None
+        return self.items
+
+    @property
+    def key(self) -> Connect:
+        assert self.keys is not None
+        return self.keys
+
+    @property
+    def by_name(self) -> bool:
+        """Whether a map is an object in JSON."""
+        return self.key.kind == "string"
+
+
+@lru_cache(maxsize=1024)
+def parse_connect(schema_json: str) -> Connect:
+    """The tree of a Connect schema; SchemaError names what is wrong and where."""
+    try:
+        document = json.loads(schema_json)
+    except ValueError as error:
+        raise SchemaError(f"the Connect schema is not JSON: {error}") from None
+    return _parse(document, "schema")
+
+
+def _parse(schema: Any, path: str) -> Connect:
+    if not isinstance(schema, dict):
+        raise SchemaError(f"{path}: {json.dumps(schema)[:40]} is no Connect schema")
+    kind = _OTHER_SPELLINGS.get(str(schema.get("type")), schema.get("type"))
+    optional, default = schema.get("optional", False), schema.get("default")
+    if not isinstance(optional, bool):
+        raise SchemaError(f"{path}: 'optional' is {json.dumps(optional)[:40]}, not true or false")
+    text = None if default is None else json.dumps(default)
+    if kind == "struct":
+        fields = _fields(schema.get("fields"), path)
+        variable = schema.get("name") == VARIABLE_DECIMAL and _is_variable_decimal(fields)
+        return Connect("variable-decimal" if variable else "struct", optional, text, fields=fields)
+    if kind == "array":
+        return Connect("array", optional, text, items=_parse(schema.get("items"), f"{path}[]"))
+    if kind == "map":
+        keys, items = _parse(schema.get("keys"), f"{path} (key)"), _parse(schema.get("values"), f"{path}{{}}")
+        return Connect("map", optional, text, keys=keys, items=items)
+    if not isinstance(kind, str) or kind not in _SIMPLE:
+        raise SchemaError(f"{path}: {json.dumps(kind)[:40]} is no type of Connect")
+    return Connect(kind, optional, text, _logical(kind, schema, path))
+
+
+def _fields(given: Any, path: str) -> tuple[tuple[str, Connect], ...]:
+    if not isinstance(given, list):
+        raise SchemaError(f"{path}: a struct without 'fields'")
+    fields: list[tuple[str, Connect]] = []
+    for field in given:
+        name = field.get("field") if isinstance(field, dict) else None
+        if not isinstance(name, str):
+            raise SchemaError(f"{path}: a struct's field without its name ('field')")
+        if not name or _UNHELD.search(name):
+            raise SchemaError(
+                f"{path}: Delta tables can't hold a column called {name!r}; rename it on the way to Kafka"
+            )
+        fields.append((name, _parse(field, f"{path}.{name}")))
+    _check_names([name for name, _ in fields], path)
+    return tuple(fields)
+
+
+def _check_names(names: Sequence[str], path: str) -> None:
+    """Delta tables and Spark take field names for equal that differ in case only."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if name.lower() in seen:
+            raise SchemaError(f"{path}: the fields {seen[name.lower()]!r} and {name!r} would be one column; rename one")
+        seen[name.lower()] = name
+
+
+def _is_variable_decimal(fields: tuple[tuple[str, Connect], ...]) -> bool:
+    return {name: field.kind for name, field in fields} == {"scale": "int32", "value": "bytes"}
+
+
+def _logical(kind: str, schema: Mapping[str, Any], path: str) -> Node | None:
+    name = schema.get("name")
+    if kind != "bytes" or name != DECIMAL:
+        return _LOGICAL.get((kind, name)) if isinstance(name, str) else None
+    parameters = schema.get("parameters")
+    given = parameters if isinstance(parameters, dict) else {}
+    try:
+        scale = int(given["scale"])
+        precision = int(given[PRECISION]) if PRECISION in given else None
+    except (KeyError, TypeError, ValueError):
+        raise SchemaError(f"{path}: a Decimal needs the parameter scale, a whole number, not {given}") from None
+    if not -_ANY_PRECISION <= scale <= _ANY_PRECISION or not 0 < (precision or 1) <= _ANY_PRECISION:
+        raise SchemaError(f"{path}: a Decimal of scale {scale} and precision {precision} is out of range")
+    digits = max(precision or MAX_DECIMAL, scale)
+    if scale < 0 or digits > MAX_DECIMAL:
+        digits = _ANY_PRECISION
+    return Node("bytes", logical="decimal", precision=digits, scale=scale)
+
+
+@lru_cache(maxsize=4096)
+def lake_type(node: Connect) -> pa.DataType:
+    """The type that values of ``node`` have in the lake (the table above)."""
+    if node.kind == "variable-decimal":
+        return pa.string()
+    return avro_lake_type(node.logical) if node.logical else nested_type(node, lake_type)
+
+
+@lru_cache(maxsize=4096)
+def plain_type(node: Connect) -> pa.DataType:
+    """The type that values have on the way: as in the lake, but with no logical types."""
+    return nested_type(node, plain_type)
+
+
+def nested_type(node: Connect, inner: Any) -> pa.DataType:
+    """The node's own type, with ``inner`` of those inside it."""
+    if node.kind in _SIMPLE:
+        return _SIMPLE[node.kind]
+    if node.kind == "array":
+        return pa.list_(inner(node.item))
+    if node.kind == "map":
+        return pa.map_(inner(node.key), inner(node.item))
+    return pa.struct([(name, inner(child)) for name, child in node.fields]) if node.fields else pa.bool_()
+
+
+def from_avro(node: Node) -> dict[str, Any]:
+    """The Connect schema of values of an Avro schema that ``avro_types.avro_schema`` made.
+
+    A timestamp in microseconds is Debezium's MicroTimestamp: Connect's own has milliseconds.
+    """
+    return _from_avro(node, False)
+
+
+def _from_avro(node: Node, optional: bool) -> dict[str, Any]:
+    if node.kind == "option":
+        return _from_avro(node.child, True)
+    if node.logical in _NAMES:
+        kind, name = _NAMES[node.logical]
+        made: dict[str, Any] = {"type": kind, "optional": optional, "name": name, "version": 1}
+        if name == DECIMAL:
+            made["parameters"] = {"scale": str(node.scale), PRECISION: str(node.precision)}
+        return made
+    if node.kind == "record":
+        fields = [{**_from_avro(child, False), "field": name} for name, child in node.fields]
+        return {"type": "struct", "fields": fields, "optional": optional, "name": node.name}
+    if node.kind == "array":
+        return {"type": "array", "items": _from_avro(node.child, False), "optional": optional}
+    if node.kind == "map":
+        values = _from_avro(node.child, False)
+        return {"type": "map", "keys": {"type": "string", "optional": False}, "values": values, "optional": optional}
+    if node.kind not in _KINDS:
+        raise SchemaError(f"Connect has no type for Avro's {node.kind} {node.name}".rstrip())
+    return {"type": _KINDS[node.kind], "optional": optional}
+
+
+_KINDS = {
+    "boolean": "boolean",
+    "int": "int32",
+    "long": "int64",
+    "float": "float",
+    "double": "double",
+    "string": "string",
+    "bytes": "bytes",
+}
+_NAMES = {
+    "decimal": ("bytes", DECIMAL),
+    "date": ("int32", "org.apache.kafka.connect.data.Date"),
+    "timestamp-millis": ("int64", "org.apache.kafka.connect.data.Timestamp"),
+    "timestamp-micros": ("int64", "io.debezium.time.MicroTimestamp"),
+}
