@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.shapes import short
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
 from zync_assets.steps.etl_run import EtlRun
+from zync_assets.steps.failures import spark_failures
 
 __all__ = [
     "EtlBatch",
@@ -31,13 +31,11 @@ __all__ = [
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     """The commit half. Raises CommitConflict if another batch was committed since the plan, EtlError if an expression
     fails; nothing of the batch is visible then."""
-    from pyspark.errors import PySparkException
-
     started = time.monotonic()
-    try:
+    place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
+    with spark_failures(
+        lambda text: EtlError(
+            f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."
+        )
+    ):
         return EtlRun(pipeline, batch).commit(started)
-    except PySparkException as error:
-        raise EtlError(
-            f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}: {short(error)} Nothing was committed; mend the rule"
-            " or the data (try_cast gives NULL where cast fails)."
-        ) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from zync_assets.errors import ZyncError
+from zync_assets.steps.failures import spark_failures
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -20,7 +21,7 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
     """``work(index)`` for each index below ``count``, each in a Spark task of its own; their results, by index.
 
     A ZyncError that a task raises is raised here, as it was: Spark would bury it in its own stack trace. All tasks run
-    to their end first, so that none is still at work when this returns.
+    to their end first, so that none is still at work when this returns. ZyncError too if a task fails in any other way.
     """
 
     def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -35,12 +36,19 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
 
     if count == 0:
         return []
-    rows = task_frame(spark, count).mapInArrow(run, "task long, found binary").collect()
+    with spark_failures(_failed):
+        rows = task_frame(spark, count).mapInArrow(run, "task long, found binary").collect()
     results = [pickle.loads(bytes(row["found"])) for row in sorted(rows, key=lambda row: row["task"])]
     for found in results:
         if isinstance(found, ZyncError):
             raise found
     return results
+
+
+def _failed(text: str) -> ZyncError:
+    return ZyncError(
+        f"a Spark task failed: {text}. What was committed before is kept: mend the cause and run it again."
+    )
 
 
 def task_frame(spark: SparkSession, count: int) -> DataFrame:

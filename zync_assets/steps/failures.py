@@ -1,0 +1,32 @@
+"""What Spark says when it fails, in one line: its exceptions carry plans and two languages' stack traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from zync_assets.errors import ZyncError
+
+
+@contextmanager
+def spark_failures(raised: Callable[[str], ZyncError]) -> Iterator[None]:
+    """Raise ``raised(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise raised(said(error)) from error
+
+
+def said(error: Exception) -> str:
+    """The line of an exception's text that says what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any(line.startswith("Traceback (most recent call last)") for line in lines):
+        return lines[-1]  # of a Python worker
+    told = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]
+    if not told:
+        return type(error).__name__
+    # Java's chain of causes in one line: the last is the cause.
+    return told[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0]
