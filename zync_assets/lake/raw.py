@@ -38,6 +38,11 @@ class RawState:
     def schema(self) -> pa.Schema:
         return self.opened.schema
 
+    @property
+    def table_id(self) -> str:
+        """What tells this table from another one at the same place."""
+        return str(self.opened.table.metadata().id)
+
     def made_from(self, topic_id: str) -> bool:
         return self.opened.number(f"zync:topic:{topic_id}") is not None
 

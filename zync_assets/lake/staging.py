@@ -11,7 +11,7 @@ Every commit sets ``zync:batch`` to the next batch number; two writers of one ba
 The account column:
 
     kind         topic, partition   first, end                    rule, hash, count, text
-    seen         input              where the account begins,     count: records seen
+    seen         input              where the account begins,     count: records seen, text: the raw table's id
                                     the next offset to look at
     counted      input                                            rule: the class, count: records in it now
     waiting      input                                            rule, count: records pending for the rule
@@ -84,11 +84,15 @@ def value_column(topic: str) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where an input partition stands: the account covers ``first <= offset < seen``; ``records`` exist there."""
+    """Where an input partition stands: the account covers ``first <= offset < seen``; ``records`` exist there.
+
+    ``table``: the id of the raw table that they were read from; offsets of another table are other records.
+    """
 
     first: int
     seen: int
     records: int = 0
+    table: str | None = None
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,8 @@ def _head_rows(head: Head) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for (topic, partition), item in sorted(head.inputs.items()):
         place = {"topic": topic, "partition": partition}
-        rows.append({"kind": "seen", **place, "first": item.first, "end": item.seen, "count": item.records})
+        span = {"first": item.first, "end": item.seen, "count": item.records}
+        rows.append({"kind": "seen", **place, **span, "text": item.table})
     for (topic, partition, name), count in sorted(head.counts.items()):
         rows.append({"kind": "counted", "topic": topic, "partition": partition, "rule": name, "count": count})
     for (rule, topic), count in sorted(head.waiting.items()):
@@ -312,7 +317,7 @@ def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
 
     return Head(
         batch,
-        {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"]) for r in of("seen")},
+        {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"], r["text"]) for r in of("seen")},
         {
             (r["topic"], r["partition"]): OutputPosition(r["first"], r["end"], r["text"], r["count"])
             for r in of("output")

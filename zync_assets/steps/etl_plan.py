@@ -72,7 +72,7 @@ class EtlCommit:
 
 
 def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
-    """What is new for a staging pool."""
+    """What is new for a staging pool. Raises EtlError if a raw table is another one than the account's."""
     state = staging.open_staging(pipeline.lake, pool)
     head = state.head if state else Head()
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
@@ -82,8 +82,20 @@ def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
         if found is None:
             ranges[topic] = ()
             continue
+        _check_table(pool, head, topic, found)
         ranges[topic] = tuple(new_ranges({**found.first, **head.seen(topic)}, found.next))
     return EtlPlan(pool, state, states, ranges)
+
+
+def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
+    """Offsets below seen are done and would never be looked at; of another table they are other records."""
+    for (name, partition), item in sorted(head.inputs.items()):
+        if name == topic and item.table not in (None, found.table_id):
+            raise EtlError(
+                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {item.seen} from another raw"
+                f" table than {found.opened.uri}, which was made since. Put the old table back, or begin anew: give this"
+                " input's outputs another staging pool and other topics."
+            )
 
 
 def read_raw(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:

@@ -78,13 +78,19 @@ def next_head(
     for topic, ranges in plan.ranges.items():
         for part in ranges:
             old = inputs.get((topic, part.partition), Position(part.first, part.first))
-            inputs[topic, part.partition] = Position(old.first, part.end, old.records + records[topic, part.partition])
+            count = old.records + records[topic, part.partition]
+            inputs[topic, part.partition] = Position(old.first, part.end, count, _table_id(plan, topic))
     positions = {place: replace(item, next=ends[place[0]]) for place, item in outputs.items()}
     schemas = dict(head.schemas)
     used = {row.rule for row in found if row.kind == "out"}
     for topic, kind in types.items():
         schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
     return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas)
+
+
+def _table_id(plan: EtlPlan, topic: str) -> str | None:
+    state = plan.raw[topic]
+    return None if state is None else state.table_id
 
 
 def new_counts(found: Sequence[Row]) -> dict[str, int]:

@@ -126,8 +126,8 @@ def plan_ingest(
     if state is not None and not state.made_from(found.topic_id):
         raise TopicRecreated(
             f"topic {topic} is another topic than the one that {item.pool}.{topic} was made from (its id is now"
-            f" {found.topic_id}): it was deleted and created again. Give the input another pool, or remove the table"
-            f" {storage.raw_uri(pipeline.lake, item.pool, topic)} to begin anew."
+            f" {found.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
+            " and its outputs another staging pool and other topics."
         )
     first = _first_offsets(pipeline, item, found, state)
     position = dict(state.next if state else {}) | first
@@ -251,7 +251,8 @@ def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[
         if part.end < upcoming:
             raise DataLoss(
                 f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
-                " the topic has lost records that were ingested. Restore the topic, or ingest into another pool."
+                " the topic has lost records that were ingested. Restore the topic. To begin anew, give the input another pool, and"
+                " its outputs another staging pool and other topics."
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import fastavro
 import pytest
 
-from zync_assets.errors import CommitConflict
-from zync_assets.kafka.topics import topic_states
+from zync_assets.errors import CommitConflict, EtlError, ZyncError
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
 from zync_assets.steps.ingest import plan_ingest
 from zync_assets.steps.publish import plan_publish
+from zync_assets.steps.tasks import run_tasks
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -27,6 +34,21 @@ COPY = """
 transforms:
   - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id}}
 """
+
+AVRO = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro}
+  - {topic: $right, pool: Raw, key-format: string, value-format: avro}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
+"""
+
+
+def fastavro_bytes(schema: dict[str, Any], record: dict[str, Any]) -> bytes:
+    """One Avro datum, without framing."""
+    into = BytesIO()
+    fastavro.schemaless_writer(into, schema, record)
+    return into.getvalue()
 
 
 @pytest.fixture
@@ -75,3 +97,60 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
 
     monkeypatch.setattr(staging, "open_staging", open_before_another_is_done)
     plan_publish(it.pipeline, it.out)
+
+
+@pytest.mark.parametrize(("first", "second"), [("long", "string"), ("int", "long"), ("double", "long")])
+def test_of_writers_that_share_no_type_the_first_partition_s_has_the_column(
+    make: Make, first: str, second: str
+) -> None:
+    it = make(AVRO + COPY, partitions=2)
+    assert it.pipeline.registry is not None
+    registry = Registry(it.pipeline.registry)
+    for partition, kind in enumerate((first, second)):
+        schema = {"type": "record", "name": "Row", "fields": [{"name": "id", "type": kind}]}
+        number = registry.register(f"{it.left}-{partition}-value", json.dumps(schema))
+        payload = fastavro_bytes(schema, {"id": "7" if kind == "string" else 7})
+        it.send(it.left, b"\0" + number.to_bytes(4, "big") + payload, partition=partition)
+    made = it.ingest(it.left)[it.left]
+    fits = (first, second) == ("double", "long")
+    assert (made.records, made.quarantined) == ((2, 0) if fits else (1, 1))
+    it.etl()
+    assert it.values() == [{"id": 7}] * made.records
+
+
+def test_a_task_that_fails_is_an_error_in_a_line(spark: SparkSession) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def killed(_: int) -> None:
+        os._exit(9)
+
+    for work, why in ((full, "No space left on device"), (killed, "exited unexpectedly")):
+        with pytest.raises(ZyncError, match=why) as raised:
+            run_tasks(spark, 1, work)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_raw_file_that_spark_can_t_read_is_an_etl_error_in_a_line(make: Make) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1))
+    it.ingest()
+    [path] = Path(it.lake, "Raw", it.left).glob("*.parquet")
+    path.write_bytes(b"PAR1" + b"\0" * 100 + b"PAR1")
+    with pytest.raises(EtlError, match=r"batch 1: .*Nothing was committed") as raised:
+        it.etl()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_raw_table_that_was_made_anew_is_an_error_and_not_skipped(make: Make) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1), row(2))
+    it.step()
+    shutil.rmtree(f"{it.lake}/Raw/{it.left}")
+    delete_topic(it.pipeline.kafka, it.left)
+    create_topic(it.pipeline.kafka, it.left, 1, 1, {})
+    it.send(it.left, row(3), row(4), row(5))
+    it.ingest(it.left)
+    with pytest.raises(EtlError, match="another raw table"):
+        it.etl()
+    assert it.values() == [{"id": 1}, {"id": 2}]
