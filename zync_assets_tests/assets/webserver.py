@@ -67,7 +67,7 @@ query Run($id: ID!) {
               metadataEntries { label ... on IntMetadataEntry { intValue } ... on TextMetadataEntry { text } }
             }
           }
-          ... on ExecutionStepFailureEvent { error { message } }
+          ... on ExecutionStepFailureEvent { error { message errorChain { error { message } } } }
         }
       }
     }
