@@ -129,7 +129,7 @@ def test_a_partial_update_has_no_other_fields(
 
 
 @settings(
-    max_examples=4,
+    max_examples=3,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.generate],
@@ -143,7 +143,7 @@ def test_where_batches_are_cut_changes_no_output(
     folder = tmp_path_factory.mktemp("cuts")
     shop = make_shop(services, folder, folder.name, partitions=(1, 1))
     whole = list(changes(shop, range(40), seed=5))
-    inside = data.draw(st.sets(st.integers(1, len(whole) - 1), min_size=1, max_size=4))
+    inside = data.draw(st.sets(st.integers(1, len(whole) - 1), min_size=1, max_size=3))
     model, at_once = shop.model(), shop.model()
     done: list[Record] = []
     cuts = [0, *sorted(inside), len(whole)]
