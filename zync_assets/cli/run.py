@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import click
 
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.etl import EtlCommit
@@ -78,6 +79,7 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
         from zync_assets.steps.publish import recreate_topic
 
         topics = tuple(_chosen((recreate,), names, "output"))
+        _refuse_damaged(loaded, recreate, None)
         recreate_topic(loaded, recreate)
     chosen = _chosen(topics, names, "output")
     with _progress() as progress:
@@ -132,12 +134,17 @@ def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:
 
 def guard(pipeline: Pipeline, plan: PublishPlan) -> None:
     """Refuse to publish while coverage or numbering is wrong: what is published can't be taken back."""
+    _refuse_damaged(pipeline, plan.output.topic, plan.ranges)
+
+
+def _refuse_damaged(pipeline: Pipeline, topic: str, ranges: Sequence[OffsetRange] | None) -> None:
+    """CheckFailed unless what is staged for a topic, in ``ranges`` or all of it, is right."""
     from zync_assets.checks.staging_checks import contiguous_output_offsets, exactly_once_done_coverage
 
-    topic, pool = plan.output.topic, plan.output.pool
+    pool = pipeline.output(topic).pool
     for result in (
-        exactly_once_done_coverage(pipeline, pool, {topic: plan.ranges}),
-        contiguous_output_offsets(pipeline, topic, plan.ranges),
+        exactly_once_done_coverage(pipeline, pool, None if ranges is None else {topic: ranges}),
+        contiguous_output_offsets(pipeline, topic, ranges),
     ):
         if not result.passed:
             raise CheckFailed(f"{result.subject}: {result.name}: {result.summary} Nothing was published.")

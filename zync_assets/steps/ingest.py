@@ -251,8 +251,8 @@ def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[
         if part.end < upcoming:
             raise DataLoss(
                 f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
-                " the topic has lost records that were ingested. Restore the topic. To begin anew, give the input another pool, and"
-                " its outputs another staging pool and other topics."
+                " the topic has lost records that were ingested. Restore the topic. To begin anew, give the input another pool,"
+                " and its outputs another staging pool and other topics."
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":

@@ -82,12 +82,20 @@ def publish_all(
 ) -> Iterator[PublishCommit]:
     """Publish each output topic up to what is staged when its turn comes."""
     for topic in topics:
-        plan = plan_publish(pipeline, topic)
-        if plan.nothing_to_do:
-            continue
-        guard(pipeline, plan)
-        batch = read_staging(session(), pipeline, plan)
-        yield publish(pipeline, batch, lambda done, total, topic=topic: progress(f"publish {topic}", done, total))
+        made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, guard, progress))
+        if made is not None:
+            yield made
+
+
+def _publish_once(
+    pipeline: Pipeline, session: Session, topic: str, guard: Guard, progress: Progress
+) -> PublishCommit | None:
+    plan = plan_publish(pipeline, topic)
+    if plan.nothing_to_do:
+        return None
+    guard(pipeline, plan)
+    batch = read_staging(session(), pipeline, plan)
+    return publish(pipeline, batch, lambda done, total: progress(f"publish {topic}", done, total))
 
 
 def _retried(once: Callable[[], T]) -> T:

@@ -166,7 +166,7 @@ def publish(
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
-    record. Its partitions and settings are kept, or taken from ``create:`` where it is not there."""
+    record. The new one is as ``create:`` says. Nothing is deleted where that can't be done."""
     item = pipeline.output(topic)
     state = staging.open_staging(pipeline.lake, item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
@@ -176,6 +176,11 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
         raise KafkaError(
             f"topic {topic} began at offset {position.base} (start-at: end); records before that are not in the lake and"
             " would be lost. Publish to another topic instead."
+        )
+    if item.create is None:
+        raise TopicMissing(
+            f"topic {topic}: the pipeline file does not say how to create it anew, and nothing was deleted. Add create: to the"
+            " output."
         )
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
@@ -228,6 +233,7 @@ class _Publisher:
         assert plan.state is not None
         self.pipeline, self.spark, self.plan = pipeline, spark, plan
         self.topic, self.topic_id = plan.output.topic, topic_state.topic_id
+        self.low = topic_state.partitions[0].low
         self.kafka = pipeline.kafka
         self.state = plan.published
         self.staged = staged_topic(plan.state, self.topic, pipeline.registry)
@@ -247,7 +253,9 @@ class _Publisher:
         return high
 
     def verify(self, first: int, high: int) -> int:
-        """Compare what lies in the topic from the last verified offset on; returns how many records that were."""
+        """Compare what lies in the topic from the last verified offset on; returns how many records that were. What
+        retention took meanwhile can't be compared; that it was there, the offsets say."""
+        first = max(first, min(self.low, high))
         if first < high:
             staged, kafka, topic = self.staged, self.kafka, self.topic
 

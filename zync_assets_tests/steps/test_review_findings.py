@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import fastavro
 import pytest
+from click.testing import CliRunner
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 
-from zync_assets.errors import CommitConflict, EtlError, ZyncError
+from zync_assets.cli.main import main
+from zync_assets.errors import CommitConflict, EtlError, TopicMissing, ZyncError
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
+from zync_assets.pipeline import Pipeline
 from zync_assets.steps.ingest import plan_ingest
-from zync_assets.steps.publish import plan_publish
+from zync_assets.steps.loops import publish_all
+from zync_assets.steps.publish import PublishPlan, plan_publish, recreate_topic
 from zync_assets.steps.tasks import run_tasks
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 
@@ -154,3 +160,59 @@ def test_a_raw_table_that_was_made_anew_is_an_error_and_not_skipped(make: Make) 
     with pytest.raises(EtlError, match="another raw table"):
         it.etl()
     assert it.values() == [{"id": 1}, {"id": 2}]
+
+
+def test_recreating_deletes_nothing_where_the_topic_can_t_be_created_again(make: Make) -> None:
+    it = make(BOTH.replace(", create: {replication-factor: 1}", "") + COPY)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    it.send(it.left, row(1))
+    it.step()
+    it.publish()
+    with pytest.raises(TopicMissing, match="nothing was deleted"):
+        recreate_topic(it.pipeline, it.out)
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
+
+
+def test_recreating_deletes_nothing_where_staging_is_damaged(make: Make) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1))
+    it.step()
+    it.publish()
+    [path] = Path(it.lake, "Staging").rglob(f"topic={it.out}/*.parquet")
+    path.unlink()
+    ended = CliRunner().invoke(main, ["to-kafka", str(it.pipeline.path), "--recreate", it.out])
+    assert ended.exit_code == 1
+    assert "Nothing was published" in ended.output
+    assert plan_publish(it.pipeline, it.out).high == 1
+
+
+def test_what_retention_took_after_a_kill_is_not_asked_for_again(make: Make) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1), row(2))
+    it.step()
+    it.publish()
+    killed = open_published(it.lake, "Staging", it.out)
+    topic_id = topic_states(it.pipeline.kafka, [it.out])[it.out].topic_id
+    commit_published(it.lake, "Staging", killed, window=2, verified=0, topic_id=topic_id)
+    admin = AdminClient({"bootstrap.servers": it.pipeline.kafka["bootstrap.servers"]})
+    for future in admin.delete_records([TopicPartition(it.out, 0, 1)]).values():
+        future.result()
+    it.send(it.left, row(3))
+    it.step()
+    made = it.publish()
+    assert (made.verified, made.records) == (1, 1)
+
+
+def test_a_publisher_that_comes_second_goes_on_after_the_first(make: Make) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1))
+    it.step()
+    others = [1]
+
+    def while_another_publishes(_: Pipeline, __: PublishPlan) -> None:
+        if others:
+            others.pop()
+            it.publish()
+
+    assert list(publish_all(it.pipeline, lambda: it.spark, [it.out], while_another_publishes)) == []
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
