@@ -78,7 +78,14 @@ def _unify(have: DataType, more: DataType, path: str, owners: Mapping[str, str],
         return have
     if isinstance(have, StructType) and isinstance(more, StructType):
         fields = {item.name: item.dataType for item in have}
+        written = {name.lower(): name for name in fields}
         for item in more:
+            other = written.get(item.name.lower(), item.name)
+            if other != item.name:
+                raise EtlError(
+                    f"{path}: {item.name} in {who} and {other} differ in case alone; the lake can't tell them apart. Write"
+                    " them alike."
+                )
             known = fields.get(item.name, NullType())
             fields[item.name] = _unify(known, item.dataType, f"{path}.{item.name}", owners, who)
         return StructType([StructField(name, kind) for name, kind in fields.items()])

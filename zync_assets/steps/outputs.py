@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.avro_types import avro_schema
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl import matching
 from zync_assets.etl.matching import Target
@@ -54,19 +55,27 @@ def output_types(
     ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``). EtlError if two rules disagree
     or an expression can't be resolved.
     """
+    written: dict[str, str] = {}
+    for item in pipeline.outputs_of(pool):
+        other = written.setdefault(item.topic.lower(), item.topic)
+        if other != item.topic:
+            raise EtlError(
+                f"pool {pool}: topics {other} and {item.topic} differ in case alone, and so would their columns. Give one of"
+                " them another pool."
+            )
     return {item.topic: _output_type(pipeline, item, state, frames) for item in pipeline.outputs_of(pool)}
 
 
 def _output_type(
     pipeline: Pipeline, item: Output, state: StagingState | None, frames: Mapping[str, DataFrame]
 ) -> OutputType:
-    from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
+    from pyspark.sql.pandas.types import to_arrow_type
 
     rules = {rule.name: rule for rule in pipeline.rules if rule.out == item.topic}
     made = {name: found for name, rule in rules.items() if (found := _rule_types(rule, frames)) is not None}
     names = (staging.key_column(item.topic), staging.value_column(item.topic))
     have = {field.name: field.type for field in state.schema} if state else {}
-    table = [from_arrow_type(have[column]) if column in have else None for column in names]
+    table = [spark_type(have[column]) if column in have else None for column in names]
     untyped: dict[str, str] = {}
     while True:
         whole = [

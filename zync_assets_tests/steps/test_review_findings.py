@@ -216,3 +216,35 @@ def test_a_publisher_that_comes_second_goes_on_after_the_first(make: Make) -> No
 
     assert list(publish_all(it.pipeline, lambda: it.spark, [it.out], while_another_publishes)) == []
     assert plan_publish(it.pipeline, it.out).nothing_to_do
+
+
+def test_fields_that_differ_in_case_alone_are_an_error_that_names_both(make: Make) -> None:
+    it = make(
+        BOTH
+        + """
+transforms:
+  - {name: one, type: stateless, in: $left, out: $out, key: in.key, value: {ID: in.value.id}}
+  - {name: two, type: stateless, in: $right, out: $out, key: in.key, value: {id: in.value.id}}
+"""
+    )
+    it.send(it.left, row(1))
+    it.send(it.right, row(2))
+    with pytest.raises(EtlError, match="id in rule two and ID differ in case alone"):
+        it.step()
+
+
+def test_output_topics_that_differ_in_case_alone_are_an_error_that_names_both(make: Make) -> None:
+    it = make(
+        BOTH
+        + """  - {topic: $out.A, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+  - {topic: $out.a, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: none, type: stateless, in: $left, where: value.id = 0, out: $out, key: in.key, value: {id: in.value.id}}
+  - {name: one, type: stateless, in: $left, out: $out.A, key: in.key, value: {id: in.value.id}}
+  - {name: two, type: stateless, in: $right, out: $out.a, key: in.key, value: {id: in.value.id}}
+"""
+    )
+    it.send(it.left, row(1))
+    it.send(it.right, row(2))
+    with pytest.raises(EtlError, match="differ in case alone"):
+        it.step()
