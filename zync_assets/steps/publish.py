@@ -299,6 +299,18 @@ def _window(staged: StagedTopic, kafka: object, first: int, end: int) -> Callabl
         yield from encoded_rows(staged, first, end)
 
     def work(_: int) -> int:
+        _refuse_second_attempt(staged.topic)
         return write_in_order(kafka, staged.topic, 0, first, rows())  # type: ignore[arg-type]
 
     return work
+
+
+def _refuse_second_attempt(topic: str) -> None:
+    """A task that Spark runs again would take what its first attempt sent for another program's."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    if task is not None and task.attemptNumber() > 0:
+        raise KafkaError(
+            f"topic {topic}: the Spark task that published was lost on its way. Run it again: what it sent is verified first."
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -248,3 +250,40 @@ transforms:
     it.send(it.right, row(2))
     with pytest.raises(EtlError, match="differ in case alone"):
         it.step()
+
+
+LOST_TASK = """
+import os, sys
+from pathlib import Path
+from zync_assets import pipeline_file
+from zync_assets.steps import publish
+from zync_assets.steps.session import spark_session
+
+path, flag = Path(sys.argv[1]), Path(sys.argv[2])
+it = pipeline_file.load(path)
+written = publish.write_in_order
+
+def killed_once(*given):
+    upcoming = written(*given)
+    if not flag.exists():
+        flag.touch()
+        os._exit(9)
+    return upcoming
+
+publish.write_in_order = killed_once
+plan = publish.plan_publish(it, sys.argv[3])
+publish.publish(it, publish.read_staging(spark_session({"master": "local[1,2]"}), it, plan))
+"""
+
+
+def test_what_a_lost_task_sent_is_not_foreign_to_the_one_that_spark_runs_in_its_place(
+    make: Make, tmp_path: Path
+) -> None:
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1), row(2))
+    it.step()
+    given = [sys.executable, "-c", LOST_TASK, str(it.pipeline.path), str(tmp_path / "flag"), it.out]
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=120, check=False)
+    assert "was lost on its way" in ended.stderr
+    made = it.publish()
+    assert (made.verified, made.records) == (2, 0)
