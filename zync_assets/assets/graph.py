@@ -29,6 +29,8 @@ from zync_assets.steps.ingest import RawBatch
 from zync_assets.steps.publish import OutputBatch
 
 SINGLE_RUN = BackfillPolicy.single_run()
+SOURCES, TARGETS = "source_topics", "output_topics"
+"""The groups of topics: two, so that the graph can be read from left to right."""
 
 
 def build_assets(pipeline: Pipeline) -> list[AssetsDefinition | AssetSpec]:
@@ -57,7 +59,7 @@ def source(pipeline: Pipeline, topic: str) -> AssetSpec:
             " is behind, is reported here."
         ),
         partitions_def=partitions.raw_definition(pipeline, topic),
-        group_name=names.KAFKA,
+        group_name=SOURCES,
         kinds={"kafka", item.value.format},
         owners=_owners(pipeline),
         tags=_tags(pipeline),
@@ -145,7 +147,7 @@ def published(pipeline: Pipeline, item: Output) -> AssetsDefinition:
                     f"The Kafka topic **{item.topic}**, for whoever consumes it (keys: {item.key.format}, values:"
                     f" {item.value.format}). Its record at offset k is record k of {item.pool}/{item.topic}."
                 ),
-                group_name=names.KAFKA,
+                group_name=TARGETS,
                 kinds={"kafka", item.value.format},
                 owners=_owners(pipeline),
                 tags=_tags(pipeline),

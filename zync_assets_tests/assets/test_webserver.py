@@ -52,14 +52,14 @@ def test_it_listens_on_this_machine_alone(server: Webserver) -> None:
 def test_the_graph_says_what_things_are_for(server: Webserver) -> None:
     nodes = {"/".join(node["assetKey"]["path"]): node for node in server.ask(NODES)["assetNodes"]}
     assert {name: node["groupName"] for name, node in nodes.items() if "notes" not in name} == {
-        "kafka/web.shop.orders": "kafka",
-        "kafka/web.shop.payments": "kafka",
+        "kafka/web.shop.orders": "source_topics",
+        "kafka/web.shop.payments": "source_topics",
         "Raw/web.shop.orders": "Raw",
         "Raw/web.shop.payments": "Raw",
         "Staging/web.shop.sales": "Staging",
         "Staging/web.shop.refunds": "Staging",
-        "kafka/web.shop.sales": "kafka",
-        "kafka/web.shop.refunds": "kafka",
+        "kafka/web.shop.sales": "output_topics",
+        "kafka/web.shop.refunds": "output_topics",
     }
     assert not nodes["kafka/web.shop.orders"]["isExecutable"]
     assert nodes["Raw/web.shop.orders"]["kinds"] == ["deltalake", "spark"]
