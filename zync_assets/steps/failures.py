@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from zync_assets.errors import ZyncError
 
 
 @contextmanager
-def spark_failures(raised: Callable[[str], ZyncError]) -> Iterator[None]:
+def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
     """Raise ``raised(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
