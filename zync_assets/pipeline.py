@@ -20,7 +20,8 @@ Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 
 @dataclass(frozen=True)
 class SideFormat:
-    """How keys or values are encoded. ``ddl``: the Spark DDL type of a ``json`` side; None: one string."""
+    """How keys or values are encoded. ``ddl``: the Spark DDL type of a ``json`` side, or of what comes without a
+    schema on a ``connect-json`` one; None: one string."""
 
     format: Format
     ddl: str | None = None

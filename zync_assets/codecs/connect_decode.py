@@ -36,9 +36,12 @@ _PAYLOAD = re.compile(r'[ \t\n\r]*,[ \t\n\r]*"payload"[ \t\n\r]*:[ \t\n\r]*')
 _SWEEPS = 64
 """So many schemas in a batch are looked for in all its records at once; those of the rest record by record."""
 _MOST_HEADS = 4096
+_NO_HEAD = -1
+_NOTHING = -2
+"""A null record, or an empty one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Head:
     """How records of one schema begin, up to the payload."""
 
@@ -62,6 +65,7 @@ class ConnectDecoder:
         self._plain = plain
         self._type = merge_types(target, pa.null() if plain is None else plain)
         self._schemas: dict[str, Connect | str] = {}
+        self._types: dict[str, Connect] = {}
         self._heads: dict[bytes, _Head] = {}
         self._lengths: tuple[int, ...] = ()
         self._merged: set[Connect] = set()
@@ -73,17 +77,19 @@ class ConnectDecoder:
     def decode(self, payloads: pa.Array) -> Decoded:
         errors: dict[int, str] = {}
         by_schema: dict[Connect, list[Group]] = {}
-        heads, rest = self._sorted_by_head(payloads)
-        for head, rows in heads.items():
-            node = head.node
-            if not has_columns(node):
-                rest.update((row, head) for row in rows.tolist())
-                continue
-            texts, closed = _after(payloads, rows, len(head.data))
-            values, odd = read_columns(node, texts)
-            odd = odd | ~closed
-            by_schema.setdefault(node, []).append(Group(rows[~odd], values.filter(pa.array(~odd))))
-            rest.update((row, head) for row in rows[odd].tolist())
+        heads, which = self._sorted_by_head(payloads)
+        odd = which == _NO_HEAD
+        for node, of_node in _by_node(heads).items():
+            rows = np.flatnonzero(np.isin(which, of_node))
+            odd[rows] = True
+            if has_columns(node):
+                skip = np.array([len(head.data) for head in heads])[which[rows]]
+                texts, closed = _after(payloads, rows, skip)
+                values, wrong = read_columns(node, texts)
+                good = closed & ~wrong
+                by_schema[node] = [Group(rows[good], values.filter(pa.array(good)))]
+                odd[rows[good]] = False
+        rest = {row: heads[which[row]] if which[row] >= 0 else None for row in np.flatnonzero(odd).tolist()}
         texts = self._read_rows(payloads, rest, by_schema, errors)
         groups = [made for node, found in by_schema.items() if (made := self._of_schema(node, found, errors))]
         if texts:
@@ -91,29 +97,27 @@ class ConnectDecoder:
         values = assemble(self._type, groups, len(payloads), errors)
         return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors))
 
-    def _sorted_by_head(self, payloads: pa.Array) -> tuple[dict[_Head, Ints], dict[int, _Head | None]]:
-        """The rows of each known beginning, ascending, and the rows that begin otherwise (with None)."""
+    def _sorted_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
+        """The beginnings that there are, and which of them each record has: its index, _NO_HEAD or _NOTHING."""
         lengths = pc.binary_length(payloads).fill_null(0).to_numpy(zero_copy_only=False)
+        which = np.where(lengths > 0, _NO_HEAD, _NOTHING)
         left = np.flatnonzero(lengths > 0)
-        heads: dict[_Head, Ints] = {}
-        others: dict[int, _Head | None] = {}
+        heads: list[_Head] = []
         while len(left) and len(heads) < _SWEEPS:
             head = self._head(payloads[int(left[0])].as_py())
             if head is None:
-                others[int(left[0])] = None
                 left = left[1:]
                 continue
             alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[left]
-            heads[head] = left[alike]
+            which[left[alike]] = len(heads)
+            heads.append(head)
             left = left[~alike]
-        more: dict[_Head, list[int]] = {}
+        known = {head: index for index, head in enumerate(heads)}
         for row in left.tolist():
             head = self._head(payloads[row].as_py())
-            if head is None:
-                others[row] = None
-            else:
-                more.setdefault(head, []).append(row)
-        return heads | {head: np.array(rows, np.int64) for head, rows in more.items()}, others
+            if head is not None:
+                which[row] = known.setdefault(head, len(known))
+        return list(known), which
 
     def _head(self, payload: bytes) -> _Head | None:
         """How the record begins, up to its payload; None if it is not written as JsonConverter does, or its schema is
@@ -152,10 +156,13 @@ class ConnectDecoder:
         if known is None:
             try:
                 known = parse_connect(text)
+                # Schemas that differ in names and comments only are one.
+                known = self._types.setdefault(repr(known), known)
             except SchemaError as error:
                 known = str(error)
             if len(self._schemas) >= _MOST_HEADS:
                 self._schemas.clear()
+                self._types.clear()
             self._schemas[text] = known
         return known
 
@@ -250,8 +257,16 @@ class ConnectDecoder:
         return [Group(rows, plain)]
 
 
-def _after(payloads: pa.Array, rows: Ints, skip: int) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """What follows the first ``skip`` bytes, and whether it ends with the record's closing bracket."""
+def _by_node(heads: list[_Head]) -> dict[Connect, list[int]]:
+    made: dict[Connect, list[int]] = {}
+    for index, head in enumerate(heads):
+        made.setdefault(head.node, []).append(index)
+    return made
+
+
+def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """What follows the first ``skip`` bytes of each of the ``rows``, which ascend, and whether it ends with the record's
+    closing bracket."""
     _, ends, data = payloads.buffers()
     bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + len(payloads) + 1]
     inner = np.empty(2 * len(rows), np.int32)

@@ -23,7 +23,8 @@ Read = Callable[[Any, str], Any]
 
 _MISSING = object()
 _ODD_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_FLOAT_MAX = float(np.finfo(np.float32).max)
+_FLOAT_LIMIT = float((1 << 128) - (1 << 103))
+"""From here on a number is rounded to a float's infinity."""
 _EXACT = decimal.Context(prec=2000, traps=[decimal.Inexact, decimal.InvalidOperation])
 
 
@@ -91,7 +92,7 @@ def _known(node: Connect) -> Read:
     if node.kind.startswith("int"):
         return _integer_reader(node.kind)
     if node.kind in ("float", "double"):
-        return _float_reader(_FLOAT_MAX if node.kind == "float" else math.inf)
+        return _float_reader(_FLOAT_LIMIT if node.kind == "float" else math.inf)
     if node.logical and node.logical.logical == "decimal":
         return _decimal_reader(node.logical.scale)
     return {"boolean": _boolean, "string": _string, "bytes": _bytes}[node.kind]
@@ -156,7 +157,7 @@ def _float_reader(limit: float) -> Read:
             number = float(given)
         except OverflowError:
             number = math.inf
-        if math.isinf(number) or abs(number) > limit:
+        if abs(number) >= limit:
             raise ValueError(f"{path}: {str(given)[:40]} is out of range")
         return number
 

@@ -78,9 +78,12 @@ _LOGICAL: Mapping[tuple[str, str], Node] = {
 _UNHELD = re.compile(r"[ ,;{}()\n\t=]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Connect:
-    """One type. ``kind``: Connect's, in JsonConverter's spelling, or ``variable-decimal`` (a struct of Debezium's)."""
+    """One type. ``kind``: Connect's, in JsonConverter's spelling, or ``variable-decimal`` (a struct of Debezium's).
+
+    Compared by identity, as it is looked up for each record; ``repr`` is equal where types are.
+    """
 
     kind: str
     optional: bool = False
