@@ -12,6 +12,7 @@ from dagster_pyspark import LazyPySparkResource
 from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.resources import session
+from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError
 from zync_assets.kafka.source import Source
 from zync_assets.kafka.topics import topic_state
@@ -90,11 +91,9 @@ class KafkaIOManager(IOManager):
 
 def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
     """The format of an output's side, for reading it back: JSON says nothing of its types, the staging table does."""
-    from pyspark.sql.pandas.types import from_arrow_type
-
     if side.format != "json" or kind is None:
         return side
-    return replace(side, ddl=from_arrow_type(kind).simpleString())
+    return replace(side, ddl=spark_ddl(kind))
 
 
 def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:

@@ -1,4 +1,7 @@
-"""Arrow types as Spark's, without a JVM."""
+"""Arrow types as Spark's, without a JVM.
+
+PySpark's own ``from_arrow_type`` fails on a struct with a field ``wkb``, which is what Debezium's geometries are.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pyarrow as pa
 from zync_assets.errors import SchemaError
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructType
 
 _NAMES: tuple[tuple[pa.DataType, str], ...] = (
     (pa.bool_(), "boolean"),
@@ -46,6 +49,13 @@ def spark_ddl(type: pa.DataType) -> str:
         if type == known:
             return name
     raise SchemaError(f"Spark has no type for {type}")
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """A table's columns as PySpark's object, everything nullable; SchemaError for a type that Spark lacks."""
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField(field.name, spark_type(field.type)) for field in schema])
 
 
 def spark_type(type: pa.DataType) -> DataType:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.lake import storage
 from zync_assets.lake.raw import RawState, carried_times, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, StagingState, key_column, value_column
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
     """A lazy frame over some files of a table; columns that a file lacks are null."""
-    from pyspark.sql.pandas.types import from_arrow_schema
-
-    kind = from_arrow_schema(schema)
+    kind = spark_schema(schema)
     if not files:
         return spark.createDataFrame([], kind)
     return spark.read.schema(kind).parquet(*(storage.join(uri, item.path) for item in files))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.merge import merge_types
+from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import CommitConflict, DataLoss, SchemaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
@@ -72,8 +73,6 @@ class RawBatch:
 
     def dataframe(self) -> DataFrame:
         """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
-        from pyspark.sql.pandas.types import from_arrow_schema
-
         source, parts, now = self.source, _tasks(self.plan.ranges), _now()
         if source.key_type is None and source.value_type is None:
             raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
@@ -86,7 +85,7 @@ class RawBatch:
                         [chunk.records.column(item.name).cast(item.type) for item in schema], schema=schema
                     )
 
-        return task_frame(self.spark, len(parts)).mapInArrow(read, from_arrow_schema(schema))
+        return task_frame(self.spark, len(parts)).mapInArrow(read, spark_schema(schema))
 
 
 @dataclass(frozen=True)
