@@ -16,7 +16,7 @@ from zync_assets.kafka.topics import topic_states
 from zync_assets.local.services import Services
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.connect_generated import enveloped
-from zync_assets_tests.codecs.test_connect_decode import MYSQL, MYSQL_ROW, MYSQL_SOURCE, envelope, field, struct
+from zync_assets_tests.codecs.debezium import MYSQL, MYSQL_ROW, MYSQL_SOURCE, envelope, field, struct
 from zync_assets_tests.steps.mini import mini
 
 if TYPE_CHECKING:
