@@ -29,9 +29,12 @@ class SideFormat:
 
 @dataclass(frozen=True)
 class RegistryConfig:
-    """A schema registry with Confluent's API. ``properties``: further properties of confluent-kafka's client."""
+    """A schema registry with Confluent's API. ``properties``: further properties of confluent-kafka's client.
 
-    url: str
+    Neither is in the repr: a URL may hold a user and a password.
+    """
+
+    url: str = field(repr=False)
     properties: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 

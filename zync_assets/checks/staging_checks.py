@@ -75,7 +75,8 @@ def contiguous_output_offsets(
 def pending_age(
     pipeline: Pipeline, pool: str, max_age_seconds: float = MAX_AGE_SECONDS, now: float | None = None
 ) -> CheckResult:
-    """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null.
+    """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null, or
+    the pipeline file has its rule no more.
 
     ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
     """
@@ -86,6 +87,12 @@ def pending_age(
     problems: list[str] = []
     numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
     numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
+    rules = {rule.name for rule in pipeline.rules}
+    problems += [
+        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more: they wait for ever"
+        for (rule, topic), n in sorted(state.head.waiting.items())
+        if n and rule not in rules
+    ]
     if numbers["pending"]:
         try:
             problems += _age_problems(pipeline, state, max_age_seconds, moment, numbers)

@@ -125,7 +125,14 @@ def run(pipeline: Path, until_idle: bool, exit_after: str | None, fmt: Format) -
         if not busy:
             if until_idle:
                 return
-            time.sleep(back_off)
+            _sleep(back_off, stopping, deadline)
+
+
+def _sleep(seconds: float, stopping: Callable[[], bool], deadline: float | None) -> None:
+    """Wait, but not past the deadline, nor long after a signal."""
+    until = time.monotonic() + seconds
+    while not stopping() and time.monotonic() < min(until, deadline or until):
+        time.sleep(min(seconds, POLL_SECONDS))
 
 
 def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:

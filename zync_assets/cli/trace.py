@@ -149,7 +149,9 @@ def _role(pipeline: Pipeline, name: str, topic: str) -> str:
 def _why(item: Mapping[str, Any], rule: Denorm | None, ahead: Counter[tuple[str, str, int]]) -> str:
     if item["hash"] is None:
         return "null join key: nothing matches it"
-    other = "its counterpart" if rule is None else rule.right if item["topic"] == rule.left else rule.left
+    if rule is None:
+        return f"the pipeline file has no denorm rule {item['rule']} any more: it waits for ever"
+    other = rule.right if item["topic"] == rule.left else rule.left
     place = (item["topic"], item["rule"], item["hash"])
     ahead[place] += 1
     if ahead[place] > 1:

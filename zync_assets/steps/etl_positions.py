@@ -32,10 +32,11 @@ def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[st
             positions[item.topic, 0] = _absent(item)
             continue
         end = state.partitions[0].end
-        if end and item.start_at != "end":
+        used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
+        if used and item.start_at != "end":
             raise KafkaError(
-                f"topic {item.topic} holds records already (its end is {end}), and output numbers begin at 0. Give the output"
-                " an empty topic, or set start-at: end."
+                f"topic {item.topic} holds records already (its ends: {', '.join(used)}), and output numbers begin at 0. Give"
+                " the output an empty topic, or set start-at: end."
             )
         positions[item.topic, 0] = OutputPosition(end, end, state.topic_id, len(state.partitions))
     return positions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,12 @@ class TestPendingAge:
     def test_a_null_key_waits_for_ever(self, sound_chain: Chain) -> None:
         found = pending_age(sound_chain.pipeline, "Staging", max_age_seconds=time.time())
         assert found.summary == "pending records with a null join key, which nothing will ever match: 1"
+
+
+def test_records_that_wait_for_a_rule_that_is_gone_are_named(chain: Chain) -> None:
+    """They are kept under the rule's name, so that another name never finds them."""
+    pipeline = chain.pipeline
+    renamed = tuple(replace(rule, name=f"{rule.name}-2") for rule in pipeline.rules)
+    result = pending_age(replace(pipeline, rules=renamed), "Staging")
+    assert not result.passed
+    assert "which the pipeline file has no more" in result.summary
