@@ -65,6 +65,10 @@ def topic_states(kafka: Mapping[str, str], topics: Sequence[str], timeout: float
     if not names:
         return {}
     ask = _Question(kafka, f"asking for {_listed(names)}", timeout)
+    return ask.until_led(lambda: _states(ask, names))
+
+
+def _states(ask: _Question, names: list[str]) -> dict[str, TopicState]:
     described: dict[str, tuple[str, list[int]]] = {}
     for topic, future in ask(lambda admin, left: admin.describe_topics(TopicCollection(names), request_timeout=left)):
         try:
@@ -107,7 +111,7 @@ def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[
     state = topic_state(kafka, topic)
     ask = _Question(kafka, f"asking for the offsets of {topic} at a time", WAIT)
     wanted = [(topic, item.partition) for item in state.partitions]
-    found = ask.collect(ask.offsets(wanted, OffsetSpec.for_timestamp(timestamp_ms)))
+    found = ask.until_led(lambda: ask.collect(ask.offsets(wanted, OffsetSpec.for_timestamp(timestamp_ms))))
     return {
         item.partition: min(found[topic, item.partition], item.end)
         if found.get((topic, item.partition), -1) >= 0
@@ -121,7 +125,9 @@ def high_watermark(kafka: Mapping[str, str], topic: str, partition: int) -> int:
     ask = _Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
     # Asking for the offsets of a topic that is not there would create it.
     topic_state(kafka, topic)
-    found = ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+    found = ask.until_led(
+        lambda: ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+    )
     if (topic, partition) not in found:
         raise TopicMissing(f"topic {topic} at {ask.servers} has no partition {partition}")
     return found[topic, partition]
@@ -209,6 +215,18 @@ def _admin(kafka: Mapping[str, str]) -> _Admin:
         return _admins[key]
 
 
+_BETWEEN_LEADERS = {
+    ClientError.NOT_LEADER_FOR_PARTITION,
+    ClientError.LEADER_NOT_AVAILABLE,
+    ClientError.FENCED_LEADER_EPOCH,
+    ClientError.UNKNOWN_LEADER_EPOCH,
+}
+
+
+class _NoLeader(KafkaError):
+    """A partition has no leader at this moment."""
+
+
 class _Question:
     """Requests that share one deadline and one name for the errors."""
 
@@ -239,10 +257,24 @@ class _Question:
             return future.result(self.left() + 1)
         except KafkaException as error:
             self._admin.client.poll(0)
-            raise self.connection.error(error, self.doing, topic) from None
+            said = self.connection.error(error, self.doing, topic)
+            if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in _BETWEEN_LEADERS:
+                raise _NoLeader(str(said)) from None
+            raise said from None
         except FutureTimeout:
             self._admin.client.poll(0)
             raise self.connection.unavailable(self.doing) from None
+
+    def until_led(self, question: Callable[[], T]) -> T:
+        """Ask again, up to the deadline, while a partition is between two leaders: one that was just added, or whose
+        leader has just gone."""
+        while True:
+            try:
+                return question()
+            except _NoLeader:
+                if self.left() <= 0.2:
+                    raise
+            time.sleep(0.1)
 
     def offsets(
         self,
