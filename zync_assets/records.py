@@ -36,8 +36,6 @@ from ``kafka.offset`` to before ``end``). ``end`` is the offset after the entry.
 
 def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
     """The columns of a raw table. A side of which only nulls were seen has no type yet, and no column."""
-    sides = [
-        pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)
-    ]
+    sides = [pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)]
     ids = [pa.field("key_schema_id", pa.int32()), pa.field("value_schema_id", pa.int32())]
     return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])

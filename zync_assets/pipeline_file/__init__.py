@@ -1,10 +1,10 @@
 """From the text of a pipeline file to the model, or to every problem of it, each with line, key and cure.
 
-    source → fields      YAML with line numbers; typed access to its mappings
-    topics, rules        the sections inputs and outputs, and transforms
-    expressions, join_on, functions, reach
-                         what Spark SQL may say in a rule, and which rules can never be reached; no JVM
-    load                 the whole
+source → fields      YAML with line numbers; typed access to its mappings
+topics, rules        the sections inputs and outputs, and transforms
+expressions, join_on, functions, reach
+                     what Spark SQL may say in a rule, and which rules can never be reached; no JVM
+load                 the whole
 """
 
 from zync_assets.pipeline_file.load import load
