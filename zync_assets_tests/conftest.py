@@ -1,4 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.services import services, spark, unique
 
 __all__ = ["chain", "services", "sound_chain", "spark", "unique"]
+
+LONG = ("test_kills", "test_chain", "assets.test_webserver", "checks.test_staging_checks", "test_exactly_once")
+"""Modules that take longest; they go first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = getattr(item, "module", item).__name__.removeprefix("zync_assets_tests.")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)

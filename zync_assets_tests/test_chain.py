@@ -129,7 +129,7 @@ def test_a_partial_update_has_no_other_fields(
 
 
 @settings(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.generate],

@@ -180,6 +180,8 @@ class _Writer:
         messages[-1]["callback"] = self._delivered
         if self._producer.produce_batch(self._topic, messages, partition=self._partition) != len(messages):
             refused = next(str(message["_error"]) for message in messages if "_error" in message)
+            # Where an earlier record ended the producer, its report says why.
+            self._serve(1.0)
             raise KafkaError(f"{self._doing}: a record was refused: {refused}; run it again")
 
     def drain(self) -> None:
