@@ -18,8 +18,8 @@ from zync_assets.kafka.producer import produce_json
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.tail import follow
 from zync_assets.kafka.topics import create_topic, topic_states
-from zync_assets.local.demo import BATCHES, TOPICS, demo_environment, demo_folder, demo_services_folder
-from zync_assets.local.services import down, up
+from zync_assets.local.demo import BATCHES, TOPICS, addresses, demo_environment, demo_folder, demo_services_folder
+from zync_assets.local.services import Services, down, up
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.loops import etl_all, ingest_all, publish_all
@@ -57,7 +57,7 @@ def demo(stop: bool, clean: bool) -> None:
     if not played:
         click.echo("Nothing to do: all four batches are through.\n")
         _show(_scene(pipeline, BATCHES))
-    click.echo(_what_next(home))
+    click.echo(_what_next(services))
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,13 @@ def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
     return rows
 
 
-def _what_next(home: Path) -> str:
+def _what_next(services: Services) -> str:
+    names = " ".join(f"{name}={value}" for name, value in addresses(services).items())
     return (
         "\nThe broker, the registry and the lake are still there."
         "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
+        f"\n  go on by hand:    export {names}"
+        "\n                    zync status demo/invoices.yaml"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"
-        f"\n  everything is in {home}"
+        f"\n  everything is in {services.state_dir}"
     )

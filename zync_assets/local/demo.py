@@ -35,10 +35,11 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
     Without ``services``, those that the demo left behind; where there are none, the environment alone.
     """
     found = services or status(demo_services_folder())
-    return {**os.environ, **_addresses(found)} if found else dict(os.environ)
+    return {**os.environ, **addresses(found)} if found else dict(os.environ)
 
 
-def _addresses(services: Services) -> Mapping[str, str]:
+def addresses(services: Services) -> Mapping[str, str]:
+    """What the demo's pipeline file takes from the environment."""
     return {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,
