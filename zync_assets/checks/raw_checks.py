@@ -13,7 +13,7 @@ from zync_assets.checks.result import CheckResult, Number, Severity, conclude
 from zync_assets.errors import DataLoss
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import topic_state
-from zync_assets.lake import raw, storage, tables
+from zync_assets.lake import raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
@@ -36,7 +36,7 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
         return _nothing_yet(MONOTONIC, pipeline, topic, "error")
     problems = [
         f"file {item.path} carries no offsets in the log, so no reader would find it"
-        for item in tables.list_files(state.opened)
+        for item in state.opened.files
         if item.partition is None
     ]
     everything = raw.raw_files(state)

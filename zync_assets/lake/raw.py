@@ -64,7 +64,7 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
     """The files that hold an offset of ``ranges`` (all files if None), sorted by partition and offset as numbers."""
-    files = [item for item in tables.list_files(state.opened) if item.partition is not None]
+    files = [item for item in state.opened.files if item.partition is not None]
     files.sort(key=lambda item: (item.partition or 0, item.first or 0))
     if ranges is None:
         return files

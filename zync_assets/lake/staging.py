@@ -158,7 +158,7 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     opened = tables.open_table(storage.staging_uri(lake, pool))
     if opened is None or "account" not in opened.schema.names:
         return None
-    files = tuple(tables.list_files(opened))
+    files = opened.files
     batch = opened.number("zync:batch")
     heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     if batch is None or len(heads) != 1:

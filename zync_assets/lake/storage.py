@@ -77,10 +77,3 @@ def list_files(uri: str, suffix: str) -> list[str]:
         for info in system.get_file_info(selector)
         if info.type == fs.FileType.File and info.path.endswith(suffix)
     )
-
-
-def delete_folder(uri: str) -> None:
-    """Remove a folder with all that is in it; one that is not there is no error."""
-    system, path = filesystem(uri)
-    if system.get_file_info(path).type == fs.FileType.Directory:
-        system.delete_dir(path)

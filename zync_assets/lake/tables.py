@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -66,6 +67,11 @@ class Opened:
     @property
     def schema(self) -> pa.Schema:
         return pa.schema(self.table.schema().to_arrow())
+
+    @cached_property
+    def files(self) -> tuple[DataFile, ...]:
+        """Every file of this version, in no particular order; the log is asked once."""
+        return tuple(list_files(self))
 
     def number(self, name: str) -> int | None:
         """The last version that was committed with an application id, or None."""

@@ -16,6 +16,7 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.records import BAD_SCHEMA
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.outputs import OutputType, output_types
@@ -46,8 +47,9 @@ class EtlRun:
             found = numbering.facts(rows)
             self._check(found, rows, types)
             files, ends = self._write_outputs(rows, found, outputs, types)
-            files += self._write_ledger(rows, found)
-            done = next_head(plan, found, outputs, ends, types, self._quarantined())
+            bad = self._quarantine_frame()
+            files += self._write_ledger(rows, found, bad)
+            done = next_head(plan, found, outputs, ends, types, _quarantined(bad))
             schema = table_schema(plan.state, types)
             folded, removed = fold_ledger(plan.state) if plan.state else ([], [])
             staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
@@ -75,8 +77,8 @@ class EtlRun:
         own = {index: rule for index, rule in enumerate(self.rules) if self.ours[index]}
         untyped = [index for index, rule in own.items() if rule.name in types[rule.out].untyped]
         joins = {i: rule for i, rule in own.items() if isinstance(rule, Denorm) and i not in untyped}
-        typed = {i: rule for i, rule in own.items() if rule.name in types[rule.out].targets and i not in joins}
-        targets = {index: types[rule.out].target(rule.name) for index, rule in typed.items() if index not in untyped}
+        single = {i: rule for i, rule in own.items() if i not in joins and rule.name in types[rule.out].targets}
+        targets = {index: types[rule.out].target(rule.name) for index, rule in single.items()}
         parts = [
             matching.singles(
                 item,
@@ -228,11 +230,10 @@ class EtlRun:
             files += [item for item in made if item.records]
         return files, ends
 
-    def _write_ledger(self, rows: DataFrame, found: Sequence[Row]) -> list[DataFile]:
+    def _write_ledger(self, rows: DataFrame, found: Sequence[Row], bad: DataFrame | None) -> list[DataFile]:
         from pyspark.sql import functions as F
 
         folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
-        bad = self._quarantine_frame()
         plain = bad is None and all(row.kind == "out" for row in found)
         waited = any(row.old for row in found)
         if plain and not waited:
@@ -249,49 +250,47 @@ class EtlRun:
         made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
         return [item for item in made if item.records]
 
-    def _quarantine_files(self) -> list[tuple[str, str, DataFile]]:
-        found: list[tuple[str, str, DataFile]] = []
+    def _quarantine_frame(self) -> DataFrame | None:
+        """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``."""
+        frames: list[DataFrame] = []
         for topic, ranges in self.plan.ranges.items():
             state = self.plan.raw[topic]
             if state is None or not any(state.bad.values()):
                 continue
-            pool = self.pipeline.input(topic).pool
-            uri = storage.quarantine_uri(self.pipeline.lake, pool, topic)
-            for item in quarantine.quarantine_files(self.pipeline.lake, pool, topic, state.next):
-                if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges):
-                    found.append((topic, uri, item))
-        return found
-
-    def _quarantine_frame(self) -> DataFrame | None:
-        """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``."""
-        from pyspark.sql import functions as F
-
-        from zync_assets.records import BAD_SCHEMA
-
-        frames: list[DataFrame] = []
-        for topic, uri, item in self._quarantine_files():
-            frame = reading.parquet_frame(self.spark, uri, [item], BAD_SCHEMA).select(
-                F.when(F.col("stage") == "lost", "dropped").otherwise("quarantined").alias("kind"),
-                F.lit(topic).alias("topic"),
-                F.col("kafka.partition").alias("partition"),
-                F.col("kafka.offset").alias("first"),
-                "end",
-            )
-            inside = F.lit(False)
-            for part in self.plan.ranges[topic]:
-                inside = inside | (
-                    (F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1)
-                )
-            frames.append(ledger.cut_at_strides(frame.filter(inside)))
+            place = (self.pipeline.lake, self.pipeline.input(topic).pool, topic)
+            files = [
+                item
+                for item in quarantine.quarantine_files(*place, state.next)
+                if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges)
+            ]
+            if files:
+                frames.append(self._bad_rows(topic, storage.quarantine_uri(*place), files))
         return matching.union(frames) if frames else None
 
-    def _quarantined(self) -> Counter[tuple[str, int]]:
-        """(topic, partition) → quarantined records in the new ranges; lost ranges hold none."""
-        frame = self._quarantine_frame()
-        if frame is None:
-            return Counter()
-        rows = frame.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
-        return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
+    def _bad_rows(self, topic: str, uri: str, files: Sequence[DataFile]) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        frame = reading.parquet_frame(self.spark, uri, files, BAD_SCHEMA).select(
+            F.when(F.col("stage") == "lost", "dropped").otherwise("quarantined").alias("kind"),
+            F.lit(topic).alias("topic"),
+            F.col("kafka.partition").alias("partition"),
+            F.col("kafka.offset").alias("first"),
+            "end",
+        )
+        inside = F.lit(False)
+        for part in self.plan.ranges[topic]:
+            inside = inside | (
+                (F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1)
+            )
+        return ledger.cut_at_strides(frame.filter(inside))
+
+
+def _quarantined(bad: DataFrame | None) -> Counter[tuple[str, int]]:
+    """(topic, partition) → quarantined records in the new ranges; lost ranges hold none."""
+    if bad is None:
+        return Counter()
+    rows = bad.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
+    return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
 
 
 def _write(frame: DataFrame, uri: str) -> None:
