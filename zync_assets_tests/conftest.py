@@ -4,6 +4,7 @@ import pytest
 
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.services import services, spark, unique
+from zync_assets_tests.tables import print_tables
 
 __all__ = ["chain", "services", "sound_chain", "spark", "unique"]
 
@@ -17,3 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    print_tables(terminalreporter)

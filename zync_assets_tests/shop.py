@@ -23,7 +23,8 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
-from zync_assets_tests.model import GARBAGE, Model, OneToOne, Pair, Record
+from zync_assets_tests.model import GARBAGE, Model, Record
+from zync_assets_tests.shop_rules import Topics, shop_model, shop_topics
 
 EPOCH = 1_700_000_000_000
 
@@ -148,66 +149,22 @@ class Shop:
         fastavro.schemaless_writer(out, _PARSED[topic == self.orders], value)
         return b"\0" + self.ids[topic].to_bytes(4, "big") + out.getvalue()
 
+    @property
+    def topics(self) -> Topics:
+        return Topics(self.orders, self.status, self.new, self.audit)
+
     def model(self) -> Model:
-        return shop_model(self.orders, self.status, self.new, self.audit)
+        return shop_model(*self.topics)
 
 
 _PARSED = {True: fastavro.parse_schema(ORDER), False: fastavro.parse_schema(STATUS)}
-
-
-def shop_model(orders: str, status: str, new: str, audit: str) -> Model:
-    """The transforms of FILE, written again as functions."""
-    created = Pair(
-        "new-order",
-        orders,
-        status,
-        new,
-        lambda it: it.value is not None and it.value["op"] in ("c", "r"),
-        lambda it: it.value["after"]["id" if it.topic == orders else "order_id"],
-        lambda left, _: {"id": left.value["after"]["id"]},
-        lambda left, right: {**left.value["after"], "status": right.value["after"]["status"]},
-    )
-    updated = OneToOne(
-        "status-update",
-        status,
-        new,
-        lambda it: it.value is not None and it.value["op"] == "u",
-        lambda it: {"id": it.value["after"]["order_id"]},
-        lambda it: {"id": it.value["after"]["order_id"], "status": it.value["after"]["status"]},
-    )
-    erased = OneToOne(
-        "erase-item",
-        orders,
-        new,
-        lambda it: it.value is not None and it.value["op"] == "u" and it.value["after"]["item"] is None,
-        lambda it: {"id": it.value["after"]["id"]},
-        lambda it: {"id": it.value["after"]["id"], "item": None},
-    )
-    changed = OneToOne(
-        "order-change",
-        orders,
-        audit,
-        lambda it: it.value is not None and it.value["op"] == "u",
-        lambda it: it.key,
-        lambda it: {"customer": it.value["after"]["customer"], "at": it.offset},
-    )
-    deleted = OneToOne(
-        "order-delete",
-        orders,
-        new,
-        lambda it: it.value is not None and it.value["op"] == "d",
-        lambda it: {"id": it.value["before"]["id"]},
-        lambda it: None,
-    )
-    return Model((orders, status), (created, updated, erased, changed, deleted), frozenset({orders}))
 
 
 def make_shop(
     services: Services, folder: Path, prefix: str, *, partitions: tuple[int, int] = (3, 2), settle: str = "1"
 ) -> Shop:
     """Empty topics and a pipeline over them, its lake in ``folder``."""
-    orders, status = f"{prefix}.shop.public.orders", f"{prefix}.shop.public.order_status"
-    new, audit = f"{prefix}.out.new-orders", f"{prefix}.out.new.orders"
+    orders, status, new, audit = shop_topics(prefix)
     path = folder / "shop.yaml"
     path.write_text(
         FILE.format(

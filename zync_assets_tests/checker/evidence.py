@@ -1,0 +1,148 @@
+"""All that is to be judged, gathered: topics, raw tables, their quarantine, and the staging table, as plain rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zync_assets_tests.checker.delta import DataFile, Table, open_table
+from zync_assets_tests.checker.logs import Log, read_topic
+from zync_assets_tests.checker.statement import Statement
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """One data file of a raw table: its rows as they lie in it, and when it was committed."""
+
+    file: DataFile
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A raw table. ``first`` and ``next``: partition → where ingest began, and the next offset to ingest.
+
+    ``quarantine``: entries of the side table that count, those below the next offset.
+    """
+
+    id: str
+    first: Mapping[int, int]
+    next: Mapping[int, int]
+    bad: Mapping[int, int]
+    files: list[RawFile]
+    quarantine: list[Row]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """Output rows of one file, as they lie in it."""
+
+    file: DataFile
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The staging table: ``head`` and ``ledger`` are account rows, ``outputs`` the files of each output topic.
+
+    ``cuts``: output topic → offsets at which a batch began.
+    """
+
+    batch: int | None
+    head: list[Row]
+    heads: int
+    ledger: list[Row]
+    outputs: Mapping[str, list[OutputFile]]
+    cuts: Mapping[str, set[int]]
+
+    def of(self, kind: str) -> list[Row]:
+        return [row for row in self.head if row["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is there. ``raw`` lacks a topic, and ``staging`` is None, where nothing was written yet."""
+
+    logs: Mapping[str, Mapping[int, Log]]
+    raw: Mapping[str, Raw]
+    staging: Staging | None
+    published: Mapping[str, int] = field(default_factory=dict)
+    """Application id → number, of the table that says how far outputs are published."""
+
+
+def gather(servers: str, lake: Path, statement: Statement) -> Evidence:
+    """Read everything. Nothing may be written meanwhile."""
+    return gather_lake(lake, statement, gather_logs(servers, statement))
+
+
+def gather_logs(servers: str, statement: Statement) -> dict[str, dict[int, Log]]:
+    """Topic → partition → log, of all topics of the pipeline."""
+    return {item.topic: read_topic(servers, item.topic) for item in (*statement.inputs, *statement.outputs)}
+
+
+def gather_lake(lake: Path, statement: Statement, logs: Mapping[str, Mapping[int, Log]]) -> Evidence:
+    """What the lake holds, beside logs that were read before."""
+    raw = {item.topic: found for item in statement.inputs if (found := _raw(lake, item.pool, item.topic)) is not None}
+    published = open_table(lake / "~published" / statement.staging)
+    return Evidence(logs, raw, _staging(lake / statement.staging), published.numbers if published else {})
+
+
+def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
+    table = open_table(lake / pool / topic)
+    if table is None:
+        return None
+    count = table.numbers.get("zync:partitions", 0)
+
+    def of(name: str) -> dict[int, int]:
+        ids = {number: f"zync:{name}:{number}" for number in range(count)}
+        return {number: table.numbers[text] for number, text in ids.items() if text in table.numbers}
+
+    upcoming = of("next")
+    aside = open_table(lake / "~quarantine" / pool / topic)
+    entries = [row for item in aside.files for row in item.rows()] if aside else []
+    counted = [row for row in entries if row["kafka"]["offset"] < upcoming.get(row["kafka"]["partition"], 0)]
+    files = [RawFile(item, item.rows()) for item in table.files]
+    files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))
+    return Raw(table.id, of("first"), upcoming, of("bad"), files, counted)
+
+
+def _staging(folder: Path) -> Staging | None:
+    table = open_table(folder)
+    if table is None:
+        return None
+    heads = [item for item in table.files if item.group == "#account" and item.path.name.startswith("head-")]
+    ledger = [item for item in table.files if item.group == "#account" and item not in heads]
+    outputs: dict[str, list[OutputFile]] = {}
+    for item in table.files:
+        if item.group is not None and item.group != "#account":
+            outputs.setdefault(item.group, []).append(OutputFile(item, item.rows()))
+    for files in outputs.values():
+        files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))
+    return Staging(
+        table.numbers.get("zync:batch"),
+        [row["account"] for item in heads for row in item.rows(["account"])],
+        len(heads),
+        [row["account"] for item in ledger for row in item.rows(["account"])],
+        outputs,
+        {topic: _cuts(table, topic) for topic in outputs},
+    )
+
+
+def _cuts(table: Table, topic: str) -> set[int]:
+    """Where batches began: the lowest offset of each commit that added offsets past all before it. A commit that only
+    rewrites files begins none. Where the oldest commits are gone, any file may begin one."""
+    cuts: set[int] = set()
+    reached = -1
+    for _, added in sorted(table.commits.items()):
+        own = [item for item in added if item.group == topic and item.low is not None and item.high is not None]
+        fresh = [item.low for item in own if item.low is not None and item.low > reached]
+        if fresh:
+            cuts.add(min(fresh))
+        reached = max([reached, *[item.high for item in own if item.high is not None]])
+    if 0 not in table.commits:
+        cuts |= {item.low for item in table.files if item.group == topic and item.low is not None}
+    return cuts

@@ -1,0 +1,90 @@
+"""What a topic holds, by a plain consumer that reads what is committed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+
+STALLED = 60.0
+"""Seconds without an answer after which the broker counts as gone."""
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """A record as it lies in Kafka. ``timestamp``: milliseconds since the epoch, None where it has none."""
+
+    offset: int
+    timestamp: int | None
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+
+
+@dataclass(frozen=True)
+class Log:
+    """One partition: its low watermark, its last stable offset, and what is visible between them."""
+
+    low: int
+    end: int
+    records: tuple[LogRecord, ...]
+
+
+def read_topic(servers: str, topic: str) -> dict[int, Log]:
+    """Partition → log; empty if there is no such topic."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": servers,
+            "group.id": "checker",
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+            "enable.partition.eof": True,
+            "auto.offset.reset": "error",
+        }
+    )
+    try:
+        found = consumer.list_topics(topic, timeout=20).topics[topic]
+        if found.error is not None:
+            return {}
+        return {number: _read(consumer, topic, number) for number in sorted(found.partitions)}
+    finally:
+        consumer.close()
+
+
+def _read(consumer: Consumer, topic: str, partition: int) -> Log:
+    low, end = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=20)
+    records: list[LogRecord] = []
+    position = low
+    consumer.assign([TopicPartition(topic, partition, low)])
+    progress = time.monotonic()
+    while position < end:
+        messages = consumer.consume(min(10_000, end - position), timeout=0.2)
+        if time.monotonic() - progress > STALLED:
+            raise TimeoutError(f"{topic}/{partition}: nothing came after offset {position}")
+        for message in messages:
+            progress = time.monotonic()
+            error = message.error()
+            if error is None:
+                record = _record(message)
+                position = record.offset + 1
+                if record.offset < end:
+                    records.append(record)
+            elif error.code() == ClientError._PARTITION_EOF:
+                position = max(position, message.offset() or 0)
+            elif not error.retriable() and error.code() not in (ClientError._TRANSPORT, ClientError._ALL_BROKERS_DOWN):
+                raise RuntimeError(f"{topic}/{partition}: {error.str()}")
+    consumer.unassign()
+    return Log(low, end, tuple(records))
+
+
+def _record(message: Message) -> LogRecord:
+    kind, millis = message.timestamp()
+    return LogRecord(
+        message.offset() or 0,
+        millis if kind and millis >= 0 else None,
+        message.key(),  # type: ignore[arg-type]
+        message.value(),  # type: ignore[arg-type]
+        tuple((str(name), value) for name, value in message.headers() or ()),  # type: ignore[misc]
+    )

@@ -1,0 +1,214 @@
+"""The outputs: numbered without a gap, each made of done records by its rule, in order, and as the topic has them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from zync_assets_tests.checker.account import Account, Place
+from zync_assets_tests.checker.evidence import OutputFile, Row, Staging
+from zync_assets_tests.checker.logs import Log
+from zync_assets_tests.checker.statement import Output, Statement
+from zync_assets_tests.checker.wire import BAD, Schemas
+from zync_assets_tests.model import OneToOne, Record
+
+
+def sources(row: Row) -> list[Place]:
+    return [(item["topic"], item["partition"], item["offset"]) for item in row["source"] or ()]
+
+
+def numbering(staging: Staging, output: Output) -> Iterator[str]:
+    """Rows of partition 0 go from base to before next, file by file, each once."""
+    known = [row for row in staging.of("output") if row["topic"] == output.topic]
+    files = staging.outputs.get(output.topic, [])
+    if not known and not files:
+        return
+    if [row["partition"] for row in known] != [0]:
+        yield f"{output.topic}: the account has the output positions {[row['partition'] for row in known]}"
+        return
+    reached = known[0]["first"]
+    for item in files:
+        for row in item.rows:
+            at = (row["kafka"]["topic"], row["kafka"]["partition"], row["kafka"]["offset"])
+            if at != (output.topic, 0, reached):
+                yield f"{output.topic}: {at} is staged where offset {reached} should be"
+            reached = row["kafka"]["offset"] + 1
+        yield from _statistics(item)
+    if reached != known[0]["end"]:
+        yield f"{output.topic}: staging goes up to {reached}, and the account's next number is {known[0]['end']}"
+
+
+def _statistics(item: OutputFile) -> Iterator[str]:
+    offsets = [row["kafka"]["offset"] for row in item.rows]
+    if (item.file.records, item.file.low, item.file.high) != (len(offsets), offsets[0], offsets[-1]):
+        yield f"file {item.file.path.name}: its statistics are not what it holds"
+
+
+def made_once(staging: Staging, accounts: Mapping[tuple[str, int], Account]) -> Iterator[str]:
+    """Each output is of done records; each done record is in exactly one output."""
+    made: Counter[Place] = Counter()
+    for topic, files in sorted(staging.outputs.items()):
+        for row in (row for item in files for row in item.rows):
+            found = sources(row)
+            if not found:
+                yield f"{topic}: offset {row['kafka']['offset']} was made of nothing"
+            made.update(found)
+            for place in found:
+                account = accounts.get(place[:2])
+                kind = account.kind(place[2]) if account else None
+                if kind != "done":
+                    yield f"{topic}: offset {row['kafka']['offset']} was made of {place}, which is {kind or 'in no class'}"
+    for place, times in sorted(made.items()):
+        if times > 1:
+            yield f"{place} is in {times} outputs"
+
+
+def made_at_all(
+    staging: Staging, accounts: Mapping[tuple[str, int], Account], records: Mapping[Place, Record]
+) -> Iterator[str]:
+    """Done records without an output."""
+    made = {
+        place for files in staging.outputs.values() for item in files for row in item.rows for place in sources(row)
+    }
+    for topic, partition, offset in sorted(records):
+        account = accounts.get((topic, partition))
+        if account and account.kind(offset) == "done" and (topic, partition, offset) not in made:
+            yield f"{topic}/{partition}: offset {offset} is done and in no output"
+
+
+def content(
+    statement: Statement, staging: Staging, output: Output, records: Mapping[Place, Record], numbers: Counter[str]
+) -> Iterator[str]:
+    """Each output is what its rule makes of its sources."""
+    texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
+    for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
+        numbers["outputs"] += 1
+        place = f"{output.topic}: offset {row['kafka']['offset']}"
+        rule, of = statement.rule(row["rule"]), [records.get(source) for source in sources(row)]
+        if rule is None or rule.out != output.topic or any(item is None for item in of):
+            yield f"{place} is of the rule {row['rule']} and of {sources(row)}: there is no such rule or record"
+            continue
+        found: list[Any] = of
+        takers = [statement.rule_of(item) for item in found]
+        topics = [rule.topic] if isinstance(rule, OneToOne) else [rule.left, rule.right]
+        if [item.topic for item in found] != topics or any(taker is not rule for taker in takers):
+            yield f"{place}: the rule {rule.name} does not take {sources(row)}"
+            continue
+        if row["schema"] not in texts:
+            yield f"{place} has the output schema {row['schema']}, which the account does not have"
+            continue
+        for side, made in (("key", rule.key(*found)), ("value", rule.value(*found))):
+            if not equal(staged(row, output.topic, side, texts[row["schema"]]), made):
+                yield f"{place}: its {side} is not what the rule {rule.name} makes of {sources(row)}"
+
+
+def staged(row: Row, topic: str, side: str, text: Mapping[str, Any]) -> Any:
+    """One side of a staged row with the fields of its output schema alone, but for those that it leaves out."""
+    value, schema = row.get(f"{side}:{topic}"), text[side]["schema"]
+    if value is None or schema is None:
+        return None
+    return _shaped(value, schema, f"{side}.", set(row.get("left_out") or ()))
+
+
+def _shaped(value: Any, schema: Any, prefix: str, left_out: set[str]) -> Any:
+    if isinstance(schema, list):
+        schema = next((item for item in schema if item != "null"), None)
+    if not isinstance(value, dict) or not isinstance(schema, dict) or schema.get("type") != "record":
+        return value
+    return {
+        item["name"]: _shaped(value.get(item["name"]), item["type"], f"{prefix}{item['name']}.", left_out)
+        for item in schema["fields"]
+        if prefix + item["name"] not in left_out
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Equal with the same fields: a null and a missing field differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    return type(one) is type(other) and one == other
+
+
+def pairs(statement: Statement, staging: Staging, records: Mapping[Place, Record]) -> Iterator[str]:
+    """Of a join key whose records lie in one partition a side, the k-th left one is with the k-th right one."""
+    joined: dict[tuple[str, object], list[tuple[Place, Place]]] = defaultdict(list)
+    for files in staging.outputs.values():
+        for row in (row for item in files for row in item.rows):
+            rule, of = statement.rule(row["rule"]), sources(row)
+            if rule is not None and not isinstance(rule, OneToOne) and len(of) == 2 and of[0] in records:
+                joined[rule.name, rule.join(records[of[0]])].append((of[0], of[1]))
+                if of[1] in records and rule.join(records[of[1]]) != rule.join(records[of[0]]):
+                    yield f"rule {rule.name}: {of[0]} and {of[1]} were joined and have different join keys"
+    for (rule_name, key), found in joined.items():
+        lefts, rights = zip(*found, strict=True)
+        if len({place[1] for place in lefts}) == 1 == len({place[1] for place in rights}):
+            for left, right in zip(sorted(lefts), sorted(rights), strict=True):
+                if (left, right) not in found:
+                    yield f"rule {rule_name}, join key {key}: {left} is not joined with {right}"
+
+
+def order(
+    staging: Staging, output: Output, place_of: Callable[[str], int], times: Mapping[Place, int]
+) -> Iterator[str]:
+    """Within a batch, outputs come as they became possible: by time, place, partition and offset of the latest input."""
+    cuts, before = staging.cuts.get(output.topic, set()), None
+    for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
+        offset = row["kafka"]["offset"]
+        possible = [(times[of], place_of(of[0]), of[1], of[2]) for of in sources(row) if of in times]
+        if not possible:
+            continue
+        if before is not None and offset not in cuts and max(possible) < before:
+            yield f"{output.topic}: offset {offset} became possible at {max(possible)}, before the output ahead of it"
+        before = max(possible)
+
+
+def published(
+    staging: Staging, output: Output, log: Log, schemas: Schemas, marks: Mapping[str, int], numbers: Counter[str]
+) -> Iterator[str]:
+    """The record at offset k of the topic is the one that staging numbers k; nothing else is in the topic."""
+    texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
+    position = next((row for row in staging.of("output") if row["topic"] == output.topic), None)
+    base, end = (position["first"], position["end"]) if position else (0, 0)
+    rows = {row["kafka"]["offset"]: row for item in staging.outputs.get(output.topic, []) for row in item.rows}
+    held = {record.offset: record for record in log.records if record.offset >= base}
+    numbers["published"] += len(held)
+    for offset in range(max(base, log.low), log.end):
+        if offset not in held:
+            yield f"{output.topic}: there is no record at offset {offset}"
+        elif offset not in rows:
+            yield f"{output.topic}: the record at offset {offset} is not in staging, which ends at {end}"
+        else:
+            record, row = held[offset], rows[offset]
+            text = texts.get(row["schema"])
+            for side, form, payload in (("key", output.key, record.key), ("value", output.value, record.value)):
+                value = schemas.decode(form, payload)
+                if text is None or value is BAD or not equal(value, staged(row, output.topic, side, text)):
+                    yield f"{output.topic}: the {side} of the record at offset {offset} is not staging's"
+            if row.get("headers") is not None and record.headers != tuple(
+                (pair["key"], pair["value"]) for pair in row["headers"]
+            ):
+                yield f"{output.topic}: the headers of the record at offset {offset} are not staging's"
+    verified, window = (marks.get(f"zync:{name}:{output.topic}:0", base) for name in ("verified", "window"))
+    if verified > log.end or verified > end or window > end:
+        yield f"{output.topic}: published up to {verified}, announced {window}, and the topic ends at {log.end}, staging at {end}"
+
+
+def is_left(
+    statement: Statement,
+    logs: Mapping[str, Mapping[int, Log]],
+    reached: Mapping[tuple[str, int], Sequence[int]],
+    staging: Staging | None,
+) -> Iterator[str]:
+    """What a pipeline that says it has nothing to do has left undone. ``reached``: (next offset, seen) of each input."""
+    for item in statement.inputs:
+        for partition, log in logs[item.topic].items():
+            upcoming, seen = reached.get((item.topic, partition), (0, 0))
+            visible = any(record.offset >= min(upcoming, seen) for record in log.records)
+            if visible:
+                yield f"{item.topic}/{partition}: it ends at {log.end}, is ingested up to {upcoming}, transformed up to {seen}"
+    for row in staging.of("output") if staging else ():
+        log = logs[row["topic"]].get(0)
+        if row["end"] > (log.end if log else row["first"]):
+            yield f"{row['topic']}: staging ends at {row['end']}, the topic at {log.end if log else 'nothing'}"
