@@ -17,6 +17,13 @@ OnDataLoss: TypeAlias = Literal["fail", "continue"]
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 """One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
 
+Headers: TypeAlias = "str | Mapping[str, str]"
+"""The headers of a rule's records: a mapping of names to Spark SQL expressions (strings or binary), or one expression of
+Kafka's own form, an array of structs of ``key`` and ``value``."""
+
+SOURCE_HEADER = "source"
+"""The header that ``provenance: true`` adds for each raw record."""
+
 
 @dataclass(frozen=True)
 class SideFormat:
@@ -72,6 +79,8 @@ class Output:
     create: CreateTopic | None = None
     start_at: Literal["empty", "end"] = "empty"
     """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
+    provenance: bool = False
+    """Whether each record says in headers which raw records made it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class Stateless:
     where: str | None
     key: Shape
     value: Shape
+    headers: Headers | None = None
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -106,6 +116,7 @@ class Denorm:
     where_right: str | None
     key: Shape
     value: Shape
+    headers: Headers | None = None
 
     @property
     def topics(self) -> tuple[str, ...]:

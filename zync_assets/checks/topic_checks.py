@@ -20,6 +20,7 @@ from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.encoding import ENCODED_SCHEMA, encoded_rows, staged_topic
+from zync_assets.steps.headers import differing
 
 STAGING_EQUALS_TOPIC = "staging_equals_topic"
 
@@ -102,6 +103,7 @@ def _content_problems(
                 return
             same = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
             differs = _differs(same["key"], other.column("key")) | _differs(same["value"], other.column("value"))
+            differs |= differing(same["headers"], other.column("headers"))
             if differs.any():
                 yield f"the record at offset {offsets[int(np.argmax(differs))]} is not staging's"
                 return

@@ -49,7 +49,7 @@ def query(pipeline: Path, sql: str, fmt: Format) -> None:
     zync query invoices.yaml 'select value.* from Staging.NewInvoices order by kafka.offset'
 
     A topic with dots goes in back quotes. A raw table has the columns kafka, key, value, key_schema_id, value_schema_id;
-    a staging table kafka, key, value, rule, source.
+    a staging table kafka, key, value, rule, source, and headers where a rule gives some.
     """
     loaded = load(pipeline)
     rewritten = rewrite(sql, tables_of(loaded))
@@ -131,7 +131,7 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
         raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run zync etl {pipeline.path}")
-    return reading.output_frame(spark, state, topic).select("kafka", "key", "value", "rule", "source")
+    return reading.output_frame(spark, state, topic).drop("schema", "left_out")
 
 
 def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:

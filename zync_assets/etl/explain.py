@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zync_assets.etl.headers import headers_sql
 from zync_assets.etl.shapes import shape_sql
 from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Stateless
 
@@ -45,7 +46,7 @@ def _stateless(rule: Stateless) -> str:
     return "\n".join(
         [
             f"-- {rule.name}: one output for each record that it takes",
-            f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value",
+            f"SELECT {_made(rule)}",
             f"FROM (SELECT struct(kafka, key, value) AS in FROM {_taken(rule.input)} WHERE rule = '{rule.name}')",
         ]
     )
@@ -65,12 +66,17 @@ def _denorm(rule: Denorm) -> str:
     return "\n".join(
         [
             f"-- {rule.name}: the k-th left record of a join key with the k-th right one; the others wait",
-            f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value",
+            f"SELECT {_made(rule)}",
             f"FROM {ranked('left', rule.left)} AS l",
             f"JOIN {ranked('right', rule.right)} AS r",
             f"ON {equal} AND l.k = r.k",
         ]
     )
+
+
+def _made(rule: Rule) -> str:
+    headers = "" if rule.headers is None else f", {headers_sql(rule.headers)} AS headers"
+    return f"{shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value{headers}"
 
 
 def _taken(topic: str) -> str:

@@ -12,6 +12,7 @@ makes none, with the columns
     source   array of struct(topic, partition, offset, old) of the raw records
     hash     hash of the join key of a pending record, null for a null key
     key:<topic>, value:<topic>
+    headers  where a rule gives its records some
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
+from zync_assets.etl.headers import COLUMN as HEADERS
+from zync_assets.etl.headers import headers_sql
 from zync_assets.etl.shapes import analysed, project, shape_sql
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
 
@@ -39,6 +42,8 @@ class Target:
     key: tuple[str, DataType, DataType] | None
     """(column, the rule's type, the column's type)."""
     value: tuple[str, DataType, DataType] | None
+    headers: bool = False
+    """Whether one of the topic's rules gives its records headers."""
 
 
 @dataclass(frozen=True)
@@ -285,11 +290,15 @@ def _pending(rule: Denorm, order: Column, kafka: Column, key_hash: Column) -> li
 
 
 def _columns(rule: Rule, target: Target) -> list[tuple[Column, str]]:
-    """The rule's key and value as the topic's columns, each with its name."""
+    """The rule's key, value and headers as the topic's columns, each with its name."""
     from pyspark.sql import functions as F
 
-    return [
+    made = [
         (project(F.expr(shape_sql(shape)), side[1], side[2]), side[0])
         for shape, side in ((rule.key, target.key), (rule.value, target.value))
         if side is not None
     ]
+    if target.headers:
+        own = F.lit(None) if rule.headers is None else F.expr(headers_sql(rule.headers))
+        made.append((own.cast(HEADERS), "headers"))
+    return made

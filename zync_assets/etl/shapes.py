@@ -19,11 +19,12 @@ def shape_sql(shape: Shape) -> str:
         return "NULL"
     if isinstance(shape, str):
         return f"({shape})"
-    fields = ", ".join(f"'{_quoted(name)}', {shape_sql(part)}" for name, part in shape.items())
+    fields = ", ".join(f"'{quoted(name)}', {shape_sql(part)}" for name, part in shape.items())
     return f"named_struct({fields})"
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A text as it stands between single quotes in Spark SQL."""
     return name.replace("\\", "\\\\").replace("'", "\\'")
 
 

@@ -259,17 +259,23 @@ class _Writer:
 
 def _first_difference(kafka: Mapping[str, str], topic: str, partition: int, chunk: _Chunk) -> int:
     """The first offset from the chunk's on at which the topic holds another record than the chunk does."""
-    ours = list(zip(chunk.records["key"].to_pylist(), chunk.records["value"].to_pylist(), strict=True))
+    ours = list(_contents(chunk.records))
     ends = {state.partition: state.end for state in topic_state(kafka, topic).partitions}
     place = chunk.first
     for batch in read_range(kafka, topic, partition, chunk.first, min(ends[partition], chunk.end)):
-        theirs = zip(batch["offset"].to_pylist(), batch["key"].to_pylist(), batch["value"].to_pylist(), strict=True)
-        for offset, key, value in theirs:
+        for offset, record in zip(batch["offset"].to_pylist(), _contents(batch), strict=True):
             # A transaction of somebody else takes offsets without showing a record.
-            if offset != place or (key, value) != ours[place - chunk.first]:
+            if offset != place or record != ours[place - chunk.first]:
                 return place
             place += 1
     return place
+
+
+def _contents(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """The records without their offsets; no headers and an empty list are one."""
+    pairs = batch["headers"].to_pylist() if "headers" in batch.schema.names else [None] * len(batch)
+    for key, value, headers in zip(batch["key"].to_pylist(), batch["value"].to_pylist(), pairs, strict=True):
+        yield key, value, headers or None
 
 
 def _has_headers(batch: pa.RecordBatch) -> bool:

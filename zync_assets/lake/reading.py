@@ -10,7 +10,7 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.lake import storage
 from zync_assets.lake.raw import RawState, carried_times, raw_files
-from zync_assets.lake.staging import ACCOUNT_TYPE, StagingState, key_column, value_column
+from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 
@@ -119,12 +119,14 @@ def _with_time(
 def output_frame(
     spark: SparkSession, state: StagingState, topic: str, ranges: Iterable[OffsetRange] | None = None
 ) -> DataFrame:
-    """An output topic's records: ``kafka``, ``key``, ``value``, ``rule``, ``source``, ``schema``, ``left_out``."""
+    """An output topic's records: ``kafka``, ``key``, ``value``, ``rule``, ``source``, ``schema``, ``left_out``, and
+    ``headers`` where the table has some."""
     from pyspark.sql import functions as F
 
     names = {"key": key_column(topic), "value": value_column(topic)}
     present = {side: name for side, name in names.items() if name in state.schema.names}
     plain = ["kafka", "rule", "source", "schema", "left_out"]
+    plain += [HEADERS_COLUMN] if HEADERS_COLUMN in state.schema.names else []
     schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *plain[1:]]])
     parts = None if ranges is None else list(ranges)
     files = [

@@ -71,6 +71,9 @@ BASE_SCHEMA = pa.schema(
     ]
 )
 
+HEADERS_COLUMN = "headers"
+"""What a pool's table has beside BASE_SCHEMA once a rule gives its records headers (``records.HEADERS_TYPE``)."""
+
 
 def key_column(topic: str) -> str:
     """The staging column that holds the keys of an output topic."""

@@ -125,6 +125,17 @@ class Fields:
             return None
         return value
 
+    def flag(self, key: str) -> bool:
+        """True or false; false where the key is missing."""
+        node = self.node(key)
+        if node is None:
+            return False
+        value = node.value if isinstance(node, Scalar) else None
+        if not isinstance(value, bool):
+            self.problem(key, "must be true or false")
+            return False
+        return value
+
     def number(self, key: str) -> float | None:
         """A finite number that is not negative."""
         node = self.node(key)

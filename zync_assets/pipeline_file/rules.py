@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline import Denorm, Input, Output, Rule, Shape, SideFormat, Stateless
-from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
-from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion
+from zync_assets.pipeline_file.fields import Fields, listed, suggestion
 from zync_assets.pipeline_file.join_on import split_join
 from zync_assets.pipeline_file.reach import leaves_nothing
-from zync_assets.pipeline_file.source import Node, Scalar, Table
+from zync_assets.pipeline_file.shapes import read_condition, read_headers, read_shape
+from zync_assets.pipeline_file.source import Table
 
-_KEYS = ("name", "type", "where", "left", "right", "join-on", "in", "out", "key", "value")
+_KEYS = ("name", "type", "where", "left", "right", "join-on", "in", "out", "key", "value", "headers")
 _TYPES = ("denorm", "stateless")
 _HINTS = {
     "zed": "write key: and value: with Spark SQL expressions",
@@ -73,6 +73,7 @@ def _read_rule(
     sides = ("left", "right") if kind_of_rule == "denorm" else ("in",)
     key = _shape_of(fields, "key", sides, _MISSING_KEY, output.key if output else None)
     value = _shape_of(fields, "value", sides, _MISSING_VALUE, output.value if output else None)
+    headers = read_headers(fields, sides, output is not None and output.provenance)
     if kind_of_rule == "stateless":
         _refuse(
             fields,
@@ -83,7 +84,7 @@ def _read_rule(
         where = _where(fields)
         if len(fields.problems) > before or topic is None or out is None:
             return None
-        return _Placed(Stateless(name, topic, out, where, key, value), fields, {topic: where})
+        return _Placed(Stateless(name, topic, out, where, key, value, headers), fields, {topic: where})
     _refuse(fields, ("in",), "belongs to a rule of type stateless; a denorm rule has `left` and `right`")
     left = _topic(fields, "left", inputs, outputs, "input", "output")
     right = _topic(fields, "right", inputs, outputs, "input", "output")
@@ -98,7 +99,7 @@ def _read_rule(
     where_left, where_right = _where_sides(fields)
     if len(fields.problems) > before or left is None or right is None or out is None:
         return None
-    rule = Denorm(name, left, right, pairs, out, where_left, where_right, key, value)
+    rule = Denorm(name, left, right, pairs, out, where_left, where_right, key, value, headers)
     return _Placed(rule, fields, {left: where_left, right: where_right})
 
 
@@ -134,31 +135,18 @@ def _where(fields: Fields) -> str | None:
     if isinstance(fields.node("where"), Table):
         fields.problem("where", "must be one expression; only a denorm rule has a left and a right")
         return None
-    return _condition(fields, "where")
+    return read_condition(fields, "where")
 
 
 def _where_sides(fields: Fields) -> tuple[str | None, str | None]:
     node = fields.node("where")
     if not isinstance(node, Table):
-        where = _condition(fields, "where")
+        where = read_condition(fields, "where")
         return where, where
     sides = Fields(node, fields.key("where"), fields.problems, ("left", "right"))
     if not node.entries:
         fields.problem("where", "is empty; write an expression, or left: and right: with one each")
-    return _condition(sides, "left"), _condition(sides, "right")
-
-
-def _condition(fields: Fields, key: str) -> str | None:
-    node = fields.node(key)
-    # `where: true` is a condition too.
-    if isinstance(node, Scalar) and isinstance(node.value, bool):
-        return node.text.lower()
-    sql = fields.text(key)
-    if sql is None:
-        return None
-    for message in check_expression(sql, RECORD_ROOTS):
-        fields.problem(key, message)
-    return sql
+    return read_condition(sides, "left"), read_condition(sides, "right")
 
 
 def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side: SideFormat | None) -> Shape:
@@ -169,33 +157,7 @@ def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side:
     if isinstance(node, Table) and side is not None and side.format in ("string", "bytes"):
         message = f"must be one expression, not a mapping: the output's {key} format is {side.format}"
         fields.problem(key, message)
-    return _shape(node, fields.key(key), fields.line_of(key), roots, fields.problems)
-
-
-def _shape(node: Node, path: str, line: int, roots: tuple[str, ...], problems: list[Problem]) -> Shape:
-    if isinstance(node, Table):
-        if not node.entries:
-            problems.append(Problem(line, path, "has no fields; name at least one"))
-        shape: dict[str, Shape] = {}
-        lowered: dict[str, str] = {}
-        for entry in node.entries:
-            inner = f"{path}.{entry.key}"
-            if not entry.key.strip():
-                problems.append(Problem(entry.line, inner, "a field needs a name"))
-            first = lowered.setdefault(entry.key.lower(), entry.key)
-            if first != entry.key:
-                problems.append(
-                    Problem(entry.line, inner, f"differs from `{first}` in case only; Spark takes them for one")
-                )
-            shape[entry.key] = _shape(entry.node, inner, entry.line, roots, problems)
-        return shape
-    if not isinstance(node, Scalar):
-        problems.append(Problem(line, path, f"must be an expression, a mapping or null, not {kind(node)}"))
-        return None
-    if node.value is None:
-        return None
-    problems.extend(Problem(line, path, message) for message in check_expression(node.text, roots))
-    return node.text
+    return read_shape(node, fields.key(key), fields.line_of(key), roots, fields.problems)
 
 
 def _check_reach(placed: list[_Placed]) -> None:

@@ -14,7 +14,7 @@ from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss")
-_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at")
+_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance")
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
@@ -81,6 +81,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         key, value = _sides(item, is_output=True)
         create = _create(item)
         start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
+        provenance = item.flag("provenance")
         _one_spelling(item, pool, pools)
         if pool is not None and pool.lower() in raw:
             item.problem(
@@ -103,7 +104,9 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
             continue
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
-        outputs[topic] = Output(topic, pool or "", key, value, create, start_at or "empty") if good else None
+        outputs[topic] = (
+            Output(topic, pool or "", key, value, create, start_at or "empty", provenance) if good else None
+        )
     return outputs
 
 

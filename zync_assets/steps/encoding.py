@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,10 +23,15 @@ from zync_assets.lake import staging, storage
 from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import RegistryConfig
+from zync_assets.records import HEADERS_TYPE
+from zync_assets.steps.headers import sent_headers
 
 BATCH_RECORDS = 50_000
 
-ENCODED_SCHEMA = pa.schema([("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary())])
+ENCODED_SCHEMA = pa.schema(
+    [("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary()), ("headers", HEADERS_TYPE)]
+)
+"""A record as Kafka is to hold it; ``headers`` is null where there are none."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,23 @@ class SideSchema:
 
 
 @dataclass(frozen=True)
+class RowSchema:
+    """How a row is encoded. ``provenance``: headers say which raw records made it."""
+
+    key: SideSchema
+    value: SideSchema
+    provenance: bool
+
+
+@dataclass(frozen=True)
 class StagedTopic:
     """All that is needed to encode the rows of one output topic; pickles."""
 
     topic: str
     uri: str
     files: tuple[DataFile, ...]
-    schemas: Mapping[str, tuple[SideSchema, SideSchema]]
-    """Fingerprint → (key, value)."""
+    schemas: Mapping[str, RowSchema]
+    """By fingerprint."""
 
 
 def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
@@ -54,11 +69,12 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
     Raises RegistryError if the registry refuses one.
     """
     client = Registry(registry) if registry else None
-    schemas: dict[str, tuple[SideSchema, SideSchema]] = {}
+    schemas: dict[str, RowSchema] = {}
     for name, (of, text) in state.head.schemas.items():
         if of == topic:
-            sides = json.loads(text)
-            schemas[name] = (_side(client, topic, "key", sides["key"]), _side(client, topic, "value", sides["value"]))
+            found = json.loads(text)
+            key, value = (_side(client, topic, side, found[side]) for side in ("key", "value"))
+            schemas[name] = RowSchema(key, value, found.get("provenance", False))
     return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas)
 
 
@@ -85,7 +101,7 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
 
 
 def first_difference(ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordBatch]) -> tuple[int | None, int]:
-    """Compare staged rows with Kafka's records (columns offset, key, value): the first offset at which they differ (None:
+    """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
     they don't) and how many are equal before it."""
     equal = 0
     for mine, other in zip_longest(_single_rows(ours), _single_rows(theirs)):
@@ -95,9 +111,9 @@ def first_difference(ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordB
     return None, equal
 
 
-def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
     for batch in batches:
-        yield from zip(*(batch.column(name).to_pylist() for name in ("offset", "key", "value")), strict=True)
+        yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
 def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, object]) -> SideSchema:
@@ -114,6 +130,9 @@ def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, ob
 
 def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
     names = ["kafka", "schema", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+    names.append(staging.HEADERS_COLUMN)
+    if any(item.provenance for item in staged.schemas.values()):
+        names.append("source")
     for item in staged.files:
         if (item.last or 0) < first or (item.first or 0) >= end:
             continue
@@ -132,26 +151,30 @@ def _encode(staged: StagedTopic, batch: pa.RecordBatch) -> pa.RecordBatch:
     offsets = pc.struct_field(batch.column("kafka"), "offset")
     prints = batch.column("schema")
     order: list[pa.Array] = []
-    keys: list[pa.Array] = []
-    values: list[pa.Array] = []
+    parts: list[list[pa.Array]] = []
     for name in pc.unique(prints).to_pylist():
         if name not in staged.schemas:
             raise LakeError(f"topic {staged.topic}: the pool has no output schema {name}; run zync check")
         places = pc.indices_nonzero(pc.equal(prints, name))
         rows = batch if len(places) == batch.num_rows else batch.take(places)
         order.append(places)
-        for side, column, into in zip(
-            staged.schemas[name],
-            (staging.key_column(staged.topic), staging.value_column(staged.topic)),
-            (keys, values),
-            strict=True,
-        ):
-            into.append(_encode_side(staged.topic, side, rows, column))
-    if len(order) == 1:
-        return pa.RecordBatch.from_arrays([offsets, keys[0], values[0]], schema=ENCODED_SCHEMA)
-    back = pc.sort_indices(pa.concat_arrays(order))
-    sides = [pa.concat_arrays(parts).take(back) for parts in (keys, values)]
-    return pa.RecordBatch.from_arrays([offsets, *sides], schema=ENCODED_SCHEMA)
+        parts.append(_encode_rows(staged.topic, staged.schemas[name], rows))
+    columns = parts[0]
+    if len(order) > 1:
+        back = pc.sort_indices(pa.concat_arrays(order))
+        columns = [pa.concat_arrays(column).take(back) for column in zip(*parts, strict=True)]
+    return pa.RecordBatch.from_arrays([offsets, *columns], schema=ENCODED_SCHEMA)
+
+
+def _encode_rows(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> list[pa.Array]:
+    """Keys, values and headers."""
+    own = rows.column(staging.HEADERS_COLUMN) if staging.HEADERS_COLUMN in rows.schema.names else None
+    source = rows.column("source") if schema.provenance else None
+    return [
+        _encode_side(topic, schema.key, rows, staging.key_column(topic)),
+        _encode_side(topic, schema.value, rows, staging.value_column(topic)),
+        sent_headers(own, source, rows.num_rows),
+    ]
 
 
 def _encode_side(topic: str, side: SideSchema, rows: pa.RecordBatch, column: str) -> pa.Array:

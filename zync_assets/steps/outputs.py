@@ -1,7 +1,8 @@
 """Output topics: the type of their keys and values over all rules, and each rule's own output schema.
 
 An output schema is what publishing needs to encode a record as it was meant, whatever the pipeline file says by then:
-the formats and, a side, the Avro schema of the fields that the rule makes. It is kept in the pool under its fingerprint.
+the formats and, a side, the Avro schema of the fields that the rule makes; and whether headers say where a record came
+from. It is kept in the pool under its fingerprint.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from zync_assets.codecs.avro_types import avro_schema
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl import matching
+from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
 from zync_assets.etl.shapes import analysed, own_type, shape_sql, unify, void_fields
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline, Rule, Stateless
+from zync_assets.records import HEADERS_TYPE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -36,7 +39,7 @@ class OutputType:
 
     topic: str
     columns: Mapping[str, pa.DataType]
-    """Column name → type; a side that every rule makes NULL has no column."""
+    """Column name → type; a side that every rule makes NULL has no column, nor have headers that no rule gives."""
     targets: Mapping[str, Target]
     texts: Mapping[str, str]
     """Rule → its output schema, as JSON."""
@@ -100,6 +103,9 @@ def _output_type(
     columns = {
         column: to_arrow_type(kind) for column, kind in zip(names, whole, strict=True) if kind.simpleString() != "void"
     }
+    with_headers = any(rule.headers is not None for rule in rules.values())
+    if with_headers:
+        columns[staging.HEADERS_COLUMN] = HEADERS_TYPE
     targets: dict[str, Target] = {}
     texts: dict[str, str] = {}
     for name, kinds in made.items():
@@ -108,7 +114,7 @@ def _output_type(
             None if column not in columns else (column, kind, all_)
             for column, kind, all_ in zip(names, kinds, whole, strict=True)
         ]
-        targets[name] = Target(fingerprint(texts[name]), sides[0], sides[1])
+        targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers)
     return OutputType(item.topic, columns, targets, texts, untyped)
 
 
@@ -128,9 +134,9 @@ def _untyped_field(own: Sequence[DataType], whole: Sequence[DataType]) -> str | 
     return None
 
 
-def fingerprint(text: str) -> str:
-    """The name of an output schema: the first 16 hexadecimal digits of its SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint(topic: str, text: str) -> str:
+    """The name of a topic's output schema: the first 16 hexadecimal digits of a SHA-256. Two topics may have one text."""
+    return hashlib.sha256(f"{topic}\n{text}".encode()).hexdigest()[:16]
 
 
 def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, DataType] | None:
@@ -142,6 +148,8 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     else:
         left = matching.in_frame(frames[rule.left], "left").select("left")
         whole = left.crossJoin(matching.in_frame(frames[rule.right], "right").select("right"))
+    if rule.headers is not None:
+        check_headers(whole, rule.headers, rule.name)
     return (
         analysed(whole, shape_sql(rule.key), rule.name, "key"),
         analysed(whole, shape_sql(rule.value), rule.name, "value"),
@@ -159,6 +167,8 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
         if shape is not None and kind.simpleString() != "void":
             schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), namespace(item.topic)))
         sides[side] = {"format": asked.format, "schema": schema}
+    if item.provenance:
+        sides["provenance"] = True
     return json.dumps(sides, separators=(",", ":"))
 
 

@@ -141,6 +141,18 @@ transforms:
     assert rule.value == {"v": "left.value", "one": "1", "yes": "true"}
 
 
+def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:
+    text = GOOD.replace("value: null", "value: null\n    headers: {table: \"'a'\", 'x y': in.value.b}")
+    both = text.replace("    key: left.key\n", "    key: left.key\n    headers: left.kafka.headers\n")
+    one, other = read(tmp_path, both).rules
+    assert one.headers == "left.kafka.headers"
+    assert other.headers == {"table": "'a'", "x y": "in.value.b"}
+    named = text.replace("topic: C", "topic: C, provenance: true").replace("table:", "source:")
+    (problem,) = problems(tmp_path, named)
+    assert (problem.line, problem.key) == (21, "transforms[1].headers.source")
+    assert "provenance" in problem.message
+
+
 def test_a_file_without_avro_needs_no_registry(tmp_path: Path) -> None:
     assert read(tmp_path, GOOD.replace("}\n", ", format: json}\n", 3)).registry is None
 
@@ -229,6 +241,18 @@ ERRORS = [
     ("value: null", "value: {a: in.key, A: in.key}", 20, "transforms[1].value.A", "in case only"),
     ("value: null", "value: {a: {b: value.x}}", 20, "transforms[1].value.a.b", "write `in.value.x`"),
     ("value: null", "value: rand()", 20, "transforms[1].value", "not deterministic"),
+    ("value: null", "value: null\n    headers: {n: [1]}", 21, "transforms[1].headers.n", "one expression, not a list"),
+    ("value: null", "value: null\n    headers: {n: value.x}", 21, "transforms[1].headers.n", "write `in.value.x`"),
+    (
+        "value: null",
+        "value: null\n    headers: {n: null}",
+        21,
+        "transforms[1].headers.n",
+        "one expression, not nothing",
+    ),
+    ("value: null", "value: null\n    headers: {}", 21, "transforms[1].headers", "name a header"),
+    ("value: null", "value: null\n    headers: value.h", 21, "transforms[1].headers", "write `in.value.h`"),
+    ("C, pool: Staging", "C, pool: S, provenance: on-top", 5, "outputs[0].provenance", "must be true or false"),
     ("value: null", "value: null\n    zed: x", 21, "transforms[1].zed", "Spark SQL"),
     ("where: value.op = 'u'", "where: value.op = ", 16, "transforms[1].where", "does not parse"),
     ("where: value.op = 'u'", "where: in.value.op = 'u'", 16, "transforms[1].where", "write `value.op`"),

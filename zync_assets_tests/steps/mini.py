@@ -67,7 +67,14 @@ class Mini:
     def lake(self) -> str:
         return self.pipeline.lake
 
-    def send(self, topic: str, *records: Any, partition: int = 0, times: Sequence[int] | None = None) -> None:
+    def send(
+        self,
+        topic: str,
+        *records: Any,
+        partition: int = 0,
+        times: Sequence[int] | None = None,
+        headers: Sequence[tuple[str, bytes | None]] | None = None,
+    ) -> None:
         """Values: mappings become JSON; bytes and None go as they are; (key, value) sets the key too."""
         producer = Producer({**self.pipeline.kafka, "linger.ms": 0, "log_level": 0})
         refused: list[object] = []
@@ -80,7 +87,8 @@ class Mini:
             key, value = record if isinstance(record, tuple) else (f"k{place}", record)
             payload = json.dumps(value) if isinstance(value, Mapping) else value
             time = times[place] if times is not None else 1_700_000_000_000 + place
-            producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivered)
+            more = {} if headers is None else {"headers": list(headers)}
+            producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivered, **more)
         assert producer.flush(30) == 0
         assert not refused
 

@@ -181,3 +181,21 @@ def test_a_record_that_is_too_large_stops_before_anything_of_its_window_is_sent_
         it.publish()
     assert [offset for offset, _ in ids(it)] == list(range(len(ids(it))))
     assert len(ids(it)) <= 2
+
+
+def test_two_topics_of_one_form_each_have_their_own_records(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    form = "key-format: string, value-format: string, create: {replication-factor: 1}}"
+    outputs = f"outputs:\n  - {{topic: $out, pool: Staging, {form}\n  - {{topic: $out.b, pool: Staging, {form}\n"
+    rules = "transforms:\n" + "".join(
+        f"  - {{name: {side}, type: stateless, in: ${side}, out: {out}, key: null, value: in.value.v}}\n"
+        for side, out in (("left", "$out"), ("right", "$out.b"))
+    )
+    it = mini(services, spark, tmp_path, unique, BOTH[: BOTH.index("outputs:")] + outputs + rules)
+    it.send(it.left, row(1, "one"))
+    it.send(it.right, row(2, "two"))
+    it.step()
+    for topic, value in ((it.out, b"one"), (f"{it.out}.b", b"two")):
+        it.publish(topic)
+        assert read_topic(it.pipeline.kafka["bootstrap.servers"], topic) == [(0, None, value)]

@@ -1,0 +1,79 @@
+"""What is made of a record, as the file says it: conditions, keys and values, headers."""
+
+from __future__ import annotations
+
+from zync_assets.errors import Problem
+from zync_assets.pipeline import SOURCE_HEADER, Headers, Shape
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
+from zync_assets.pipeline_file.fields import Fields, kind
+from zync_assets.pipeline_file.source import Node, Scalar, Table
+
+
+def read_condition(fields: Fields, key: str, roots: tuple[str, ...] = RECORD_ROOTS) -> str | None:
+    """A condition on one record; None where the key is missing or wrong."""
+    node = fields.node(key)
+    # `where: true` is a condition too.
+    if isinstance(node, Scalar) and isinstance(node.value, bool):
+        return node.text.lower()
+    sql = fields.text(key)
+    if sql is None:
+        return None
+    for message in check_expression(sql, roots):
+        fields.problem(key, message)
+    return sql
+
+
+def read_shape(node: Node, path: str, line: int, roots: tuple[str, ...], problems: list[Problem]) -> Shape:
+    """One expression, a mapping of names to such, or null."""
+    if isinstance(node, Table):
+        if not node.entries:
+            problems.append(Problem(line, path, "has no fields; name at least one"))
+        shape: dict[str, Shape] = {}
+        lowered: dict[str, str] = {}
+        for entry in node.entries:
+            inner = f"{path}.{entry.key}"
+            if not entry.key.strip():
+                problems.append(Problem(entry.line, inner, "a field needs a name"))
+            first = lowered.setdefault(entry.key.lower(), entry.key)
+            if first != entry.key:
+                problems.append(
+                    Problem(entry.line, inner, f"differs from `{first}` in case only; Spark takes them for one")
+                )
+            shape[entry.key] = read_shape(entry.node, inner, entry.line, roots, problems)
+        return shape
+    if not isinstance(node, Scalar):
+        problems.append(Problem(line, path, f"must be an expression, a mapping or null, not {kind(node)}"))
+        return None
+    if node.value is None:
+        return None
+    problems.extend(Problem(line, path, message) for message in check_expression(node.text, roots))
+    return node.text
+
+
+def read_headers(fields: Fields, roots: tuple[str, ...], provenance: bool) -> Headers | None:
+    """The headers of a rule's records; ``provenance``: whether its output adds some of its own."""
+    node = fields.node("headers")
+    if not isinstance(node, Table):
+        sql = fields.text("headers", "write a mapping of names to expressions, or leave the key out") if node else None
+        for message in check_expression(sql, roots) if sql is not None else ():
+            fields.problem("headers", message)
+        return sql
+    if not node.entries:
+        fields.problem("headers", "is empty; name a header, or leave the key out")
+    headers: dict[str, str] = {}
+    for entry in node.entries:
+        path = f"{fields.key('headers')}.{entry.key}"
+        if not entry.key:
+            fields.problems.append(Problem(entry.line, path, "a header needs a name"))
+        if provenance and entry.key == SOURCE_HEADER:
+            message = "is what the output's provenance: true adds; give this header another name"
+            fields.problems.append(Problem(entry.line, path, message))
+        if not isinstance(entry.node, Scalar) or entry.node.value is None:
+            found = kind(entry.node)
+            fields.problems.append(Problem(entry.line, path, f"must be one expression, not {found}"))
+            continue
+        fields.problems.extend(
+            Problem(entry.line, path, message) for message in check_expression(entry.node.text, roots)
+        )
+        headers[entry.key] = entry.node.text
+    return headers
