@@ -11,11 +11,13 @@
     │   ├── ForeignRecord          an output topic holds a record that staging does not
     │   └── RecordTooLarge
     ├── RegistryError          the schema registry said no
-    │   └── RegistryUnavailable    no answer; trying again may help
+    │   ├── RegistryUnavailable    no answer; trying again may help
+    │   └── SchemaUnknown          the registry has no such id, subject or version
     ├── SchemaError            a schema that can't be parsed, mapped or merged
     ├── LakeError              a table of the lake
     │   ├── CommitConflict         another writer committed first
     │   └── TableUnsupported       the table asks for a feature that is not known here
+    ├── BadRecords             records that the pipeline file does not let into quarantine, or too many of them
     ├── EtlError               a batch that can't be transformed
     └── CheckFailed            the account, the numbering or a topic is wrong
 
@@ -93,6 +95,10 @@ class RegistryUnavailable(RegistryError):
     """The schema registry did not answer."""
 
 
+class SchemaUnknown(RegistryError):
+    """The schema registry knows no such id, subject or version, and said so: no outage."""
+
+
 class SchemaError(ZyncError):
     """A schema that can't be parsed, mapped to the lake's types, or merged."""
 
@@ -107,6 +113,10 @@ class CommitConflict(LakeError):
 
 class TableUnsupported(LakeError):
     """A table uses a feature of the Delta protocol that this package does not know."""
+
+
+class BadRecords(ZyncError):
+    """Records that can't be decoded or transformed, and that the pipeline file does not let pass into quarantine."""
 
 
 class EtlError(ZyncError):

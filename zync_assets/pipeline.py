@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
 Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
 OnDataLoss: TypeAlias = Literal["fail", "continue"]
+OnBadRecord: TypeAlias = Literal["fail", "quarantine"]
 
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 """One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
@@ -57,6 +58,9 @@ class Input:
     """Where a new pool begins; an int is a timestamp in milliseconds since the epoch, UTC."""
     unmatched: Unmatched = "keep"
     on_data_loss: OnDataLoss = "fail"
+    on_bad_record: OnBadRecord = "quarantine"
+    max_bad_records: int | None = None
+    """How many records of the topic may lie in quarantine; a batch that would add one too many is not committed."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
+
+from zync_assets.offsets import OffsetRange
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -39,3 +43,21 @@ def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
     sides = [pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)]
     ids = [pa.field("key_schema_id", pa.int32()), pa.field("value_schema_id", pa.int32())]
     return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])
+
+
+def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
+    """What stands in quarantine for ranges that retention took, each alone. ``now``: milliseconds since the epoch."""
+    return [
+        pa.RecordBatch.from_pylist(
+            [
+                {
+                    "kafka": {"topic": topic, "partition": part.partition, "offset": part.first, "time": now * 1000},
+                    "stage": "lost",
+                    "end": part.end,
+                    "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
+                }
+            ],
+            schema=BAD_SCHEMA,
+        )
+        for part in lost
+    ]

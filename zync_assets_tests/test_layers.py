@@ -98,7 +98,20 @@ def test_a_module_says_what_it_is_for(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["validate", "status", "check", "ls", "info", "consume", "produce", "pending", "trace", "etl", "to-kafka"],
+    [
+        "validate",
+        "status",
+        "check",
+        "ls",
+        "info",
+        "consume",
+        "produce",
+        "pending",
+        "trace",
+        "quarantine",
+        "etl",
+        "to-kafka",
+    ],
 )
 def test_a_command_that_may_need_no_jvm_loads_neither_spark_nor_dagster(command: str) -> None:
     script = (

@@ -122,7 +122,7 @@ class _Input:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
         held = HeldOffsets(table.opened.uri, raw.raw_files(table, [span]))
-        aside = read_quarantine(self.pipeline.lake, pool, self.topic, table.next, [span]).offsets(self.partition)
+        aside = read_quarantine(self.pipeline.lake, pool, self.topic, table, [span]).offsets(self.partition)
         counts = np.zeros(len(CLASSES), np.int64)
         said: set[str] = set()
         for first, end in self._windows(batch, whole):

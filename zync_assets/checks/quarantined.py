@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.checks.columns import integers, read_columns
-from zync_assets.lake import quarantine, storage
+from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.raw import RawState
 from zync_assets.offsets import OffsetRange
 
 
@@ -36,17 +37,16 @@ class Quarantined:
         return offsets[keep]
 
 
-def read_quarantine(
-    lake: str, pool: str, topic: str, upcoming: Mapping[int, int], ranges: Sequence[OffsetRange]
-) -> Quarantined:
-    """The entries in ``ranges`` and below the raw table's next offsets (``upcoming``); ``entries`` counts them all.
+def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Quarantined:
+    """The records of ``ranges`` that lie in quarantine, and the losses; ``entries`` counts all that were ever there.
     Raises DamagedFile."""
+    replayed = raw.replayed_offsets(state)
     uri = storage.quarantine_uri(lake, pool, topic)
     records: list[np.ndarray] = []
     lost: list[OffsetRange] = []
     entries: dict[int, int] = {}
     first_error = ""
-    for item in quarantine.quarantine_files(lake, pool, topic, upcoming):
+    for item in quarantine.quarantine_files(lake, pool, topic, state.next):
         columns = ["kafka.partition", "kafka.offset", "stage", "error", "end"]
         for batch in read_columns(storage.join(uri, item.path), columns):
             table = pa.Table.from_batches([batch]).flatten()
@@ -60,6 +60,8 @@ def read_quarantine(
             spans = zip(partitions[gone].tolist(), offsets[gone].tolist(), ends[gone].tolist(), strict=True)
             lost += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
             wanted = ~gone & inside(partitions, offsets, ranges)
+            for partition, places in replayed.items():
+                wanted &= (partitions != partition) | ~np.isin(offsets, places)
             records.append(np.column_stack([partitions[wanted], offsets[wanted]]))
             if not first_error and wanted.any():
                 first_error = str(table["error"][int(np.argmax(wanted))].as_py())

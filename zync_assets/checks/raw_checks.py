@@ -10,7 +10,7 @@ import numpy as np
 from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, positions, read_columns
 from zync_assets.checks.quarantined import Quarantined, read_quarantine
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
-from zync_assets.errors import DataLoss
+from zync_assets.errors import DataLoss, LakeError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import raw, storage
@@ -26,8 +26,8 @@ QUARANTINE_SIZE = "quarantine_size"
 
 
 def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """Within each file offsets strictly ascend and are what the log says; no two files of a partition overlap; nothing
-    lies below the first or at or past the next offset.
+    """Within each file offsets strictly ascend and are what the log says; no two files of a partition overlap, but for
+    those of replays, and no offset is in two; nothing lies below the first or at or past the next offset.
 
     Rows are read of the files in ``ranges`` only (all if None); the log is looked at whole.
     """
@@ -44,6 +44,7 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
     selected = everything if ranges is None else raw.raw_files(state, ranges)
     for item in selected:
         problems += _file_problems(state.opened.uri, item)
+    problems += _replay_problems(state, everything)
     records = sum(item.records for item in selected)
     return conclude(
         MONOTONIC,
@@ -78,7 +79,7 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     totals = {"compared": 0, "missing": 0, "doubled": 0, "gone_from_kafka": 0}
     watermarks = {item.partition: item for item in found.partitions}
     try:
-        side = read_quarantine(pipeline.lake, pool, topic, state.next, _ingested(state, ranges))
+        side = read_quarantine(pipeline.lake, pool, topic, state, _ingested(state, ranges))
         numbers["quarantined"] = len(side.records)
         problems += _count_problems(state, side)
         for part in _ingested(state, ranges):
@@ -136,7 +137,7 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
         return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
     try:
-        side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state.next, _ingested(state, ranges))
+        side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state, _ingested(state, ranges))
     except DamagedFile as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
     problems: list[str] = []
@@ -174,7 +175,7 @@ def _ingested(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[Off
 
 
 def _log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
-    for before, item in pairwise(files):
+    for before, item in pairwise([item for item in files if not raw.is_replay(item)]):
         if before.partition == item.partition and (item.first or 0) <= (before.last or 0):
             yield (f"files {before.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
     for partition, end in state.next.items():
@@ -187,6 +188,21 @@ def _log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
                 f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
                 f" of which {low} to {end - 1} were ingested"
             )
+
+
+def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
+    """Offsets of replays that another file has too."""
+    try:
+        for partition, offsets in raw.replayed_offsets(state).items():
+            again = offsets[:-1][np.diff(offsets) == 0]
+            first, end = int(offsets[0]), int(offsets[-1]) + 1
+            others = [item for item in files if item.partition == partition and not raw.is_replay(item)]
+            near = [item for item in others if (item.first or 0) < end and first <= (item.last or 0)]
+            held = HeldOffsets(state.opened.uri, near).between(first, end)
+            for offset in [*again, *np.intersect1d(held, offsets)][:1]:
+                yield f"partition {partition}: offset {offset} was replayed and is there twice"
+    except (DamagedFile, LakeError) as error:
+        yield str(error)
 
 
 def _file_problems(table_uri: str, item: DataFile) -> Iterator[str]:

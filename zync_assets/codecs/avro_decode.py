@@ -20,7 +20,7 @@ from zync_assets.codecs.lake_values import to_lake
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.native import is_native
 from zync_assets.codecs.nested import isolate, numbers
-from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.errors import SchemaError, SchemaUnknown
 
 Ints = npt.NDArray[np.int64]
 
@@ -57,9 +57,7 @@ class AvroDecoder:
         if known is None:
             try:
                 known = parse(self._schema_of(schema_id))
-            except RegistryUnavailable:
-                raise
-            except RegistryError as error:
+            except SchemaUnknown as error:
                 # Not kept: a schema may be registered later.
                 return f"unknown schema id {schema_id}: {error}"
             except SchemaError as error:

@@ -42,8 +42,8 @@ def make_decoder(
 ) -> Decoder:
     """A decoder for one side of a topic.
 
-    ``schema_of`` gives the Avro schema (one JSON document) of a registry id. It raises RegistryError for an unknown id,
-    which makes those records bad, and RegistryUnavailable for an outage, which is passed on. ``target``: the lake
+    ``schema_of`` gives the Avro schema (one JSON document) of a registry id. It raises SchemaUnknown or SchemaError where
+    there is none for that id, which makes those records bad; what else it raises (an outage) is passed on. ``target``: the lake
     column's present type; None if there is no column yet. ``native=False`` reads Avro with fastavro alone.
     Raises SchemaError if the format's type can't go into ``target``.
     """

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from zync_assets.errors import RegistryError, RegistryUnavailable
+from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.kafka.references import inline
 from zync_assets.pipeline import RegistryConfig
 
@@ -28,6 +28,9 @@ DEFAULTS: Mapping[str, float | int] = {
 }
 
 _NUMBERS = frozenset({*DEFAULTS, "cache.capacity", "cache.latest.ttl.sec"})
+
+NOT_FOUND = frozenset({40401, 40402, 40403})
+"""The codes of Confluent's API for a subject, a version and a schema that are not there."""
 
 _schemas: dict[tuple[str, int], str] = {}
 """Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
@@ -53,8 +56,9 @@ class Registry:
     def schema(self, id: int) -> str:
         """The Avro schema of that id as one JSON document that needs no other.
 
-        RegistryError for an id that is not known, or is of another kind than Avro; RegistryUnavailable for an
-        outage.
+        SchemaUnknown for an id that the registry says it does not have, SchemaError for a schema of another kind than
+        Avro: both are properties of the record that names it. RegistryUnavailable for an outage, RegistryError for any
+        other refusal (a password that is wrong, an address that is no registry's): no property of a record.
         """
         place = (self._config.url, id)
         if place not in _schemas:
@@ -68,7 +72,7 @@ class Registry:
         """The id and the schema of a subject's latest version; None if there is no such subject."""
         try:
             found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
-        except _NotFound:
+        except SchemaUnknown:
             return None
         return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
 
@@ -76,7 +80,7 @@ class Registry:
         """The number and the schema id of a subject's latest version; None if there is no such subject."""
         try:
             found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
-        except _NotFound:
+        except SchemaUnknown:
             return None
         return int(found.version or 0), int(found.schema_id or 0)
 
@@ -100,7 +104,7 @@ class Registry:
 
     def _whole(self, schema: Schema, what: str) -> str:
         if (schema.schema_type or "AVRO") != "AVRO":
-            raise RegistryError(f"{what} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
+            raise SchemaError(f"{what} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
         if not schema.references:
             return str(schema.schema_str)
         return inline(str(schema.schema_str), self._referenced(schema, what))
@@ -130,7 +134,8 @@ class Registry:
                 raise RegistryUnavailable(
                     f"the schema registry at {self.url} could not answer: {what}: {error.error_message}; try again"
                 ) from None
-            kind = _NotFound if error.http_status_code == 404 else RegistryError
+            # Of a 404 only the code tells: a wrong address gives one too.
+            kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
             raise kind(f"the schema registry at {self.url} refused: {what}: {error.error_message}") from None
         except httpx.HTTPError as error:
             raise RegistryUnavailable(
@@ -139,10 +144,6 @@ class Registry:
             ) from None
         except (ValueError, TypeError, OSError) as error:
             raise RegistryError(f"the schema registry at {self.url}: {what}: {error}; check `registry:`") from None
-
-
-class _NotFound(RegistryError):
-    """The registry knows no such id or subject."""
 
 
 def _connect(config: RegistryConfig) -> SchemaRegistryClient:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.codecs.decode import BadRecord, Decoder, make_decoder
+from zync_assets.codecs.decode import BadRecord, Decoded, Decoder, make_decoder
 from zync_assets.compute import pc
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -75,7 +75,7 @@ def _decode(
     """The decoded chunk, and the highest time reached in it."""
     rows = batch.num_rows
     keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
-    errors = {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
+    errors = bad_sides(keys, values)
     good = np.ones(rows, dtype=bool)
     good[list(errors)] = False
     times = _running_times(batch.column("timestamp"), good, highest, now)
@@ -90,7 +90,21 @@ def _decode(
         ],
         fields=list(KAFKA_TYPE),
     )
-    schema = raw_schema(key.type, value.type)
+    records = record_batch(kafka, keys, values)
+    reached = int(times[-1])
+    if not errors:
+        return Chunk(records, _no_rows()), reached
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors)), reached
+
+
+def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:
+    """What could not be decoded, by index: the side, and the error."""
+    return {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
+
+
+def record_batch(kafka: pa.Array, keys: Decoded, values: Decoded) -> pa.RecordBatch:
+    """The columns of ``records.raw_schema``, bad records among them."""
+    schema = raw_schema(keys.values.type, values.values.type)
     columns = {
         "kafka": kafka,
         "key": keys.values,
@@ -98,11 +112,7 @@ def _decode(
         "key_schema_id": keys.schema_ids,
         "value_schema_id": values.schema_ids,
     }
-    records = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    reached = int(times[-1])
-    if not errors:
-        return Chunk(records, _no_rows()), reached
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors)), reached
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _no_rows() -> pa.RecordBatch:

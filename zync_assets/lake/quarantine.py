@@ -1,15 +1,22 @@
 """The side table of a raw table: records that could not be decoded, whole, and offsets that retention took.
 
 It is committed before the raw table. An entry counts once the raw table's next offset has passed it; entries at or past
-the next offset are left over from a writer that did not get to commit, and the next writer replaces them.
+the next offset are left over from a writer that did not get to commit, and the next writer replaces them. It stops counting
+when the raw table has its offset: then it was replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from zync_assets.errors import CommitConflict
-from zync_assets.lake import storage, tables
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.compute import pc
+from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.lake import raw, storage, tables
+from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.records import BAD_SCHEMA
 
@@ -69,3 +76,33 @@ def quarantine_files(lake: str, pool: str, topic: str, upcoming: Mapping[int, in
         return []
     counted = [item for item in tables.list_files(opened) if (item.first or 0) < upcoming.get(item.partition or 0, 0)]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))
+
+
+def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Sequence[str] = ()) -> pa.Table:
+    """The records that lie in quarantine now: those that count and were not replayed, by partition and offset.
+
+    Columns: partition, offset, stage, error, kafka, and what else of ``records.BAD_SCHEMA`` is named. No JVM. Raises
+    LakeError for a file that can't be read.
+    """
+    wanted = ["kafka", "stage", "error", *columns]
+    empty = pa.schema([BAD_SCHEMA.field(name) for name in wanted]).empty_table()
+    parts = [empty]
+    uri = storage.quarantine_uri(lake, pool, topic)
+    for item in quarantine_files(lake, pool, topic, state.next):
+        system, path = storage.filesystem(storage.join(uri, item.path))
+        try:
+            table = pq.ParquetFile(path, filesystem=system).read(columns=wanted)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
+        parts.append(table.select(wanted).cast(empty.schema))
+    rows = pa.concat_tables(parts)
+    rows = rows.filter(pc.not_equal(rows["stage"], "lost"))
+    for place, name in enumerate(("partition", "offset")):
+        rows = rows.add_column(place, name, pc.struct_field(rows["kafka"], name))
+    if rows.num_rows == 0:
+        return rows
+    partitions, offsets = rows["partition"].to_numpy(), rows["offset"].to_numpy()
+    here = np.ones(rows.num_rows, dtype=np.bool_)
+    for partition, replayed in raw.replayed_offsets(state).items():
+        here &= (partitions != partition) | ~np.isin(offsets, replayed)
+    return rows.filter(pa.array(here)).sort_by([("partition", "ascending"), ("offset", "ascending")])

@@ -6,7 +6,12 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:first:<partition>   the offset where the first ingest of the partition began
     zync:bad:<partition>     how many records of it were quarantined, ever
     zync:partitions          how many partitions have the two above
+    zync:replay              how many replays were committed: records that were in quarantine and are here now
     zync:topic:<topic id>    the topic that this table was made from (its version says nothing)
+
+A replay adds files of its own, named ``replay-<its number>-…``. Their offsets lie between those of the other files, which
+overlap nowhere; no offset is in two files. That an offset is in such a file is what takes it out of quarantine: the side
+table keeps its entry, so that there is no moment in which a record is in both places or in neither.
 """
 
 from __future__ import annotations
@@ -14,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from zync_assets.errors import CommitConflict
+from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange
+
+_REPLAY = "replay-"
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,9 @@ class RawState:
     next: Mapping[int, int]
     """Partition → the next offset to ingest."""
     bad: Mapping[int, int]
-    """Partition → records quarantined so far."""
+    """Partition → entries that were ever put into quarantine; replayed ones are among them."""
+    replays: int = 0
+    """How many replays were committed."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -59,6 +71,7 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
         {p: n for p, n in found["first"].items() if n is not None},
         {p: n for p, n in found["next"].items() if n is not None},
         {p: n or 0 for p, n in found["bad"].items()},
+        opened.number("zync:replay") or 0,
     )
 
 
@@ -79,6 +92,40 @@ def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> l
             for part in wanted.get(item.partition or 0, ())
         )
     ]
+
+
+def replay_name(number: int) -> str:
+    """What the names of a replay's files begin with."""
+    return f"{_REPLAY}{number:08d}"
+
+
+def is_replay(item: DataFile) -> bool:
+    return item.path.startswith(_REPLAY)
+
+
+def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.int64]]:
+    """Partition → the offsets, sorted, that replays after the ``since``-th brought. Reads one column of their files."""
+    found: dict[int, list[npt.NDArray[np.int64]]] = {}
+    for item in raw_files(state):
+        if is_replay(item) and int(item.path.split("-")[1]) > since:
+            system, path = storage.filesystem(storage.join(state.opened.uri, item.path))
+            try:
+                offsets = pq.read_table(path, filesystem=system, columns=["kafka.offset"]).flatten().column(0)
+            except (OSError, pa.ArrowInvalid) as error:
+                raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
+            found.setdefault(item.partition or 0, []).append(offsets.to_numpy())
+    return {partition: np.sort(np.concatenate(parts)) for partition, parts in found.items()}
+
+
+def commit_replay(before: RawState, schema: pa.Schema, files: Sequence[DataFile]) -> None:
+    """Commit the files of a replay, made for number ``before.replays + 1``.
+
+    Raises CommitConflict if another replay came first; nothing of this one is visible then.
+    """
+    opened = tables.widen(before.opened, schema)
+    if opened is not before.opened and (opened.number("zync:replay") or 0) != before.replays:
+        raise CommitConflict(f"table {opened.uri}: another replay was committed first; run again")
+    tables.commit(opened, files, {"zync:replay": before.replays + 1})
 
 
 def commit_raw(
@@ -124,11 +171,13 @@ def carried_times(files: Sequence[DataFile]) -> dict[str, int]:
     """File path → the highest record time of its partition before it, only where that is above the file's lowest.
 
     Ingest writes a running maximum within a file; across files the log's statistics have it.
-    ``files`` are all files of the table, sorted by partition and offset.
+    ``files`` are all files of the table, sorted by partition and offset. A replay's records have their final time.
     """
     carried: dict[str, int] = {}
     partition, highest = None, None
     for item in files:
+        if is_replay(item):
+            continue
         if item.partition != partition:
             partition, highest = item.partition, None
         if highest is not None and item.min_time is not None and item.min_time < highest:

@@ -23,9 +23,11 @@ class RangeWriter:
     file begins. Files that no commit names are invisible; nothing is removed on failure.
     """
 
-    def __init__(self, table_uri: str, partition: int) -> None:
+    def __init__(self, table_uri: str, partition: int, name: str = "part") -> None:
+        """``name``: what the files' names begin with."""
         self._uri = table_uri
         self._partition = partition
+        self._name = name
         self._open: _OpenFile | None = None
         self._done: list[tuple[DataFile, pa.Schema]] = []
 
@@ -46,7 +48,7 @@ class RangeWriter:
             self.close()
             current = None
         if current is None:
-            current = self._open = _OpenFile(self._uri, self._partition, batch.schema)
+            current = self._open = _OpenFile(self._uri, self._partition, batch.schema, self._name)
         current.write(batch)
 
     def close(self) -> None:
@@ -61,11 +63,11 @@ class RangeWriter:
 
 
 class _OpenFile:
-    def __init__(self, table_uri: str, partition: int, schema: pa.Schema) -> None:
+    def __init__(self, table_uri: str, partition: int, schema: pa.Schema, name: str) -> None:
         self.schema = schema
         self.records = 0
         self._partition = partition
-        self._path = f"part-{partition:05d}-{uuid.uuid4().hex}.parquet"
+        self._path = f"{name}-{partition:05d}-{uuid.uuid4().hex}.parquet"
         self._uri = storage.join(table_uri, self._path)
         self._first: int | None = None
         self._last = 0

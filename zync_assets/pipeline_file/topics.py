@@ -8,12 +8,12 @@ from datetime import datetime
 from typing import Literal, get_args
 
 from zync_assets.errors import SchemaError
-from zync_assets.pipeline import CreateTopic, Format, Input, OnDataLoss, Output, SideFormat, Unmatched
+from zync_assets.pipeline import CreateTopic, Format, Input, OnBadRecord, OnDataLoss, Output, SideFormat, Unmatched
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
 from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
-_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss")
+_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss", "on-bad-record", "max-bad-records")
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance")
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -40,6 +40,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         start = _start(item)
         unmatched = item.choice("unmatched", get_args(Unmatched))
         on_data_loss = item.choice("on-data-loss", get_args(OnDataLoss))
+        on_bad_record, max_bad_records = _bad_records(item)
         _one_spelling(item, pool, pools)
         if topic is None:
             continue
@@ -55,7 +56,19 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         lines[topic] = (pool, line)
         good = pool is not None and len(fields.problems) == before
         inputs[topic] = (
-            Input(topic, pool or "", key, value, start, unmatched or "keep", on_data_loss or "fail") if good else None
+            Input(
+                topic,
+                pool or "",
+                key,
+                value,
+                start,
+                unmatched or "keep",
+                on_data_loss or "fail",
+                on_bad_record,
+                max_bad_records,
+            )
+            if good
+            else None
         )
     return inputs, lines
 
@@ -218,6 +231,14 @@ def _start(item: Fields) -> Literal["earliest", "latest"] | int:
         f"or milliseconds since 1970{near}",
     )
     return "earliest"
+
+
+def _bad_records(item: Fields) -> tuple[OnBadRecord, int | None]:
+    what = item.choice("on-bad-record", get_args(OnBadRecord))
+    limit = item.integer("max-bad-records", 0, (1 << 63) - 1)
+    if what == "fail" and limit is not None:
+        item.problem("max-bad-records", "goes with on-bad-record: quarantine; with fail the first one stops the run")
+    return what or "quarantine", limit
 
 
 def _create(item: Fields) -> CreateTopic | None:

@@ -22,11 +22,13 @@ from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
+from zync_assets.lake.rows import rows_at
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange, new_ranges, split
 from zync_assets.pipeline import Input, Pipeline
-from zync_assets.records import BAD_SCHEMA, raw_schema
+from zync_assets.records import lost_rows, raw_schema
+from zync_assets.steps.quarantined import Held, admit
 from zync_assets.steps.tasks import indexes, run_tasks, task_frame
 
 if TYPE_CHECKING:
@@ -162,7 +164,8 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
 
-    Raises CommitConflict if another writer got ahead: nothing of the batch is visible then.
+    Raises CommitConflict if another writer got ahead, BadRecords where the file does not let records that can't be decoded
+    into quarantine: nothing of the batch is visible then.
     """
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
@@ -177,6 +180,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         # others stay invisible. Each time the types have grown, so that this ends.
         batch = replace(batch, source=settled)
     schema = _table_schema(known, settled)
+    _admit(pipeline, plan, bad)
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
     until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
     changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
@@ -221,6 +225,23 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         tuple(_added(known, schema)) if plan.state else (),
         time.monotonic() - started,
     )
+
+
+def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> None:
+    """BadRecords where what could not be decoded may not be committed. ``bad`` is on disk; no commit names it yet."""
+    item = plan.input
+    if item.on_bad_record == "quarantine" and item.max_bad_records is None:
+        return
+    lost = {(part.partition, part.first) for part in plan.lost}
+    found = [each for each in bad if (each.partition, each.first) not in lost]
+    if not found:
+        return
+    lowest = min(found, key=lambda each: (each.partition or 0, each.first or 0))
+    place = (lowest.partition or 0, lowest.first or 0)
+    uri = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
+    row = rows_at(uri, [lowest], place[0], [place[1]], ["stage", "error"])[place[1]]
+    first = Held(item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False)
+    admit(pipeline, item, plan.state, sum(each.records for each in found), first, "ingest")
 
 
 def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
@@ -340,34 +361,12 @@ def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema],
     written = run_tasks(batch.spark, len(parts), work)
     files = [pair for part in written for pair in part.files]
     bad = [found for part in written for found in part.bad]
-    for row in _lost_rows(batch.plan):
+    for row in lost_rows(item.topic, batch.plan.lost, now):
         with RangeWriter(side_uri, row.column("kafka")[0]["partition"].as_py()) as writer:
             writer.write(row)
         bad += [found for found, _ in writer.files]
     files.sort(key=lambda pair: (pair[0].partition or 0, pair[0].first or 0))
     return [found for found, _ in files], [schema for _, schema in files], bad
-
-
-def _lost_rows(plan: IngestPlan) -> list[pa.RecordBatch]:
-    return [
-        pa.RecordBatch.from_pylist(
-            [
-                {
-                    "kafka": {
-                        "topic": plan.input.topic,
-                        "partition": part.partition,
-                        "offset": part.first,
-                        "time": _now() * 1000,
-                    },
-                    "stage": "lost",
-                    "end": part.end,
-                    "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
-                }
-            ],
-            schema=BAD_SCHEMA,
-        )
-        for part in plan.lost
-    ]
 
 
 def _added(old: pa.Schema, new: pa.Schema) -> Iterator[str]:

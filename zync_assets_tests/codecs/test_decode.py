@@ -16,7 +16,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from zync_assets.codecs.decode import BadRecord, Decoder, make_decoder
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.codecs.native import decode_way
-from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.errors import RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.local.services import Services
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed
@@ -35,7 +35,7 @@ def avro(schemas: dict[int, Any], target: pa.DataType | None = None, *, native: 
         if schema_id == 99:
             raise RegistryUnavailable("no answer from the registry")
         if schema_id not in schemas:
-            raise RegistryError("404")
+            raise SchemaUnknown("40403")
         return json.dumps(schemas[schema_id])
 
     return make_decoder(AVRO, schema_of, target, native=native)

@@ -10,7 +10,7 @@ import fastavro
 import pytest
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient
 
-from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.kafka.references import inline
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
@@ -72,8 +72,15 @@ def test_an_incompatible_schema_is_refused_in_the_registrys_words(
 
 
 def test_an_unknown_id_is_named(registry: Registry) -> None:
-    with pytest.raises(RegistryError, match="987654321"):
+    with pytest.raises(SchemaUnknown, match="987654321"):
         registry.schema(987654321)
+
+
+def test_an_address_that_is_no_registry_says_nothing_of_an_id(services: Services) -> None:
+    """Its 404 must not put good records into quarantine."""
+    with pytest.raises(RegistryError) as caught:
+        Registry(RegistryConfig(f"{services.registry_url}/elsewhere")).schema(1)
+    assert not isinstance(caught.value, SchemaUnknown)
 
 
 def test_references_are_put_into_one_document(services: Services, registry: Registry, unique: str) -> None:

@@ -101,7 +101,7 @@ spark: {remote: "sc://h", spark.sql.shuffle.partitions: 4}
 settle: 1.5
 inputs:
   - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
-  - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue}
+  - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue, max-bad-records: 9}
   - {topic: n, pool: R, format: json, key-schema: bigint, from: 1714521600000, unmatched: fail}
 output: {topic: o, pool: S, key-format: string, create: {partitions: 3, config: {compression.type: lz4}}, start-at: end}
 transforms:
@@ -206,6 +206,15 @@ ERRORS = [
     ("A, pool: Raw}", "A, pool: Raw, from: 2024-05-01T00:00:00}", 2, "inputs[0].from", "with its zone"),
     ("A, pool: Raw}", "A, pool: Raw, from: -5}", 2, "inputs[0].from", "milliseconds since 1970"),
     ("A, pool: Raw}", "A, pool: Raw, unmatched: no}", 2, "inputs[0].unmatched", "one of keep, drop, fail"),
+    ("A, pool: Raw}", "A, pool: Raw, on-bad-record: skip}", 2, "inputs[0].on-bad-record", "one of fail, quarantine"),
+    ("A, pool: Raw}", "A, pool: Raw, max-bad-records: -1}", 2, "inputs[0].max-bad-records", "whole number from 0"),
+    (
+        "A, pool: Raw}",
+        "A, pool: Raw, on-bad-record: fail, max-bad-records: 3}",
+        2,
+        "inputs[0].max-bad-records",
+        "goes with on-bad-record: quarantine",
+    ),
     ("A, pool: Raw}", "A, pool: Raw, on-data-loss: go}", 2, "inputs[0].on-data-loss", "one of fail, continue"),
     ("outputs:", "output: {topic: D, pool: S}\noutputs:", 4, "output", "the same as outputs"),
     ("topic: C, pool: Staging", "topic: C, pool: Raw", 5, "outputs[0].pool", "is a raw pool"),

@@ -1,0 +1,137 @@
+"""``zync quarantine``: records that could not be decoded or transformed, and what to do with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.errors import ZyncError
+from zync_assets.lake import quarantine as side
+from zync_assets.lake import raw
+from zync_assets.lake.rows import rows_at
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.steps.quarantined import Held, Selection, held
+
+COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
+
+_RANGE = re.compile(r"(\d+):(\d+)(?:-(\d+))?")
+
+_pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
+_topics = click.option("--topic", "topics", multiple=True, help="Only this input topic; may be given again.")
+_ranges = click.option(
+    "--offsets",
+    "ranges",
+    multiple=True,
+    metavar="P:FIRST[-LAST]",
+    help="Only these offsets of partition P, such as 0:17 or 0:17-99; may be given again.",
+)
+
+
+@click.group()
+def quarantine() -> None:
+    """Records that could not be decoded or transformed, and what to do with them.
+
+    Such a record costs only itself: it is kept whole, and the records around it go their way.
+    """
+
+
+@quarantine.command("list")
+@_pipeline
+@_topics
+@_ranges
+@format_option
+def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+    """Show the records that lie in quarantine, a row each, and why.
+
+    stage: key or value (it could not be decoded), or etl (a rule fails on it). Starts no JVM.
+    """
+    loaded = load(pipeline)
+    found = held(loaded, selection(loaded, topics, ranges))
+    print_rows(({name: getattr(record, name) for name in COLUMNS} for record in found), COLUMNS, fmt)
+
+
+@quarantine.command()
+@_pipeline
+@click.argument("topic")
+@click.argument("offset", type=click.IntRange(min=0))
+@click.option("--partition", type=click.IntRange(min=0), default=0, show_default=True)
+@format_option
+def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
+    """Show one record of quarantine, whole: key, value, headers, and what is wrong with it.
+
+    Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. Starts no JVM.
+    """
+    loaded = load(pipeline)
+    found = held(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
+    if not found:
+        raise ZyncError(
+            f"topic {topic}, partition {partition}, offset {offset} is not in quarantine; zync quarantine list {pipeline}"
+            " shows what is"
+        )
+    for record in found:
+        whole = _whole(loaded, record, fmt)
+        if fmt == "json":
+            print_json(whole)
+        else:
+            print_rows([{"field": name, "is": value} for name, value in whole.items()], ("field", "is"), fmt)
+
+
+def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...]) -> Selection:
+    """The options as a selection; ZyncError for a topic that is no input, or for text that is no range."""
+    names = [item.topic for item in pipeline.inputs]
+    for topic in topics:
+        if topic not in names:
+            raise ZyncError(f"topic {topic} is no input of this pipeline; its inputs are {', '.join(names)}.")
+    return Selection(topics, tuple(_range(text) for text in ranges))
+
+
+def _range(text: str) -> OffsetRange:
+    found = _RANGE.fullmatch(text)
+    if found is None or (found[3] is not None and int(found[3]) < int(found[2])):
+        raise ZyncError(f"--offsets {text}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99.")
+    return OffsetRange(int(found[1]), int(found[2]), int(found[3] or found[2]) + 1)
+
+
+def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
+    item = pipeline.input(record.topic)
+    state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    if state is None:
+        raise ZyncError(f"topic {record.topic}: its raw table is gone")
+    whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
+    if record.stage == "etl":
+        span = OffsetRange(record.partition, record.offset, record.offset + 1)
+        ids = ["key_schema_id", "value_schema_id"]
+        columns = ["key", "value", *ids]
+        row = rows_at(state.opened.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
+        found: Mapping[str, Any] = row.get(record.offset, {})
+        sides = {name: found.get(name) for name in columns}
+    else:
+        rows = side.held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]).to_pylist()
+        found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
+        sides = {}
+        for name in ("key", "value"):
+            sides |= _bytes(name, found[name], fmt)
+    headers = (found.get("kafka") or {}).get("headers")
+    return whole | sides | {"headers": None if headers is None else [_header(each, fmt) for each in headers]}
+
+
+def _bytes(name: str, data: bytes | None, fmt: Format) -> dict[str, Any]:
+    """The bytes, for a terminal as hex, and as text where they are that."""
+    if data is None:
+        return {name: None}
+    shown = {name: data if fmt == "json" else data.hex(" ")}
+    try:
+        return shown | {f"{name}_text": data.decode()}
+    except UnicodeDecodeError:
+        return shown
+
+
+def _header(header: Mapping[str, Any], fmt: Format) -> dict[str, Any]:
+    return {"key": header["key"], **_bytes("value", header["value"], fmt)}
