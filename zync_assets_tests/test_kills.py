@@ -1,6 +1,6 @@
 """Each step killed with SIGKILL in the middle, JVM and workers included, and run again: the same result as without.
 
-The commands run as real processes. A kill comes at a moment that is seen from outside: a file that appears, a log entry,
+The commands run as real processes. ``test_crashes`` kills them at exact points; here a kill comes at a moment that is seen from outside: a file that appears, a log entry,
 a high watermark that moves.
 """
 
@@ -98,7 +98,7 @@ def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(IN_SHORT, id="once each"),
+        pytest.param(IN_SHORT, id="once each", marks=pytest.mark.slow),
         pytest.param(
             {step: tuple(range(len(found))) for step, found in MOMENTS.items()}, id="often", marks=pytest.mark.slow
         ),

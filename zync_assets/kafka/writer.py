@@ -21,6 +21,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Message, Producer
 
 from zync_assets.compute import pc
+from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
@@ -78,11 +79,13 @@ def write_in_order(
             _check_sizes(batch, topic, partition, writer.sent, limit)
             for chunk in _chunks(batch, alone=writer.sent == first_offset):
                 writer.send(chunk)
+                crash_point("publish:produced")
                 if writer.sent == first_offset + 1:
                     # A broker that knows nothing of a producer takes any sequence number. Were the first record
                     # refused with others in flight behind it, one of those would get its offset.
                     writer.drain()
         writer.drain()
+        crash_point("publish:acknowledged")
     except BaseException:
         writer.drop()
         raise

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened
@@ -157,14 +158,17 @@ def commit_raw(
     if before is None:
         numbers[f"zync:topic:{topic_id}"] = 0
         tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)
+        crash_point("ingest:table-created")
         return
     opened = tables.widen(before.opened, schema)
     if opened is not before.opened:
+        crash_point("ingest:columns-added")
         found = open_raw(lake, pool, topic)
         if found is None or found.next != before.next or found.first != before.first:
             raise CommitConflict(f"table {uri}: another writer committed first; run again")
         opened = found.opened
     tables.commit(opened, files, numbers)
+    crash_point("ingest:committed")
 
 
 def carried_times(files: Sequence[DataFile]) -> dict[str, int]:

@@ -37,6 +37,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.compute import pc
+from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened
@@ -204,15 +205,20 @@ def commit_batch(
         _check_numbering(topic or "", [item for item in files if item.group == topic], before, head)
     uri = storage.staging_uri(lake, pool)
     all_files = [*files, _write_head(uri, head)]
+    crash_point("etl:head-written")
     numbers = {"zync:batch": head.batch}
     if before is None:
         tables.create_table(uri, schema, f"Staging pool {pool}", all_files, numbers, partition_by=["topic"])
+        crash_point("etl:table-created")
         return
     old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     opened = tables.widen(before.opened, schema)
+    if opened is not before.opened:
+        crash_point("etl:columns-added")
     if opened is not before.opened and opened.number("zync:batch") != before.head.batch:
         raise CommitConflict(f"table {uri}: another writer committed first; run again")
     tables.commit(opened, all_files, numbers, removed=[*removed, *old_heads], partition_by=["topic"])
+    crash_point("etl:committed")
 
 
 def staged_file(uri: str, path: str, group: str) -> DataFile:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering
 from zync_assets.lake import quarantine, raw, reading, staging, storage
@@ -47,11 +48,15 @@ class EtlRun:
             found = numbering.facts(rows)
             self._check(found, rows, types)
             files, ends = self._write_outputs(rows, found, outputs, types)
+            crash_point("etl:outputs-written")
             bad = self._quarantine_frame()
             files += self._write_ledger(rows, found, bad)
+            crash_point("etl:ledger-written")
             done = next_head(plan, found, outputs, ends, types, _quarantined(bad))
             schema = table_schema(plan.state, types)
             folded, removed = fold_ledger(plan.state) if plan.state else ([], [])
+            if folded:
+                crash_point("etl:ledger-folded")
             staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
         finally:
             rows.unpersist()

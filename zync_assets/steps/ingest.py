@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.spark_types import spark_schema
+from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, SchemaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
@@ -179,6 +180,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
         # others stay invisible. Each time the types have grown, so that this ends.
         batch = replace(batch, source=settled)
+    crash_point("ingest:files-written")
     schema = _table_schema(known, settled)
     _admit(pipeline, plan, bad)
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
@@ -196,6 +198,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             )
 
     removed = quarantine.replace_uncounted(lake, pool, topic, before, bad, still_first)
+    if bad or removed:
+        crash_point("ingest:quarantine-written")
     try:
         raw.commit_raw(
             lake,
@@ -216,6 +220,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         raise
     if bad:
         quarantine.settle(lake, pool, topic, bad, [])
+        crash_point("ingest:quarantine-settled")
     return RawCommit(
         topic,
         plan.ranges,

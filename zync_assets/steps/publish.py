@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.crashes import crash_point
 from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, topic_states
@@ -184,6 +185,7 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
         )
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
+        crash_point("publish:topic-deleted")
     made = _create(pipeline, item)
     done = open_published(pipeline.lake, item.pool, topic)
     commit_published(pipeline.lake, item.pool, done, window=0, verified=0, topic_id=made.topic_id, replaced=True)
@@ -223,7 +225,9 @@ def _create(pipeline: Pipeline, item: Output) -> TopicState:
     if item.create is None:
         raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
     how = item.create
-    return create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, how.config)
+    made = create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, how.config)
+    crash_point("publish:topic-created")
+    return made
 
 
 class _Publisher:
@@ -267,6 +271,7 @@ class _Publisher:
             if offset is not None:
                 raise _foreign(self.topic, offset)
             self._commit(high, high)
+            crash_point("publish:verified")
             return equal
         if not self.plan.clean:
             self._commit(high, high)
@@ -278,12 +283,14 @@ class _Publisher:
         while at < end:
             until = min(end, at + WINDOW_RECORDS)
             self._commit(until, at)
+            crash_point("publish:window-announced")
             run_tasks(self.spark, 1, _window(self.staged, self.kafka, at, until))
             at = until
             if progress is not None:
                 progress(at - first, end - first)
         if first < end or self.state.verified is None:
             self._commit(end, end)
+            crash_point("publish:window-closed")
 
     def _commit(self, window: int, verified: int) -> None:
         pool = self.plan.output.pool

@@ -1,0 +1,261 @@
+"""The real command, killed with SIGKILL just after each effect that others can see, then run again: as if nothing had been.
+
+Each case arms one crash point (``zync_assets/crashes.py``), runs ``zync`` and sees it die there, JVM and workers included.
+Then it runs again to idle. The checker, which shares no code with the package, must find everything exactly once, and
+outputs and account must be those of the model, which knows of no crash.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import zync_assets
+from zync_assets.lake import fold, staging, tables
+from zync_assets.local.services import Services
+from zync_assets_tests.checker import statement as statements
+from zync_assets_tests.checker.evidence import gather
+from zync_assets_tests.checker.verdict import judge
+from zync_assets_tests.checker.wire import Schemas
+from zync_assets_tests.model import Model
+from zync_assets_tests.shop import Shop, changes, make_shop
+from zync_assets_tests.test_chain import assert_equals_model, ingest, publish, transform
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ORDERS = 40
+
+RUN = ("run", "--until-idle")
+
+
+@dataclass
+class Rig:
+    """A shop whose topics hold what a case needs, and the model of what must come of it."""
+
+    shop: Shop
+    model: Model
+    spark: SparkSession
+    log: Path
+
+    def produce(self, changes: list[Any]) -> None:
+        """Records that will be one batch."""
+        self.model.batch(self.shop.produce(changes))
+
+    def run_here(self) -> None:
+        """Run to idle in this process, whose Spark session is there already."""
+        ingest(self.shop, self.spark, self.shop.orders, self.shop.status)
+        transform(self.shop, self.spark)
+        publish(self.shop, self.spark)
+
+    def run_process(self, command: tuple[str, ...], armed: str | None = None) -> int:
+        """Run the command; its exit code."""
+        script = "from zync_assets.cli.main import main; main()"
+        name, *options = command
+        arguments = [sys.executable, "-c", script, name, str(self.shop.pipeline.path), *options]
+        environment = {**os.environ, **({"ZYNC_CRASH": armed} if armed else {})}
+        with self.log.open("wb") as out:
+            done = subprocess.run(arguments, stdout=out, stderr=out, env=environment, timeout=280, check=False)
+        return done.returncode
+
+    def die(self, command: tuple[str, ...], armed: str) -> None:
+        """Run the command and see it die where it should."""
+        code, text = self.run_process(command, armed), self.log.read_text()
+        assert code == -signal.SIGKILL, text
+        assert f"killed at {armed.partition('@')[0]}" in text, text
+
+
+def at_first(rig: Rig) -> None:
+    """Everything is new: no table, no output topic."""
+    rig.produce(list(changes(rig.shop, range(ORDERS), seed=7)))
+
+
+def later(rig: Rig) -> None:
+    """A first batch went through; the second widens the raw table of orders and the outputs, which had no type yet."""
+    whole = list(changes(rig.shop, range(ORDERS), seed=7))
+    first = [item for item in whole[: len(whole) // 2] if item[0] == rig.shop.status or item[4] is None]
+    rig.produce(first)
+    rig.run_here()
+    rig.produce([item for item in whole if item not in first])
+
+
+def with_many_ledger_files(rig: Rig) -> None:
+    """As after many batches: the ledger is due to be folded."""
+    later(rig)
+    state = staging.open_staging(rig.shop.pipeline.lake, "Staging")
+    assert state is not None
+    [item] = state.ledger_files
+    rows = pq.ParquetFile(state.uri(item)).read()
+    assert rows.num_rows >= 10
+    pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
+    pieces += [rows.slice(0, 0)] * (fold.FILES + 1 - len(pieces))
+    made = []
+    for place, piece in enumerate(pieces):
+        path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
+        full = Path(state.opened.uri, path)
+        full.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(piece), full)
+        made.append(tables.DataFile(path, full.stat().st_size, piece.num_rows, group=staging.ACCOUNT))
+    tables.commit(state.opened, made, {}, removed=[item], partition_by=["topic"])
+
+
+def after_a_crash(rig: Rig) -> None:
+    """A publisher died with records in the topic that the next one must verify."""
+    at_first(rig)
+    rig.die(RUN, "publish:produced@2")
+
+
+def published(rig: Rig) -> None:
+    """All is done; the output topic is to be made anew."""
+    at_first(rig)
+    rig.run_here()
+
+
+@dataclass(frozen=True)
+class Case:
+    prepare: Callable[[Rig], None]
+    recreate: bool = False
+    count: int = 1
+
+
+CASES: dict[str, Case] = {
+    "ingest:files-written": Case(at_first),
+    "ingest:quarantine-written": Case(at_first),
+    "ingest:table-created": Case(at_first),
+    "ingest:columns-added": Case(later),
+    "ingest:committed": Case(later),
+    "ingest:quarantine-settled": Case(at_first),
+    "etl:outputs-written": Case(at_first),
+    "etl:ledger-written": Case(later),
+    "etl:ledger-folded": Case(with_many_ledger_files),
+    "etl:head-written": Case(later),
+    "etl:table-created": Case(at_first),
+    "etl:columns-added": Case(later),
+    "etl:committed": Case(with_many_ledger_files),
+    "publish:topic-created": Case(at_first),
+    "publish:window-announced": Case(later),
+    "publish:produced": Case(later, count=2),
+    "publish:acknowledged": Case(at_first),
+    "publish:verified": Case(after_a_crash),
+    "publish:window-closed": Case(at_first),
+    "publish:topic-deleted": Case(published, recreate=True),
+}
+AGAIN: dict[str, Case] = {"publish:topic-created": Case(published, recreate=True)}
+"""A point that is passed on two ways."""
+
+SHORT = ("ingest:quarantine-written", "etl:head-written", "publish:produced")
+"""Those that the default run has: an effect of each step that the next attempt must deal with."""
+
+
+def test_every_crash_point_has_a_case() -> None:
+    found: set[str] = set()
+    for path in Path(zync_assets.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "crash_point":
+                [name] = node.args
+                assert isinstance(name, ast.Constant), path
+                found.add(str(name.value))
+    assert found == set(CASES)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SHORT)
+def test_a_run_that_died_goes_on_as_if_nothing_had_been(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    name: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    rig = make_rig(services, spark, tmp_path, unique)
+    case = CASES[name]
+    case.prepare(rig)
+    rig.die(RUN, f"{name}@{case.count}")
+    rig.run_here()
+    assert_sound(services, rig, unique, name, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "case"), [*CASES.items(), *AGAIN.items()])
+def test_every_point_with_processes_alone(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    name: str,
+    case: Case,
+    record_property: Callable[[str, object], None],
+) -> None:
+    rig = make_rig(services, spark, tmp_path, unique)
+    case.prepare(rig)
+    command = ("to-kafka", "--recreate", rig.shop.new) if case.recreate else RUN
+    rig.die(command, f"{name}@{case.count}")
+    assert rig.run_process(command) == 0, rig.log.read_text()
+    assert_sound(services, rig, unique, name, record_property)
+
+
+def make_rig(services: Services, spark: SparkSession, folder: Path, prefix: str) -> Rig:
+    shop = make_shop(services, folder, prefix, settle="1")
+    return Rig(shop, shop.model(), spark, folder / "zync.log")
+
+
+def assert_sound(
+    services: Services, rig: Rig, prefix: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    statement = statements.shop(prefix)
+    evidence = gather(services.bootstrap_servers, Path(rig.shop.pipeline.lake), statement)
+    report = judge(statement, evidence, Schemas(services.registry_url), drained=True)
+    record_property("table: crash points", f"{name} | killed there | run again: {str(report).splitlines()[0]}")
+    assert report.sound, str(report)
+    assert_equals_model(rig.shop, rig.model)
+
+
+def test_a_point_that_is_not_armed_does_nothing() -> None:
+    script = "from zync_assets.crashes import crash_point\ncrash_point('etl:committed')\nprint('lives')"
+    for armed in ("", "etl:head-written", "etl:committed@2"):
+        environment = {**os.environ, "ZYNC_CRASH": armed}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "lives\n")
+
+
+def test_the_run_dies_whichever_of_its_processes_gets_there() -> None:
+    """A worker takes the process that began the run with it, and what that has started besides."""
+    worker = "from zync_assets.crashes import crash_point; crash_point('publish:produced')"
+    script = (
+        "import subprocess, sys, time, zync_assets.crashes\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(other.pid, flush=True)\n"
+        f"subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
+        "print('lives')"
+    )
+    environment = {**os.environ, "ZYNC_CRASH": "publish:produced"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert "killed at publish:produced" in done.stderr
+    [other] = done.stdout.split()
+    assert not alive(int(other))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; in a container a dead one may stay a zombie, which nobody collects."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
