@@ -8,7 +8,14 @@ from zync_assets_tests.tables import print_tables
 
 __all__ = ["chain", "services", "sound_chain", "spark", "unique"]
 
-LONG = ("test_crashes", "test_kills", "test_chain", "assets.test_webserver", "checks.test_staging_checks", "test_exactly_once")
+LONG = (
+    "test_crashes",
+    "test_kills",
+    "test_chain",
+    "assets.test_webserver",
+    "checks.test_staging_checks",
+    "test_exactly_once",
+)
 """Modules that take longest; they go first, so that no worker is left alone with one of them at the end."""
 
 

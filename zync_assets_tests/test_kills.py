@@ -1,7 +1,7 @@
 """Each step killed with SIGKILL in the middle, JVM and workers included, and run again: the same result as without.
 
-The commands run as real processes. ``test_crashes`` kills them at exact points; here a kill comes at a moment that is seen from outside: a file that appears, a log entry,
-a high watermark that moves.
+The commands run as real processes. ``test_crashes`` kills them just after an effect; here a kill comes at a moment that is
+seen from outside: a file that appears, a log entry, a high watermark that moves.
 """
 
 from __future__ import annotations

@@ -186,9 +186,8 @@ def published(
                 value = schemas.decode(form, payload)
                 if text is None or value is BAD or not equal(value, staged(row, output.topic, side, text)):
                     yield f"{output.topic}: the {side} of the record at offset {offset} is not staging's"
-            if row.get("headers") is not None and record.headers != tuple(
-                (pair["key"], pair["value"]) for pair in row["headers"]
-            ):
+            own = tuple((pair["key"], pair["value"]) for pair in row.get("headers") or ())
+            if text is not None and not text.get("provenance") and record.headers != own:
                 yield f"{output.topic}: the headers of the record at offset {offset} are not staging's"
     verified, window = (marks.get(f"zync:{name}:{output.topic}:0", base) for name in ("verified", "window"))
     if verified > log.end or verified > end or window > end:
