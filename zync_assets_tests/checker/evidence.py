@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,17 @@ class RawFile:
     file: DataFile
     rows: list[Row]
 
+    @property
+    def replayed(self) -> bool:
+        return self.file.path.name.startswith("replay-")
+
 
 @dataclass(frozen=True)
 class Raw:
     """A raw table. ``first`` and ``next``: partition → where ingest began, and the next offset to ingest.
 
-    ``quarantine``: entries of the side table that count, those below the next offset.
+    ``quarantine``: entries of the side table that count: below the next offset, and not replayed, which is to be in a
+    data file named ``replay-…`` by now. ``entered``: partition → how many there were ever.
     """
 
     id: str
@@ -35,6 +41,7 @@ class Raw:
     bad: Mapping[int, int]
     files: list[RawFile]
     quarantine: list[Row]
+    entered: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,14 @@ def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
     counted = [row for row in entries if row["kafka"]["offset"] < upcoming.get(row["kafka"]["partition"], 0)]
     files = [RawFile(item, item.rows()) for item in table.files]
     files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))
-    return Raw(table.id, of("first"), upcoming, of("bad"), files, counted)
+    replayed = {_place(row) for item in files if item.replayed for row in item.rows}
+    waiting = [row for row in counted if _place(row) not in replayed]
+    entered = Counter(row["kafka"]["partition"] for row in counted)
+    return Raw(table.id, of("first"), upcoming, of("bad"), files, waiting, entered)
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return row["kafka"]["partition"], row["kafka"]["offset"]
 
 
 def _staging(folder: Path) -> Staging | None:

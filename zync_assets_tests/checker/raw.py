@@ -87,8 +87,8 @@ def _partition(
             yield f"offset {row['kafka']['offset']} is in quarantine and can be decoded"
         elif (row["key"], row["value"], _headers(row)) != (found.record.key, found.record.value, found.record.headers):
             yield f"offset {row['kafka']['offset']} is in quarantine, not as the topic has it"
-    if raw.bad.get(partition, 0) != len(aside) + len(lost):
-        yield f"{raw.bad.get(partition, 0)} quarantine entries were counted, and {len(aside) + len(lost)} are there"
+    if raw.bad.get(partition, 0) != raw.entered.get(partition, 0):
+        yield f"{raw.bad.get(partition, 0)} quarantine entries were counted, and {raw.entered.get(partition, 0)} are there"
 
 
 def _differs(row: Row, found: Decoded) -> str | None:
@@ -122,12 +122,15 @@ def millis(moment: datetime | None) -> int | None:
 
 def times(raw: Raw, partition: int) -> dict[int, int]:
     """Offset → a raw record's time: the highest timestamp of its partition up to it, one from the future cut to the time
-    of ingest, which only the row itself knows."""
+    of ingest, which only the row itself knows. So does a replayed row know its time, which changes no other's."""
     found: dict[int, int] = {}
     reached = 0
     for item in raw.files:
         for row in item.rows:
             if row["kafka"]["partition"] != partition:
+                continue
+            if item.replayed:
+                found[row["kafka"]["offset"]] = millis(row["kafka"]["time"]) or 0
                 continue
             own = millis(row["kafka"]["timestamp"]) or 0
             if own > item.file.modified:
