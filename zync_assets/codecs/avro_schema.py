@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +39,12 @@ class Node:
     items: Node | None = None
     branches: tuple[Node, ...] = ()
     null_index: int = 0
+    aliases: tuple[str, ...] = ()
+    """Other full names of a named type."""
+    field_aliases: tuple[tuple[str, ...], ...] = ()
+    """For each of ``fields`` its other names."""
+    unit: str = ""
+    """What the numbers of a time are, such as ``time-micros``, where no type of the lake says it."""
 
     @property
     def child(self) -> Node:
@@ -166,16 +172,17 @@ class _Parser:
         if not isinstance(schema.get("name"), str):
             raise SchemaError(f"{path}: a {schema['type']} without a name")
         name = full_name(schema, namespace)
+        aliases = _aliases(schema, name.rpartition(".")[0])
         if schema["type"] == "fixed":
             size = schema.get("size")
             if not isinstance(size, int) or size < 0:
                 raise SchemaError(f"{path}: the size of fixed {name} is {size!r}, not a number of bytes")
-            node = _with_logical(Node("fixed", name=name, size=size), schema)
+            node = _with_logical(Node("fixed", name=name, size=size, aliases=aliases), schema)
         elif schema["type"] == "enum":
             symbols = schema.get("symbols")
             if not isinstance(symbols, list) or not symbols or len(set(symbols)) < len(symbols):
                 raise SchemaError(f"{path}: enum {name} needs symbols that differ")
-            node = Node("enum", name=name, symbols=tuple(symbols))
+            node = Node("enum", name=name, symbols=tuple(symbols), aliases=aliases)
         else:
             node = self._record(schema, name, path, open_records)
         self.named[name] = node
@@ -193,7 +200,20 @@ class _Parser:
             below = f"{path}.{field['name']}"
             nodes.append((field["name"], self.node(field["type"], space, below, (*open_records, name))))
         _check_names([field_name for field_name, _ in nodes], path)
-        return Node("record", name=name, fields=tuple(nodes))
+        return Node(
+            "record",
+            name=name,
+            fields=tuple(nodes),
+            aliases=_aliases(schema, space),
+            field_aliases=tuple(_aliases(field, "") for field in fields),
+        )
+
+
+def _aliases(schema: Mapping[str, Any], namespace: str) -> tuple[str, ...]:
+    """The other names of a type (full ones) or of a field; anything else that stands there is ignored."""
+    found = schema.get("aliases")
+    names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    return tuple(f"{namespace}.{name}" if namespace and "." not in name else name for name in names)
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
@@ -227,16 +247,34 @@ _LOGICAL: dict[str, tuple[str, ...]] = {
 }
 
 
+_UNITS = {
+    name: name
+    for name in (
+        *("time-millis", "time-micros", "timestamp-nanos"),
+        *("local-timestamp-millis", "local-timestamp-micros", "local-timestamp-nanos"),
+    )
+} | {
+    # Debezium's "Temporal types": numbers in a unit that only the name of their type tells.
+    "io.debezium.time.Time": "time-millis",
+    "io.debezium.time.MicroTime": "time-micros",
+    "io.debezium.time.NanoTime": "time-nanos",
+    "io.debezium.time.Timestamp": "timestamp-millis",
+    "io.debezium.time.MicroTimestamp": "timestamp-micros",
+    "io.debezium.time.NanoTimestamp": "timestamp-nanos",
+}
+
+
 def _with_logical(node: Node, schema: Mapping[str, Any]) -> Node:
     """The node with its logical type; one that is unknown or does not fit is ignored, as the specification says."""
     logical = schema.get("logicalType")
     if not isinstance(logical, str) or node.kind not in _LOGICAL.get(logical, ()):
-        return node
+        unit = _UNITS.get(str(schema.get("connect.name")), "") if node.kind in ("int", "long") else ""
+        return replace(node, unit=unit) if unit else node
     if (logical == "uuid" and node.kind == "fixed" and node.size != 16) or (logical == "duration" and node.size != 12):
         return node
     if logical != "decimal":
-        return Node(node.kind, name=node.name, size=node.size, logical=logical)
+        return replace(node, logical=logical, unit=_UNITS.get(logical, ""))
     precision, scale = schema.get("precision"), schema.get("scale", 0)
     if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or precision == 0:
         return node
-    return Node(node.kind, name=node.name, size=node.size, logical=logical, precision=precision, scale=scale)
+    return replace(node, logical=logical, precision=precision, scale=scale)

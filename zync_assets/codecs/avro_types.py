@@ -35,6 +35,7 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.codecs.avro_schema import Node, branch_names, parse, visible_fields
+from zync_assets.codecs.field_notes import noted
 from zync_assets.errors import SchemaError
 
 MAX_DECIMAL = 38
@@ -72,16 +73,16 @@ def lake_type(node: Node) -> pa.DataType:
         return pa.date32()
     if node.logical in ("timestamp-millis", "timestamp-micros"):
         return TIMESTAMP
-    return _nest(node, lake_type)
+    return _nest(node, lake_type, _noted_members(node))
 
 
 @lru_cache(maxsize=4096)
 def plain_type(node: Node) -> pa.DataType:
     """The type that values have on the way: as in the lake, but with no logical types."""
-    return _nest(node, plain_type)
+    return _nest(node, plain_type, [pa.field(name, plain_type(child)) for name, child in members(node)])
 
 
-def _nest(node: Node, inner: Any) -> pa.DataType:
+def _nest(node: Node, inner: Any, fields: list[pa.Field]) -> pa.DataType:
     if node.kind in _PLAIN:
         return _PLAIN[node.kind]
     if node.kind == "option":
@@ -90,7 +91,27 @@ def _nest(node: Node, inner: Any) -> pa.DataType:
         return pa.list_(inner(node.child))
     if node.kind == "map":
         return pa.map_(pa.string(), inner(node.child))
-    return pa.struct([(name, inner(child)) for name, child in members(node)]) if members(node) else pa.bool_()
+    return pa.struct(fields) if fields else pa.bool_()
+
+
+def _noted_members(node: Node) -> list[pa.Field]:
+    """The fields of the struct that a record or a union becomes, with their other names and units."""
+    if node.kind == "record":
+        names = dict(zip((name for name, _ in node.fields), node.field_aliases, strict=False))
+        return [noted(name, lake_type(child), names.get(name, ()), _unit(child)) for name, child in members(node)]
+    if node.kind != "union":
+        return []
+    own = {name for name, _ in members(node)}
+    return [
+        noted(
+            name, lake_type(child), [short for full in child.aliases if (short := full.rpartition(".")[2]) not in own]
+        )
+        for name, child in members(node)
+    ]
+
+
+def _unit(node: Node) -> str:
+    return node.child.unit if node.kind == "option" else node.unit
 
 
 def members(node: Node) -> tuple[tuple[str, Node], ...]:

@@ -26,8 +26,8 @@ Convert = Callable[[Node, pa.Array], pa.Array]
 
 
 def to_lake(node: Node, array: pa.Array) -> pa.Array:
-    """An array of the plain type as one of the lake's type."""
-    if plain_type(node) == lake_type(node):
+    """An array of the plain type as one of the lake's type, with what its fields say beside (``field_notes``)."""
+    if plain_type(node).equals(lake_type(node), check_metadata=True):
         return array
     leaf = _TO_LAKE.get(node.logical)
     return leaf(node, array) if leaf else _inside(node, array, lake_type(node), to_lake)

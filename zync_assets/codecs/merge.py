@@ -1,9 +1,20 @@
 """The lake's type of a column through changes of its writers' schemas: what a new schema adds, and what can't go in.
 
-Fields are matched by name. What the column has, stays: order, types. New fields come at the end, nested ones too.
-A value goes into a wider type (Avro specification, "Schema Resolution"): int → long, float, double; long → float,
-double; float → double; string ↔ bytes; a decimal into one with at least its digits on both sides of the point.
+Each record is decoded by its own writer's schema, and goes into a column that holds what all of them have:
+
+- What the column has, stays: its fields, their names and their order. New fields come at the end, nested ones too.
+- Fields are matched by name, then by alias (``field_notes``): a renamed field stays in the column that it had.
+- Where types differ the column gets the narrowest that holds both without loss: int → long → double, float → double, int
+  and decimal → decimal, and a decimal with the digits of both on each side of the point. Old files stay as they are, and
+  readers widen what they read. (The one promotion that rounds is Avro's own, of a long to a double past 2^53.)
+- string and bytes go into whichever of the two the column is; bytes that are no UTF-8 can't go into a string.
+- A field that a writer does not have is null. A default is not filled in: it would look like a value of the source.
+
+Source: Avro specification 1.12, "Schema Resolution"; Delta protocol, "Supported Type Changes".
 """
+
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -11,26 +22,22 @@ from typing import Any
 
 import pyarrow as pa
 
+from zync_assets.codecs.field_notes import fields_of, merged_notes, places, unit_factor, unit_of
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of
 from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 
-_WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {
-    pa.int8(): (pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()),
-    pa.int16(): (pa.int32(), pa.int64(), pa.float32(), pa.float64()),
-    pa.int32(): (pa.int64(), pa.float32(), pa.float64()),
-    pa.int64(): (pa.float32(), pa.float64()),
-    pa.float32(): (pa.float64(),),
-    pa.string(): (pa.large_string(), pa.binary(), pa.large_binary()),
-    pa.binary(): (pa.large_binary(), pa.string(), pa.large_string()),
-}
+_INTEGERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
+_DIGITS = {pa.int8(): 10, pa.int16(): 10, pa.int32(): 10, pa.int64(): 20}
+"""Digits before the point that a decimal needs to hold an integer, as the Delta protocol has them."""
+_MAX_DIGITS = 38
 
 
 def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "value") -> pa.DataType:
     """``target`` with what ``writer`` adds; SchemaError names the field that can't go in, and both types."""
     if target is None or pa.types.is_null(target):
         return writer
-    if target == writer or pa.types.is_null(writer):
+    if pa.types.is_null(writer) or target.equals(writer, check_metadata=True):
         return target
     kinds = pa.types
     if kinds.is_struct(target) and kinds.is_struct(writer):
@@ -41,52 +48,84 @@ def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "va
     if kinds.is_map(target) and kinds.is_map(writer):
         key = merge_types(target.key_type, writer.key_type, f"{path} (key)")
         return pa.map_(key, merge_types(target.item_type, writer.item_type, f"{path}{{}}"))
-    if writer in _WIDER and target in _WIDER[writer]:
-        return target
-    if kinds.is_decimal(target) and kinds.is_decimal(writer):
-        whole = target.precision - target.scale - writer.precision + writer.scale
-        if target.scale >= writer.scale and whole >= 0:
-            return target
-    raise SchemaError(f"{path}: {writer} does not fit into the lake's {target}")
+    wide = wider_type(target, writer)
+    if wide is None:
+        raise SchemaError(f"{path}: {writer} does not fit into the lake's {target}")
+    return wide
+
+
+def wider_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The narrowest type that holds the values of both; of string and bytes the first; None if there is none."""
+    kinds = pa.types
+    if one == other or (_is_text(one) and _is_text(other)):
+        return one
+    if one in _INTEGERS and other in _INTEGERS:
+        return max(one, other, key=_INTEGERS.index)
+    numbers = [kind for kind in (one, other) if kind in _INTEGERS or kinds.is_float32(kind) or kinds.is_float64(kind)]
+    if len(numbers) == 2:
+        return pa.float64()
+    parts = [(kind.precision - kind.scale, kind.scale) for kind in (one, other) if kinds.is_decimal(kind)]
+    parts += [(_DIGITS[kind], 0) for kind in (one, other) if kind in _INTEGERS]
+    if len(parts) < 2:
+        return None
+    whole, scale = (max(part[index] for part in parts) for index in (0, 1))
+    return pa.decimal128(whole + scale, scale) if whole + scale <= _MAX_DIGITS else None
 
 
 def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
-    fields = [target.field(index) for index in range(target.num_fields)]
-    names = {field.name: index for index, field in enumerate(fields)}
-    lowered = {name.lower(): name for name in names}
-    for new in (writer.field(index) for index in range(writer.num_fields)):
-        at = names.get(new.name)
+    fields = fields_of(target)
+    lowered = {field.name.lower(): field.name for field in fields}
+    for at, new in zip(places(target, writer), fields_of(writer), strict=True):
+        below = f"{path}.{new.name}"
         if at is not None:
-            merged = merge_types(fields[at].type, new.type, f"{path}.{new.name}")
-            fields[at] = pa.field(new.name, merged)
+            old = fields[at]
+            if unit_factor(old, new) is None:
+                raise SchemaError(f"{below}: {unit_of(new)} can't be held in the lake's {unit_of(old)}")
+            fields[at] = merged_notes(old, new, merge_types(old.type, new.type, below))
         elif new.name.lower() in lowered:
             other = lowered[new.name.lower()]
             raise SchemaError(
                 f"{path}: the fields {other!r} and {new.name!r} would be one column in the lake; rename one"
             )
         else:
-            fields.append(pa.field(new.name, new.type))
-    return pa.struct([pa.field(field.name, field.type) for field in fields])
+            fields.append(new)
+    return pa.struct(fields)
+
+
+def holds(table: pa.DataType | None, file: pa.DataType) -> bool:
+    """Whether a file of the second type can be read by the column's type: it may lack fields and have narrower types, and
+    has no other fields, nor fields by another name."""
+    if table is None or pa.types.is_null(file):
+        return True
+    kinds = pa.types
+    if kinds.is_struct(table) and kinds.is_struct(file):
+        types = {field.name: field for field in fields_of(table)}
+        return all(
+            field.name in types
+            and unit_of(field) in ("", unit_of(types[field.name]))
+            and holds(types[field.name].type, field.type)
+            for field in fields_of(file)
+        )
+    if _is_list(table) and _is_list(file):
+        return holds(table.value_type, file.value_type)
+    if kinds.is_map(table) and kinds.is_map(file):
+        return holds(table.key_type, file.key_type) and holds(table.item_type, file.item_type)
+    return wider_type(table, file) == table
 
 
 def conform(array: pa.Array, type: pa.DataType) -> pa.Array:
-    """``array`` as one of ``type``: struct fields by name, missing ones null, those that ``type`` lacks left out.
+    """``array`` as one of ``type``: struct fields by name or alias, missing ones null, those that ``type`` lacks left out,
+    times in ``type``'s unit.
 
     ValueError (pyarrow's) if a value does not fit, e.g. bytes that are no UTF-8 into a string.
     """
-    if array.type == type:
+    if array.type.equals(type, check_metadata=True):
         return array
     kinds = pa.types
     if kinds.is_null(array.type):
         return pa.nulls(len(array), type)
     if kinds.is_struct(type) and kinds.is_struct(array.type):
-        given = {array.type.field(index).name: part for index, part in enumerate(array.flatten())}
-        wanted = [type.field(index) for index in range(type.num_fields)]
-        children = [
-            conform(given[field.name], field.type) if field.name in given else pa.nulls(len(array), field.type)
-            for field in wanted
-        ]
-        return struct_of(type, children, len(array), is_valid(array))
+        return struct_of(type, _conform_fields(array, type), len(array), is_valid(array))
     if kinds.is_list(type) and kinds.is_list(array.type):
         offsets, values = list_parts(array)
         return list_of(type, offsets, conform(values, type.value_type), is_valid(array))
@@ -99,6 +138,20 @@ def conform(array: pa.Array, type: pa.DataType) -> pa.Array:
         # A long that a double can't hold to the last digit is rounded, as Avro's promotion does.
         return pc.cast(array, type, safe=False)
     return array.cast(type)
+
+
+def _conform_fields(array: pa.Array, type: pa.DataType) -> list[pa.Array]:
+    given = dict(zip(places(type, array.type), zip(fields_of(array.type), array.flatten(), strict=True), strict=True))
+    children: list[pa.Array] = []
+    for index, field in enumerate(fields_of(type)):
+        if index not in given:
+            children.append(pa.nulls(len(array), field.type))
+            continue
+        theirs, values = given[index]
+        factor = unit_factor(field, theirs)
+        made = conform(values, field.type)
+        children.append(made if factor in (1, None) else pc.multiply_checked(made, pa.scalar(factor, field.type)))
+    return children
 
 
 def _is_list(type: pa.DataType) -> bool:

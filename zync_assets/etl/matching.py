@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import analysed, project, shape_sql
+from zync_assets.etl.shapes import analysed, project, shape_sql, wider
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
 
 if TYPE_CHECKING:
@@ -161,21 +161,44 @@ def keyed(rule: Denorm, side: str, frame: DataFrame) -> DataFrame:
     known = F.lit(True)
     for name in keys:
         known = known & F.col(name).isNotNull()
-    return frame.withColumn("hash", F.when(known, F.xxhash64(*keys)))
+    # A column may get a wider type while records wait: their hashes must stay what they were.
+    hashed = [F.col(name).cast(_hashed(frame.schema[name].dataType)) for name in keys]
+    return frame.withColumn("hash", F.when(known, F.xxhash64(*hashed)))
+
+
+def _hashed(kind: DataType) -> DataType:
+    """A key's type as it is hashed: every number is a double. Two that become one double share a hash, which is looked
+    up by only; they are compared as they are."""
+    from pyspark.sql.types import DoubleType, NumericType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        return StructType([StructField(item.name, _hashed(item.dataType)) for item in kind])
+    return DoubleType() if isinstance(kind, NumericType) else kind
 
 
 def key_names(rule: Denorm) -> list[str]:
     return [f"k{number}" for number in range(len(rule.join_on))]
 
 
-def check_key_types(rule: Denorm, left: DataFrame, right: DataFrame) -> None:
-    """EtlError if the two sides of an equality have different types."""
+def like_keys(rule: Denorm, left: DataFrame, right: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """Both sides with join keys of one type: of two numbers the wider, since a source alters one of two columns first.
+
+    EtlError if the two sides of an equality have different types.
+    """
+    from pyspark.sql import functions as F
+
     for name, (left_sql, right_sql) in zip(key_names(rule), rule.join_on, strict=True):
-        kinds = [frame.schema[name].dataType.simpleString() for frame in (left, right)]
-        if kinds[0] != kinds[1]:
+        kinds = [frame.schema[name].dataType for frame in (left, right)]
+        if kinds[0].simpleString() == kinds[1].simpleString():
+            continue
+        one = wider(*kinds)
+        if one is None:
             raise EtlError(
-                f"rule {rule.name}, join-on: {left_sql} is {kinds[0]} and {right_sql} is {kinds[1]}. CAST one of them."
+                f"rule {rule.name}, join-on: {left_sql} is {kinds[0].simpleString()} and {right_sql} is"
+                f" {kinds[1].simpleString()}. CAST one of them."
             )
+        left, right = (frame.withColumn(name, F.col(name).cast(one)) for frame in (left, right))
+    return left, right
 
 
 def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target) -> DataFrame:

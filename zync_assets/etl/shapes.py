@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from zync_assets.codecs.merge import wider_type
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.pipeline import Shape
 
@@ -44,19 +47,23 @@ def short(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str) -> DataType:
-    """One type that holds the fields of all, in the order in which they appear. ``parts``: (who says so, type).
+def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: DataType | None = None) -> DataType:
+    """One type that holds the fields of all, in the order in which they appear. ``parts``: (rule, its type); ``table``:
+    what the staging pool has, whose fields come first, and may have narrower or wider types than the rules now give them.
 
-    Raises EtlError if a field has two types.
+    Raises EtlError if a field has two types in the rules, or one that the pool's can't be widened to.
     """
     from pyspark.sql.types import NullType
 
+    path = f"topic {topic}, {side}"
     merged: DataType = NullType()
     owners: dict[str, str] = {}
     for who, kind in parts:
-        merged = _unify(merged, kind, f"topic {topic}, {side}", owners, who)
-        _claim(kind, f"topic {topic}, {side}", owners, who)
-    return merged
+        merged = _unify(merged, kind, path, owners, defaultdict(lambda who=who: who), wide=False)
+        _claim(kind, path, owners, who)
+    if table is None:
+        return merged
+    return _unify(table, merged, path, defaultdict(lambda: "the staging pool"), owners, wide=True)
 
 
 def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
@@ -70,7 +77,10 @@ def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
             _claim(item.dataType, f"{path}.{item.name}", owners, who)
 
 
-def _unify(have: DataType, more: DataType, path: str, owners: Mapping[str, str], who: str) -> DataType:
+def _unify(
+    have: DataType, more: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
+) -> DataType:
+    """``first`` and ``second`` say by path who gives a field its type; ``wide``: two types may become a wider one."""
     from pyspark.sql.types import NullType, StructField, StructType
 
     if isinstance(have, NullType):
@@ -82,18 +92,48 @@ def _unify(have: DataType, more: DataType, path: str, owners: Mapping[str, str],
         written = {name.lower(): name for name in fields}
         for item in more:
             other = written.get(item.name.lower(), item.name)
+            below = f"{path}.{item.name}"
             if other != item.name:
                 raise EtlError(
-                    f"{path}: {item.name} in {who} and {other} differ in case alone; the lake can't tell them apart. Write"
-                    " them alike."
+                    f"{path}: {item.name} in {second[below]} and {other} differ in case alone; the lake can't tell them"
+                    " apart. Write them alike."
                 )
             known = fields.get(item.name, NullType())
-            fields[item.name] = _unify(known, item.dataType, f"{path}.{item.name}", owners, who)
+            fields[item.name] = _unify(known, item.dataType, below, first, second, wide=wide)
         return StructType([StructField(name, kind) for name, kind in fields.items()])
-    raise EtlError(
-        f"{path} is {more.simpleString()} in {who} and {have.simpleString()} in {owners[path]}. A field of an output topic"
-        " has one type in all rules: CAST one of them."
-    )
+    found = wider(have, more) if wide else None
+    if found is None:
+        raise EtlError(
+            f"{path} is {more.simpleString()} in {second[path]} and {have.simpleString()} in {first[path]}. A field of an"
+            " output topic has one type in all rules: CAST one of them."
+        )
+    return found
+
+
+def wider(one: DataType, other: DataType) -> DataType | None:
+    """The narrowest type that holds the numbers of both, inside arrays, maps and structs of the same fields too."""
+    from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
+
+    if one.simpleString() == other.simpleString():
+        return one
+    if isinstance(one, ArrayType) and isinstance(other, ArrayType):
+        inner = wider(one.elementType, other.elementType)
+        return None if inner is None else ArrayType(inner)
+    if isinstance(one, MapType) and isinstance(other, MapType):
+        key, inner = wider(one.keyType, other.keyType), wider(one.valueType, other.valueType)
+        return None if key is None or inner is None else MapType(key, inner)
+    if isinstance(one, StructType) and isinstance(other, StructType):
+        kinds = [wider(a.dataType, b.dataType) for a, b in zip(one, other, strict=False) if a.name == b.name]
+        whole = len(one) == len(other) == len(kinds)
+        named = zip(one.names, kinds, strict=False)
+        fields = [StructField(name, kind) for name, kind in named if kind is not None]
+        return StructType(fields) if whole and len(fields) == len(kinds) else None
+    if isinstance(one, StringType) or isinstance(other, StringType):
+        return None
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    found = wider_type(to_arrow_type(one), to_arrow_type(other))
+    return None if found is None else spark_type(found)
 
 
 def void_fields(kind: DataType, path: str = "") -> list[str]:
@@ -125,8 +165,10 @@ def project(column: Column, have: DataType, want: DataType) -> Column:
 
     if isinstance(have, NullType):
         return F.lit(None).cast(want)
-    if have.simpleString() == want.simpleString() or not isinstance(want, StructType):
+    if have.simpleString() == want.simpleString():
         return column
+    if not isinstance(want, StructType):
+        return column.cast(want)
     names = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
     fields = [
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -12,18 +13,30 @@ from zync_assets.lake import storage
 from zync_assets.lake.raw import RawState, carried_times, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
+from zync_assets.lake.widening import by_own_types
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
-    """A lazy frame over some files of a table; columns that a file lacks are null."""
+    """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened."""
     kind = spark_schema(schema)
     if not files:
         return spark.createDataFrame([], kind)
-    return spark.read.schema(kind).parquet(*(storage.join(uri, item.path) for item in files))
+    frames: list[DataFrame] = []
+    for own, paths in by_own_types(uri, [item.path for item in files], schema):
+        frame = spark.read.schema(spark_schema(own)).parquet(*(storage.join(uri, path) for path in paths))
+        frames.append(frame if own.equals(schema) else _cast(frame, kind))
+    return reduce(lambda one, other: one.unionByName(other), frames)
+
+
+def _cast(frame: DataFrame, kind: StructType) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    return frame.select(*(F.col(f"`{item.name}`").cast(item.dataType).alias(item.name) for item in kind))
 
 
 def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRange]) -> DataFrame:

@@ -20,12 +20,12 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import storage
+from zync_assets.lake import storage, widening
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -194,21 +194,33 @@ def commit(
 
 
 def widen(opened: Opened, wanted: pa.Schema) -> Opened:
-    """Add the fields that the table lacks, nested ones too, in a commit of its own; the table opened anew.
+    """Give the table the columns of ``wanted``, in a commit of its own that touches no file; the table opened anew.
 
-    ``create_write_transaction`` leaves a table's schema as it was even when the files are wider.
+    Columns are added, nested ones too, and get wider types; those that ``wanted`` lacks stay. CommitConflict if another
+    writer changed the schema since the table was opened. ``create_write_transaction`` leaves a table's schema as it was
+    even when the files are wider, and ``alter.add_columns`` refuses another type: an overwrite of no rows does it.
     """
-    have = opened.schema
-    missing = [field for field in wanted if field.name not in have.names or have.field(field.name).type != field.type]
-    if not missing:
+    schema = widening.widened(opened.schema, wanted)
+    if Schema.from_arrow(schema).to_json() == opened.table.schema().to_json():
         return opened
+    before, token = opened.version, uuid.uuid4().hex
     try:
-        opened.table.alter.add_columns([Field.from_arrow(field) for field in missing])
-    except CommitFailedError as error:
-        raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
-    except DeltaError as error:
-        names = ", ".join(field.name for field in missing)
-        raise SchemaError(f"table {opened.uri}: can't add to {names}: {error}") from error
+        write_deltalake(
+            opened.table,
+            schema.empty_table(),
+            mode="overwrite",
+            schema_mode="overwrite",
+            predicate="false",
+            partition_by=opened.table.metadata().partition_columns or None,
+            commit_properties=_properties({}, token),
+        )
+    except (DeltaError, OSError) as error:
+        found = open_table(opened.uri)
+        if found is not None and _committed(found, token, before):
+            return found
+        if isinstance(error, CommitFailedError):
+            raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
+        raise SchemaError(f"table {opened.uri}: its columns can't be changed: {error}") from error
     found = open_table(opened.uri)
     if found is None:
         raise LakeError(f"table {opened.uri} vanished")

@@ -122,9 +122,9 @@ class EtlRun:
         }
         if len(new) < 2:
             return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
-        matching.check_key_types(rule, new["left"], new["right"])
         whole = {side: matching.union([frame, *self._waiting(rule, side, sides, new)]) for side, frame in new.items()}
-        return [matching.paired(rule, whole["left"], whole["right"], self.places, types[rule.out].target(rule.name))]
+        left, right = matching.like_keys(rule, whole["left"], whole["right"])
+        return [matching.paired(rule, left, right, self.places, types[rule.out].target(rule.name))]
 
     def _waiting(
         self, rule: Denorm, side: str, sides: Mapping[str, str], new: Mapping[str, DataFrame]

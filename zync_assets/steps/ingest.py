@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.merge import merge_types
+from zync_assets.codecs.merge import holds, merge_types
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, SchemaError, TopicMissing, TopicRecreated
@@ -318,16 +318,9 @@ def _settled(source: Source, schemas: Sequence[pa.Schema]) -> Source:
 
 
 def _holds(source: Source, schema: pa.Schema) -> bool:
-    """Whether a file can be read with the source's types: it may lack fields, and has no others."""
+    """Whether a file can be read with the source's types."""
     sides = {"key": source.key_type, "value": source.value_type}
-    return all(_fits(kind, schema.field(name).type) for name, kind in sides.items() if name in schema.names)
-
-
-def _fits(wide: pa.DataType | None, given: pa.DataType) -> bool:
-    if wide is None or not (pa.types.is_struct(wide) and pa.types.is_struct(given)):
-        return wide is None or wide == given
-    types = {item.name: item.type for item in wide}
-    return all(item.name in types and _fits(types[item.name], item.type) for item in given)
+    return all(holds(kind, schema.field(name).type) for name, kind in sides.items() if name in schema.names)
 
 
 def _table_schema(known: pa.Schema, source: Source) -> pa.Schema:

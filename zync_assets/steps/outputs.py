@@ -119,10 +119,7 @@ def _output_type(
 
 
 def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
-    parts = [(f"rule {name}", kind) for name, kind in rules.items()]
-    if table is not None:
-        parts.insert(0, ("the staging pool", table))
-    return unify(parts, topic, side)
+    return unify([(f"rule {name}", kind) for name, kind in rules.items()], topic, side, table)
 
 
 def _untyped_field(own: Sequence[DataType], whole: Sequence[DataType]) -> str | None:

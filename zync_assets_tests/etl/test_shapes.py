@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from pyspark.sql.types import DataType, LongType, NullType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DecimalType,
+    IntegerType,
+    LongType,
+    NullType,
+    StringType,
+    StructField,
+    StructType,
+)
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.shapes import own_type, shape_sql, unify, void_fields
@@ -13,7 +23,7 @@ def struct(**fields: DataType) -> StructType:
     return StructType([StructField(name, kind) for name, kind in fields.items()])
 
 
-LONG, TEXT, VOID = LongType(), StringType(), NullType()
+LONG, TEXT, VOID, INT, DECIMAL = LongType(), StringType(), NullType(), IntegerType(), DecimalType(9, 2)
 
 
 def test_a_shape_is_one_expression() -> None:
@@ -52,6 +62,15 @@ def test_the_error_names_the_rule_that_gave_the_field_its_type() -> None:
     parts = [("rule one", struct(id=LONG)), ("rule two", struct(v=LONG)), ("rule three", struct(v=TEXT))]
     with pytest.raises(EtlError, match="string in rule three and bigint in rule two"):
         unify(parts, "t", "value")
+
+
+def test_the_pool_s_type_and_the_rules_may_be_wider_than_each_other() -> None:
+    table = struct(id=INT, amount=DECIMAL, tags=ArrayType(LONG), gone=TEXT)
+    rules = [("rule one", struct(amount=LONG, id=LONG, tags=ArrayType(INT), more=TEXT)), ("rule two", struct(id=LONG))]
+    whole = unify(rules, "t", "value", table)
+    assert whole == struct(id=LONG, amount=DecimalType(22, 2), tags=ArrayType(LONG), gone=TEXT, more=TEXT)
+    with pytest.raises(EtlError, match=r"value\.id is string in rule x and int in the staging pool"):
+        unify([("rule x", struct(id=TEXT))], "t", "value", table)
 
 
 def test_a_rule_keeps_its_own_fields_and_takes_the_type_of_a_null_from_the_topic() -> None:

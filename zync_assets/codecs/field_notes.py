@@ -1,0 +1,87 @@
+"""What a column's field says beside its name and type, kept with it in the table: other names, and a unit of time.
+
+Both are metadata of Arrow's fields, and of the Delta table's (Delta protocol, "Schema Serialization Format"): readers
+that don't know them lose nothing.
+
+Other names are those that writers give the field, by the aliases of their schemas (Avro specification, "Aliases"). A
+field goes into the column of its own name, else into one that its aliases name, or whose other names have it.
+
+A time that is held as a plain number has a unit, which neither its Avro type nor the column's says: 5 may be seconds, or
+nanoseconds. A number in a coarser unit is converted to the column's; one in a finer unit can't go in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+_NAMES = b"zync.names"
+_UNIT = b"zync.unit"
+
+_FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
+
+
+def noted(name: str, type: pa.DataType, other_names: Sequence[str] = (), unit: str = "") -> pa.Field:
+    """A field that says its other names and its unit, such as ``time-micros``."""
+    notes: dict[bytes, bytes] = {}
+    if other_names:
+        notes[_NAMES] = ",".join(other_names).encode()
+    if unit:
+        notes[_UNIT] = unit.encode()
+    return pa.field(name, type, metadata=notes or None)
+
+
+def other_names(field: pa.Field) -> tuple[str, ...]:
+    found = (field.metadata or {}).get(_NAMES, b"").decode()
+    return tuple(found.split(",")) if found else ()
+
+
+def unit_of(field: pa.Field) -> str:
+    return (field.metadata or {}).get(_UNIT, b"").decode()
+
+
+def fields_of(type: pa.DataType) -> list[pa.Field]:
+    """A struct's fields."""
+    return [type.field(index) for index in range(type.num_fields)]
+
+
+def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
+    """For each field of the struct ``given`` the index of the field of ``target`` that it goes into; None: a new one.
+
+    Names come first: an alias takes only a field that no other field of ``given`` has by name.
+    """
+    ours, theirs = fields_of(target), fields_of(given)
+    by_name = {field.name: index for index, field in enumerate(ours)}
+    found: list[int | None] = [by_name.get(field.name) for field in theirs]
+    taken = {index for index in found if index is not None}
+    if len(taken) == len(theirs):
+        return found
+    known = {name: index for index, field in enumerate(ours) for name in other_names(field)} | by_name
+    for place, field in enumerate(theirs):
+        if found[place] is None:
+            for name in (field.name, *other_names(field)):
+                index = known.get(name)
+                if index is not None and index not in taken:
+                    found[place] = index
+                    taken.add(index)
+                    break
+    return found
+
+
+def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
+    """The column's field with its type, and what ``given`` adds to its names and its unit."""
+    names = [*other_names(target), given.name, *other_names(given)]
+    kept = [name for name in dict.fromkeys(names) if name != target.name]
+    return noted(target.name, type, kept, unit_of(target) or unit_of(given))
+
+
+def unit_factor(target: pa.Field, given: pa.Field) -> int | None:
+    """What numbers of ``given`` are multiplied with to be in ``target``'s unit; None: they can't be."""
+    to, of = unit_of(target), unit_of(given)
+    if not to or not of or to == of:
+        return 1
+    (kind, _, fine), (other, _, coarse) = to.rpartition("-"), of.rpartition("-")
+    if kind != other or _FACTORS[coarse] < _FACTORS[fine]:
+        return None
+    return _FACTORS[coarse] // _FACTORS[fine]

@@ -1,0 +1,158 @@
+"""Writer schemas that change in mid-topic, through the whole chain: no file is rewritten, and every reader reads all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import polars
+import pytest
+from deltalake import DeltaTable
+
+from zync_assets.kafka.registry import Registry
+from zync_assets.lake.raw import open_raw, raw_files
+from zync_assets.lake.reading import parquet_frame
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
+from zync_assets_tests.checks.chain import framed
+from zync_assets_tests.steps.mini import BOTH, Mini, mini
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+AVRO = BOTH.replace('value-format: json, schema: "op string, id bigint, v string"', "value-format: avro").replace(
+    "{topic: $out, pool: Staging, key-format: string, value-format: json,",
+    "{topic: $out, pool: Staging, key-format: string, value-format: avro,",
+)
+RULES = """
+transforms:
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    join-on: left.value.id = right.value.id
+    out: $out
+    key: left.key
+    value: {id: left.value.id, amount: left.value.amount, price: left.value.price}
+"""
+
+Writer = Callable[[dict[str, Any]], bytes]
+
+
+def decimal(precision: int, scale: int) -> dict[str, Any]:
+    return {"type": "bytes", "logicalType": "decimal", "precision": precision, "scale": scale}
+
+
+@pytest.fixture
+def it(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Mini:
+    return mini(services, spark, tmp_path, unique, AVRO + RULES)
+
+
+def writer(it: Mini, topic: str, **fields: Any) -> Writer:
+    """A writer of a schema of its own; a field's type may come with aliases, as ``(type, *aliases)``."""
+    registry = Registry(RegistryConfig(it.pipeline.registry.url if it.pipeline.registry else ""))
+    made: list[dict[str, Any]] = []
+    for name, kind in fields.items():
+        kind, *aliases = kind if isinstance(kind, tuple) else (kind,)
+        made.append({"name": name, "type": kind, **({"aliases": aliases} if aliases else {})})
+    schema = {"type": "record", "name": "Row", "fields": made}
+    # A subject each: a source's registry may allow any change.
+    number = registry.register(f"{topic}-{len(json.dumps(schema))}-{abs(hash(json.dumps(schema)))}", json.dumps(schema))
+    return lambda value: framed(number, schema, value)
+
+
+def values_by_reader(it: Mini, *without: str) -> dict[str, list[Any]]:
+    """The left raw table's values, by offset, as each reader of the lake has them."""
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    uri, files, schema = f"{it.lake}/Raw/{it.left}", raw_files(state), state.schema
+    paths = [f"{uri}/{item.path}" for item in files]
+
+    def by_spark() -> list[Any]:
+        frame = parquet_frame(it.spark, uri, files, schema).orderBy("kafka.offset")
+        return [row["value"].asDict(True) for row in frame.collect()]
+
+    def by_polars() -> list[Any]:
+        scanned = polars.scan_parquet(
+            paths,
+            schema=polars.from_arrow(schema.empty_table()).schema,  # type: ignore[union-attr]
+            cast_options=polars.ScanCastOptions(
+                integer_cast=["upcast", "allow-float"], float_cast="upcast", missing_struct_fields="insert"
+            ),
+            missing_columns="insert",
+        )
+        return scanned.sort(polars.col("kafka").struct.field("offset")).collect()["value"].to_list()
+
+    def by_duckdb() -> list[Any]:
+        read = f"SELECT value FROM read_parquet({paths}, union_by_name=true) ORDER BY kafka.offset"
+        return [row[0] for row in duckdb.sql(read).fetchall()]
+
+    readers = {"spark": by_spark, "polars": by_polars, "duckdb": by_duckdb}
+    found = {name: read() for name, read in readers.items() if name not in without}
+    return {"delta-rs": [row["value"] for row in it.raw(it.left)], **found}
+
+
+def test_a_column_that_gets_wider_in_mid_topic_is_read_whole_by_every_reader(it: Mini) -> None:
+    old = writer(it, it.left, id="int", amount="int", price="float")
+    wide = writer(it, it.left, id="long", amount="long", price="double")
+    real = writer(it, it.left, id="long", amount="double", price="double")
+    right = writer(it, it.right, id="int")
+    it.send(it.left, old({"id": 1, "amount": 5, "price": 1.5}))
+    it.send(it.right, right({"id": 2}), right({"id": 3}))
+    it.step()
+    files = set(DeltaTable(f"{it.lake}/Raw/{it.left}").file_uris())
+    it.send(it.left, old({"id": 2, "amount": 6, "price": 2.5}), wide({"id": 3, "amount": 1 << 40, "price": 1e300}))
+    done = it.ingest(it.left)[it.left]
+    assert (done.records, done.quarantined) == (2, 0)
+    it.etl()
+    it.send(it.left, real({"id": 4, "amount": 0.25, "price": 0.5}))
+    it.ingest(it.left)
+    it.send(it.right, right({"id": 1}), right({"id": 4}))
+    it.ingest(it.right)
+    it.etl()
+    expected = [
+        {"id": 1, "amount": 5.0, "price": 1.5},
+        {"id": 2, "amount": 6.0, "price": 2.5},
+        {"id": 3, "amount": float(1 << 40), "price": 1e300},
+        {"id": 4, "amount": 0.25, "price": 0.5},
+    ]
+    for reader, found in values_by_reader(it).items():
+        assert found == expected, reader
+    assert files <= set(DeltaTable(f"{it.lake}/Raw/{it.left}").file_uris())
+    # Record 1 waited, under the hash of an int, for a match that came when its column was wider.
+    staged = {row["value"]["id"]: row["value"] for row in it.staged()}
+    assert staged == {row["id"]: row for row in expected}
+    assert it.publish().records == 4
+
+
+def test_decimals_get_the_digits_that_both_schemas_need(it: Mini) -> None:
+    old = writer(it, it.left, id="long", amount=decimal(6, 2))
+    new = writer(it, it.left, id="long", amount=decimal(9, 4))
+    it.send(it.left, old({"id": 1, "amount": Decimal("1234.50")}), new({"id": 2, "amount": Decimal("99999.0001")}))
+    it.ingest(it.left)
+    it.send(it.left, old({"id": 3, "amount": Decimal("-1.25")}))
+    it.ingest(it.left)
+    expected = [Decimal("1234.5000"), Decimal("99999.0001"), Decimal("-1.2500")]
+    # polars does not change a decimal's scale as it reads.
+    for reader, values in values_by_reader(it, "polars").items():
+        assert [value["amount"] for value in values] == expected, reader
+
+
+def test_a_field_that_is_renamed_by_alias_stays_one_column_for_rules_and_readers(it: Mini) -> None:
+    old = writer(it, it.left, id="long", amount="int", price="double")
+    new = writer(it, it.left, key=("long", "id"), total=("long", "amount"), price="double")
+    right = writer(it, it.right, id="long")
+    it.send(it.left, old({"id": 1, "amount": 5, "price": 0.5}), new({"key": 2, "total": 6, "price": 0.5}))
+    it.send(it.right, right({"id": 1}), right({"id": 2}))
+    it.step()
+    it.send(it.left, new({"key": 3, "total": 7, "price": 0.5}), old({"id": 4, "amount": 8, "price": 0.5}))
+    it.send(it.right, right({"id": 3}), right({"id": 4}))
+    it.step()
+    expected = [{"id": number, "amount": number + 4, "price": 0.5} for number in range(1, 5)]
+    for reader, found in values_by_reader(it).items():
+        assert found == expected, reader
+    assert it.values() == expected
