@@ -22,6 +22,9 @@ Headers: TypeAlias = "str | Mapping[str, str]"
 """The headers of a rule's records: a mapping of names to Spark SQL expressions (strings or binary), or one expression of
 Kafka's own form, an array of structs of ``key`` and ``value``."""
 
+UNAVAILABLE_VALUE = "__debezium_unavailable_value"
+"""Debezium's own default of ``unavailable.value.placeholder``."""
+
 SOURCE_HEADER = "source"
 """The header that ``provenance: true`` adds for each raw record."""
 
@@ -145,6 +148,8 @@ class Pipeline:
     rules: tuple[Rule, ...]
     settle_seconds: float = 45.0
     """How long the high watermark must stand still before a publisher trusts it after an unclean stop."""
+    unavailable_value: str | None = UNAVAILABLE_VALUE
+    """Debezium's placeholder for what an update left unchanged and the source did not send; None: there is none."""
 
     def input(self, topic: str) -> Input:
         """The input of that name; KeyError if there is none."""

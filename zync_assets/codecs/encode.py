@@ -22,6 +22,7 @@ from zync_assets.codecs.lake_values import from_lake
 from zync_assets.codecs.merge import check_writable, conform, project
 from zync_assets.codecs.native import is_native
 from zync_assets.codecs.nested import isolate
+from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import Format
 
@@ -53,7 +54,10 @@ def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, n
             raise SchemaError("a Connect output needs a schema")
         return ConnectEncoder(json.dumps(from_avro(parse(schema)), separators=(",", ":")))
     if format == "json":
-        type = None if schema is None else lake_type(parse(schema))
+        node = None if schema is None else parse(schema)
+        if node is not None and node.kind == "record" and not node.fields:
+            return _PlainEncoder(lambda values: pc.if_else(values.is_valid(), b"{}", pa.scalar(None, pa.binary())))
+        type = None if node is None else lake_type(node)
         return _PlainEncoder(lambda values: json_texts(values if type is None else _projected(values, type)))
     if format == "string":
         return _PlainEncoder(_text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.merge import wider_type
@@ -29,6 +29,11 @@ def shape_sql(shape: Shape) -> str:
 def quoted(name: str) -> str:
     """A text as it stands between single quotes in Spark SQL."""
     return name.replace("\\", "\\\\").replace("'", "\\'")
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
+    return ".".join(f"`{name.replace('`', '``')}`" if "." in name or "`" in name else name for name in path)
 
 
 def analysed(frame: DataFrame, sql: str, rule: str, key: str) -> DataType:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import PipelineFileError, Problem
-from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, Rule
+from zync_assets.pipeline import UNAVAILABLE_VALUE, Input, Output, Pipeline, RegistryConfig, Rule
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
@@ -24,9 +24,13 @@ DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_LAKE = "./lake"
 DEFAULT_SETTLE_SECONDS = 45.0
 
-_KEYS = ("name", "kafka", "registry", "lake", "spark", "settle", "inputs", "outputs", "output", "transforms")
+_KEYS = (
+    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value"),
+    *("inputs", "outputs", "output", "transforms"),
+)
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -72,6 +76,7 @@ def _pipeline(fields: Fields, path: Path) -> Pipeline:
         outputs=good_outputs,
         rules=rules,
         settle_seconds=DEFAULT_SETTLE_SECONDS if settle is None else settle,
+        unavailable_value=_unavailable_value(fields),
     )
 
 
@@ -99,6 +104,19 @@ def _registry(fields: Fields, needed: bool) -> RegistryConfig | None:
     if not re.match(r"https?://[^\s/]", url):
         registry.problem("url", "must begin with http:// or https:// and a host")
     return RegistryConfig(url, properties)
+
+
+def _unavailable_value(fields: Fields) -> str | None:
+    key = "unavailable-value"
+    node = fields.node(key)
+    if node is None:
+        return UNAVAILABLE_VALUE
+    if isinstance(node, Scalar) and node.value is None:
+        return None
+    text = fields.text(key, "write Debezium's unavailable.value.placeholder, or null where there is none")
+    if text is not None and text.startswith("hex:") and not _HEX.fullmatch(text):
+        fields.problem(key, "after hex: come pairs of hexadecimal digits, as in Debezium's configuration")
+    return text
 
 
 def _lake(fields: Fields, path: Path) -> str:

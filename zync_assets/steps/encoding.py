@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -25,6 +25,7 @@ from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.records import HEADERS_TYPE
 from zync_assets.steps.headers import sent_headers
+from zync_assets.steps.left_out import is_empty, parse_group, schema_groups, without
 
 BATCH_RECORDS = 50_000
 
@@ -41,6 +42,8 @@ class SideSchema:
     format: str
     schema: str | None
     schema_id: int | None
+    subject: str
+    """Where the schema is registered, if it is Avro."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class StagedTopic:
     files: tuple[DataFile, ...]
     schemas: Mapping[str, RowSchema]
     """By fingerprint."""
+    registry: Registry | None = field(repr=False)
 
 
 def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
@@ -75,7 +79,7 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
             found = json.loads(text)
             key, value = (_side(client, topic, side, found[side]) for side in ("key", "value"))
             schemas[name] = RowSchema(key, value, found.get("provenance", False))
-    return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas)
+    return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas, client)
 
 
 def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
@@ -84,8 +88,9 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
     Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
     """
     upcoming = first
+    schemas: dict[str, RowSchema] = dict(staged.schemas)
     for batch in _rows(staged, first, end):
-        encoded = _encode(staged, batch)
+        encoded = _encode(staged, schemas, batch)
         offsets = encoded.column("offset")
         if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
             raise LakeError(
@@ -119,17 +124,32 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]
 def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, object]) -> SideSchema:
     form, schema = str(found["format"]), found["schema"]
     if schema is None:
-        return SideSchema(form, None, None)
-    text = json.dumps(schema)
-    if form != "avro":
-        return SideSchema(form, text, None)
+        return SideSchema(form, None, None, "")
+    return _registered(client, SideSchema(form, json.dumps(schema), None, f"{topic}-{side}"))
+
+
+def _registered(client: Registry | None, side: SideSchema) -> SideSchema:
+    if side.format != "avro" or side.schema is None:
+        return side
     if client is None:
-        raise SchemaError(f"topic {topic}: its {side}s are Avro and the pipeline has no registry. Add registry: url.")
-    return SideSchema(form, text, client.register(f"{topic}-{side}", text))
+        raise SchemaError(f"subject {side.subject}: it is Avro and the pipeline has no registry. Add registry: url.")
+    return replace(side, schema_id=client.register(side.subject, side.schema))
+
+
+def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
+    """The schema of rows that leave out some fields: their rule's, less these."""
+    name, paths = parse_group(group)
+    if name not in staged.schemas:
+        raise LakeError(f"topic {staged.topic}: the pool has no output schema {name}; run zync check")
+    whole = staged.schemas[name]
+    if whole.value.schema is None:
+        return whole
+    text = without(whole.value.schema, "value", paths)
+    return replace(whole, value=_registered(staged.registry, replace(whole.value, schema=text)))
 
 
 def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
-    names = ["kafka", "schema", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+    names = ["kafka", "schema", "left_out", staging.key_column(staged.topic), staging.value_column(staged.topic)]
     names.append(staging.HEADERS_COLUMN)
     if any(item.provenance for item in staged.schemas.values()):
         names.append("source")
@@ -147,18 +167,19 @@ def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]
                 yield kept
 
 
-def _encode(staged: StagedTopic, batch: pa.RecordBatch) -> pa.RecordBatch:
+def _encode(staged: StagedTopic, schemas: dict[str, RowSchema], batch: pa.RecordBatch) -> pa.RecordBatch:
+    """``schemas`` is added to: what a row leaves out is known when it is read."""
     offsets = pc.struct_field(batch.column("kafka"), "offset")
-    prints = batch.column("schema")
+    groups = schema_groups(batch.column("schema"), batch.column("left_out"))
     order: list[pa.Array] = []
     parts: list[list[pa.Array]] = []
-    for name in pc.unique(prints).to_pylist():
-        if name not in staged.schemas:
-            raise LakeError(f"topic {staged.topic}: the pool has no output schema {name}; run zync check")
-        places = pc.indices_nonzero(pc.equal(prints, name))
+    for group in pc.unique(groups).to_pylist():
+        if group not in schemas:
+            schemas[group] = _row_schema(staged, group)
+        places = pc.indices_nonzero(pc.equal(groups, group))
         rows = batch if len(places) == batch.num_rows else batch.take(places)
         order.append(places)
-        parts.append(_encode_rows(staged.topic, staged.schemas[name], rows))
+        parts.append(_encode_rows(staged.topic, schemas[group], rows))
     columns = parts[0]
     if len(order) > 1:
         back = pc.sort_indices(pa.concat_arrays(order))
@@ -180,7 +201,11 @@ def _encode_rows(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> list[pa
 def _encode_side(topic: str, side: SideSchema, rows: pa.RecordBatch, column: str) -> pa.Array:
     if side.schema is None or column not in rows.schema.names:
         return pa.nulls(rows.num_rows, pa.binary())
-    encoded = _encoder(side).encode(rows.column(column))
+    values = rows.column(column)
+    if pa.types.is_struct(values.type) and is_empty(side.schema):
+        # No field is left: a record without fields, which the codecs have as a boolean.
+        values = pc.if_else(values.is_valid(), True, pa.scalar(None, pa.bool_()))
+    encoded = _encoder(side).encode(values)
     if encoded.bad:
         worst = encoded.bad[0]
         offset = rows.column("kafka")[worst.index]["offset"].as_py()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
-from zync_assets.etl import ledger, matching, numbering
+from zync_assets.etl import ledger, matching, numbering, unavailable
 from zync_assets.lake import quarantine, raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.staging import OutputPosition
@@ -216,6 +216,13 @@ class EtlRun:
             folder = f"{self.folder}/topic={topic}"
             sides = types[topic].columns
             numbered = numbering.numbered(rows, topic, firsts)
+            values = {name: F.col(f"`{name}`") for name in sides}
+            paths = F.lit(None).cast("array<string>")
+            value = staging.value_column(topic)
+            if value in sides:
+                kind = numbered.schema[value].dataType
+                made = unavailable.left_out(values[value], kind, "value", self.pipeline.unavailable_value)
+                values[value], paths = made or (values[value], paths)
             columns = [
                 F.col("kafka"),
                 F.col("rule"),
@@ -226,8 +233,8 @@ class EtlRun:
                     ),
                 ).alias("source"),
                 F.col("schema"),
-                F.lit(None).cast("array<string>").alias("left_out"),
-                *(F.col(f"`{name}`") for name in sides),
+                paths.alias("left_out"),
+                *(column.alias(name) for name, column in values.items()),
             ]
             _write(numbered.select(*columns), storage.join(self.uri, folder))
             found_paths = storage.list_files(storage.join(self.uri, folder), ".parquet")

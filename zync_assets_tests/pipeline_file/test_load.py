@@ -79,6 +79,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert pipeline.registry == RegistryConfig("http://localhost:8081")
     assert pipeline.spark == {"master": "local[*]"}
     assert pipeline.settle_seconds == 45
+    assert pipeline.unavailable_value == "__debezium_unavailable_value"
     assert pipeline.input("A").start == "earliest"
     assert pipeline.input("A").value == SideFormat("avro")
     assert pipeline.output("C").create is None
@@ -99,6 +100,7 @@ registry: {url: "https://r", basic.auth.user.info: "u:${PW}"}
 lake: s3://bucket/folder/
 spark: {remote: "sc://h", spark.sql.shuffle.partitions: 4}
 settle: 1.5
+unavailable-value: null
 inputs:
   - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
   - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue, max-bad-records: 9}
@@ -118,6 +120,7 @@ transforms:
     assert pipeline.lake == "s3://bucket/folder"
     assert pipeline.spark == {"remote": "sc://h", "spark.sql.shuffle.partitions": "4"}
     assert pipeline.settle_seconds == 1.5
+    assert pipeline.unavailable_value is None
     a, b, n = pipeline.inputs
     assert (a.key, a.value, a.start, a.unmatched) == (
         SideFormat("string"),
@@ -174,6 +177,8 @@ ERRORS = [
     ("inputs:", "name:\ninputs:", 1, "name", "is empty"),
     ("inputs:", "name: x\nname: y\ninputs:", 2, "name", "is here twice; it is on line 1"),
     ("inputs:", "settle: soon\ninputs:", 1, "settle", "a number that is not negative"),
+    ("inputs:", "unavailable-value: ''\ninputs:", 1, "unavailable-value", "or null where there is none"),
+    ("inputs:", "unavailable-value: hex:0\ninputs:", 1, "unavailable-value", "pairs of hexadecimal digits"),
     ("inputs:", "settle: -1\ninputs:", 1, "settle", "a number that is not negative"),
     ("inputs:", "kafka: here\ninputs:", 1, "kafka", "must be a mapping, not text"),
     ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),

@@ -1,0 +1,62 @@
+"""Output schemas without the fields that a row leaves out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.compute import pc
+from zync_assets.etl.shapes import dotted
+
+
+def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
+    """For each row what tells its schema: its fingerprint, then the paths that it leaves out, in lines."""
+    if left_out.null_count == len(left_out):
+        return prints
+    # Spark writes lists whose items can't be null, and pyarrow joins only those whose items can.
+    paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
+    return pc.if_else(pc.equal(paths, ""), prints, pc.binary_join_element_wise(prints, paths, "\n"))
+
+
+def parse_group(group: str) -> tuple[str, tuple[str, ...]]:
+    """Fingerprint and paths."""
+    name, *paths = group.split("\n")
+    return name, tuple(paths)
+
+
+def without(schema: str, side: str, paths: Collection[str]) -> str:
+    """An output schema (Avro JSON) without the fields at ``paths`` (``value.address.street``); ``side``: key or value.
+
+    A record inside it that would have no field left is left out itself; the whole one stays, even without fields.
+    """
+    document = json.loads(schema)
+    return json.dumps(_without(document, (side,), frozenset(paths)))
+
+
+def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
+    if isinstance(schema, list):
+        return [_without(branch, path, paths) for branch in schema]
+    if not isinstance(schema, dict) or schema.get("type") != "record":
+        return schema
+    kept: list[Any] = []
+    for field in schema["fields"]:
+        inner = (*path, field["name"])
+        if dotted(inner) in paths:
+            continue
+        made = _without(field["type"], inner, paths)
+        if made == field["type"] or not _is_empty(made):
+            kept.append({**field, "type": made})
+    return {**schema, "fields": kept}
+
+
+def _is_empty(schema: Any) -> bool:
+    branches = schema if isinstance(schema, list) else [schema]
+    return any(isinstance(one, dict) and one.get("type") == "record" and not one["fields"] for one in branches)
+
+
+def is_empty(schema: str) -> bool:
+    """Whether no field is left."""
+    return _is_empty(json.loads(schema))
