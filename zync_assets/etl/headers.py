@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.shapes import analysed, quoted
+from zync_assets.etl.shapes import expression_type, text_sql
 from zync_assets.pipeline import Headers
 
 if TYPE_CHECKING:
@@ -23,15 +24,16 @@ def headers_sql(headers: Headers) -> str:
         each = "named_struct('key', header.key, 'value', CAST(header.value AS BINARY))"
         return f"transform({kept}, header -> {each})"
     each = ", ".join(
-        f"named_struct('key', '{quoted(name)}', 'value', CAST(({sql}) AS BINARY))" for name, sql in headers.items()
+        f"named_struct('key', {text_sql(name)}, 'value', CAST(({sql}) AS BINARY))" for name, sql in headers.items()
     )
     return f"filter(array({each}), header -> header.value IS NOT NULL)"
 
 
-def check_headers(frame: DataFrame, headers: Headers, rule: str) -> None:
-    """EtlError if an expression can't be resolved over the frame, or is of a type that headers don't have."""
+def check_headers(sides: Mapping[str, DataFrame], headers: Headers, rule: str) -> None:
+    """EtlError if an expression can't be resolved over the record frames of a rule's sides, or has a type that headers
+    don't have."""
     if isinstance(headers, str):
-        kind = analysed(frame, f"({headers})", rule, "headers")
+        kind = expression_type(sides, f"({headers})", rule, "headers")
         if not _is_array_of_headers(kind):
             raise EtlError(
                 f"rule {rule}, headers: {headers} is {kind.simpleString()}; write a mapping of names to expressions, or an"
@@ -39,7 +41,7 @@ def check_headers(frame: DataFrame, headers: Headers, rule: str) -> None:
             )
         return
     for name, sql in headers.items():
-        kind = analysed(frame, f"({sql})", rule, f"headers.{name}")
+        kind = expression_type(sides, f"({sql})", rule, f"headers.{name}")
         if kind.simpleString() not in ("string", "binary", "void"):
             raise EtlError(
                 f"rule {rule}, headers.{name}: {sql} is {kind.simpleString()}; a header is text or bytes. CAST it AS STRING."

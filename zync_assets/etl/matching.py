@@ -13,25 +13,32 @@ makes none, with the columns
     hash     hash of the join key of a pending record, null for a null key
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
+
+All of it is Spark SQL text rather than column objects: each of those costs a call or more into the JVM, and a small batch
+would spend more time on building its plan than on running it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import analysed, project, shape_sql, wider
+from zync_assets.etl.shapes import expression_type, made_sql, name_sql, text_sql, type_sql, wider
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
-SIDES = ("kafka", "key", "value")
+_NONE = {
+    "out": "CAST(NULL AS string) AS out",
+    "schema": "CAST(NULL AS string) AS schema",
+    "hash": "CAST(NULL AS bigint) AS hash",
+}
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,13 @@ class Taken:
 
 def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule]) -> Taken:
     """Give each record to the first rule that names its topic and whose ``where`` holds."""
-    from pyspark.sql import functions as F
-
-    chosen: Column | None = None
-    for index, rule in enumerate(rules):
-        for where in _wheres(rule, item.topic):
-            condition = F.coalesce(_condition(frame, rule, where), F.lit(False))
-            chosen = F.when(condition, index) if chosen is None else chosen.when(condition, index)
-    taken = F.lit(None).cast("int") if chosen is None else chosen.otherwise(F.lit(None).cast("int"))
-    return Taken(item, place, frame.withColumn("taken", taken))
+    cases = [
+        f"WHEN coalesce({_condition(frame, rule, where)}, false) THEN {index}"
+        for index, rule in enumerate(rules)
+        for where in _wheres(rule, item.topic)
+    ]
+    chosen = f"CASE {' '.join(cases)} END" if cases else "NULL"
+    return Taken(item, place, frame.selectExpr("*", f"CAST({chosen} AS int) AS taken"))
 
 
 def _wheres(rule: Rule, topic: str) -> list[str | None]:
@@ -75,17 +80,15 @@ def _wheres(rule: Rule, topic: str) -> list[str | None]:
     return [where for name, where in sides if name == topic]
 
 
-def _condition(frame: DataFrame, rule: Rule, where: str | None) -> Column:
-    from pyspark.sql import functions as F
-
+def _condition(frame: DataFrame, rule: Rule, where: str | None) -> str:
     if where is None:
-        return F.col("value").isNotNull()
+        return "value IS NOT NULL"
     if not has_schema(frame):
-        return F.lit(False)
-    kind = analysed(frame, f"({where})", rule.name, "where")
+        return "false"
+    kind = expression_type({"": frame}, f"({where})", rule.name, "where")
     if kind.simpleString() != "boolean":
         raise EtlError(f"rule {rule.name}, where: {where} is {kind.simpleString()}; it must be a condition")
-    return F.expr(f"({where})")
+    return f"({where})"
 
 
 def has_schema(frame: DataFrame) -> bool:
@@ -103,67 +106,89 @@ def singles(
     pools' rules are dropped here. What no rule takes is unmatched, or dropped where the file says so; so is a tombstone
     that no rule takes, since Debezium writes one after each delete.
     """
-    from pyspark.sql import functions as F
-
-    index = F.col("taken")
-    frame = taken.frame.filter(index.isNull() | ~index.isin(list(joined))) if joined else taken.frame
-    frame = frame.select(F.struct(*SIDES).alias("in"), "time", "taken")
-    fate = F.lit("dropped" if taken.item.unmatched == "drop" else "unmatched")
-    lost = index.isNotNull() | F.col("in.value").isNull()
-    kind = F.when(index.isin(list(targets)), "out") if targets else F.when(F.lit(False), "out")
-    kind = kind.when(index.isin(list(untyped)), "untyped") if untyped else kind
+    fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
+    kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped")
+    fates = (
+        f"CASE {_cases({index: text_sql(name) for index, name in kinds.items()})}"
+        f" WHEN taken IS NOT NULL OR in.value IS NULL THEN 'dropped' ELSE '{fate}' END"
+    )
     texts = {
-        "out": {place: rules[place].out for place in targets},
-        "rule": {place: rules[place].name for place in [*targets, *untyped]},
-        "schema": {place: target.fingerprint for place, target in targets.items()},
+        "out": {index: rules[index].out for index in targets},
+        "rule": {index: rules[index].name for index in kinds},
+        "schema": {index: target.fingerprint for index, target in targets.items()},
     }
-    columns: dict[str, Column] = {}
-    for place, target in targets.items():
-        for made, name in _columns(rules[place], target):
-            chosen = columns.get(name)
-            columns[name] = F.when(index == place, made) if chosen is None else chosen.when(index == place, made)
-    return frame.select(
-        kind.when(lost, "dropped").otherwise(fate).alias("kind"),
-        *(_chosen(choice).alias(name) for name, choice in texts.items()),
-        _order(F.col("time"), taken.place, F.col("in.kafka")).alias("ord"),
-        _single(F.col("in.kafka"), False),
-        F.lit(None).cast("long").alias("hash"),
-        *(column.alias(name) for name, column in columns.items()),
+    columns: dict[str, dict[int, str]] = {}
+    for index, target in targets.items():
+        for name, made in _columns(rules[index], target):
+            columns.setdefault(name, {})[index] = made
+    frame = taken.frame
+    if joined:
+        frame = frame.where(f"taken IS NULL OR taken NOT IN ({', '.join(map(str, joined))})")
+    return frame.selectExpr("struct(kafka, key, value) AS in", "time", "taken").selectExpr(
+        f"{fates} AS kind",
+        *(
+            f"CAST({_chosen({index: text_sql(text) for index, text in choice.items()})} AS string) AS {name}"
+            for name, choice in texts.items()
+        ),
+        f"{_order('time', taken.place, 'in.kafka')} AS ord",
+        f"array({_source('in.kafka', 'false')}) AS source",
+        _NONE["hash"],
+        *(f"{_chosen(choice)} AS {name_sql(name)}" for name, choice in columns.items()),
     )
 
 
-def _chosen(choice: Mapping[int, str]) -> Column:
-    """The text of the rule that takes the record; null for other rules."""
-    from pyspark.sql import functions as F
+def _cases(choice: Mapping[int, str]) -> str:
+    return " ".join(f"WHEN taken = {index} THEN {made}" for index, made in choice.items())
 
-    column = F.lit(None).cast("string")
-    for place, text in choice.items():
-        column = F.when(F.col("taken") == place, text).otherwise(column)
-    return column
+
+def _chosen(choice: Mapping[int, str]) -> str:
+    """What the rule that takes the record makes; null for other rules."""
+    return f"CASE {_cases(choice)} END" if choice else "NULL"
 
 
 def in_frame(frame: DataFrame, name: str) -> DataFrame:
     """The record under one name, as expressions of a rule see it."""
-    from pyspark.sql import functions as F
-
-    return frame.select(F.struct(*SIDES).alias(name), "time", "old")
+    return frame.selectExpr(f"struct(kafka, key, value) AS {name_sql(name)}", "time", "old")
 
 
-def keyed(rule: Denorm, side: str, frame: DataFrame) -> DataFrame:
-    """One side of a denorm rule with its join key (``k0``, ``k1`` …) and the key's hash; ``frame`` from ``in_frame``."""
-    from pyspark.sql import functions as F
+def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
+    """The type of each part of the join key: of two numbers the wider, since a source alters one of two columns first.
 
+    ``frames``: side → record frame, of those sides that have a schema by now. EtlError if an expression of ``join-on``
+    can't be resolved, or the two of an equality have different types.
+    """
+    found: list[DataType] = []
+    for pair in rule.join_on:
+        kinds = [
+            expression_type({side: frames[side]}, f"({sql})", rule.name, "join-on")
+            for side, sql in zip(("left", "right"), pair, strict=True)
+            if side in frames
+        ]
+        one = wider(kinds[0], kinds[-1])
+        if one is None:
+            raise EtlError(
+                f"rule {rule.name}, join-on: {pair[0]} is {kinds[0].simpleString()} and {pair[1]} is"
+                f" {kinds[1].simpleString()}. CAST one of them."
+            )
+        found.append(one)
+    return found
+
+
+def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
+    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of these types) and the key's hash.
+
+    ``frame`` is from ``in_frame``.
+    """
     index = 0 if side == "left" else 1
-    for number, pair in enumerate(rule.join_on):
-        analysed(frame, f"({pair[index]})", rule.name, "join-on")
-        frame = frame.withColumn(f"k{number}", F.expr(f"({pair[index]})"))
-    keys = key_names(rule)
-    known = F.lit(True)
-    for name in keys:
-        known = known & F.col(name).isNotNull()
+    names = key_names(rule)
+    keys = [
+        f"CAST(({pair[index]}) AS {type_sql(kind)}) AS {name}"
+        for name, kind, pair in zip(names, kinds, rule.join_on, strict=True)
+    ]
+    known = " AND ".join(f"{name} IS NOT NULL" for name in names)
     # A column may get a wider type while records wait: their hashes must stay what they were.
-    hashed = [F.col(name).cast(_hashed(frame.schema[name].dataType)) for name in keys]
-    return frame.withColumn("hash", F.when(known, F.xxhash64(*hashed)))
+    hashed = ", ".join(f"CAST({name} AS {type_sql(_hashed(kind))})" for name, kind in zip(names, kinds, strict=True))
+    return frame.selectExpr("*", *keys).selectExpr("*", f"CASE WHEN {known} THEN xxhash64({hashed}) END AS hash")
 
 
 def _hashed(kind: DataType) -> DataType:
@@ -180,148 +205,88 @@ def key_names(rule: Denorm) -> list[str]:
     return [f"k{number}" for number in range(len(rule.join_on))]
 
 
-def like_keys(rule: Denorm, left: DataFrame, right: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """Both sides with join keys of one type: of two numbers the wider, since a source alters one of two columns first.
-
-    EtlError if the two sides of an equality have different types.
-    """
-    from pyspark.sql import functions as F
-
-    for name, (left_sql, right_sql) in zip(key_names(rule), rule.join_on, strict=True):
-        kinds = [frame.schema[name].dataType for frame in (left, right)]
-        if kinds[0].simpleString() == kinds[1].simpleString():
-            continue
-        one = wider(*kinds)
-        if one is None:
-            raise EtlError(
-                f"rule {rule.name}, join-on: {left_sql} is {kinds[0].simpleString()} and {right_sql} is"
-                f" {kinds[1].simpleString()}. CAST one of them."
-            )
-        left, right = (frame.withColumn(name, F.col(name).cast(one)) for frame in (left, right))
-    return left, right
-
-
 def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target) -> DataFrame:
     """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
 
     ``left`` and ``right`` are from ``keyed``, new and old records together. New records without a counterpart, and those
     with a null key, are pending; old ones without one stay as they are and give no row.
     """
-    from pyspark.sql import functions as F
-
-    keys = key_names(rule)
-    sides = {"left": left, "right": right}
-    ranked = {
-        side: _ranked(frame.filter(F.col("hash").isNotNull()), side, keys, places[getattr(rule, side)])
-        for side, frame in sides.items()
-    }
-    joined = ranked["left"].join(ranked["right"], [*keys, "rank"], "full_outer")
-    has = {side: F.col(side).isNotNull() for side in sides}
-    both = has["left"] & has["right"]
-    own = {side: _source(F.col(f"{side}.kafka"), F.col(f"{side}_old")) for side in sides}
-    last = F.when(F.col("left_ord") > F.col("right_ord"), F.col("left_ord")).otherwise(F.col("right_ord"))
-    results = joined.filter(both | ~F.coalesce("left_old", "right_old")).select(
-        F.when(both, "out").otherwise("pending").alias("kind"),
-        F.when(both, rule.out).alias("out"),
-        F.lit(rule.name).alias("rule"),
-        F.when(both, target.fingerprint).alias("schema"),
-        F.when(both, last).otherwise(F.coalesce("left_ord", "right_ord")).alias("ord"),
-        F.when(both, F.array(own["left"], own["right"]))
-        .otherwise(F.array(F.when(has["left"], own["left"]).otherwise(own["right"])))
-        .alias("source"),
-        F.when(~both, F.coalesce("left_hash", "right_hash")).alias("hash"),
-        *(F.when(both, made).alias(name) for made, name in _columns(rule, target)),
+    keys = [*key_names(rule), "lone", "rank"]
+    sides = [
+        _ranked(rule, frame, side, places[topic])
+        for side, frame, topic in (("left", left, rule.left), ("right", right, rule.right))
+    ]
+    joined = sides[0].join(sides[1], keys, "full_outer")
+    one = f"CASE WHEN `left` IS NOT NULL THEN {_source('left.kafka', 'left_old')} ELSE {_source('right.kafka', 'right_old')} END"
+    two = f"array({_source('left.kafka', 'left_old')}, {_source('right.kafka', 'right_old')})"
+    return (
+        joined.where("(`left` IS NOT NULL AND `right` IS NOT NULL) OR NOT coalesce(left_old, right_old)")
+        .selectExpr("*", "`left` IS NOT NULL AND `right` IS NOT NULL AS both")
+        .selectExpr(
+            "CASE WHEN both THEN 'out' ELSE 'pending' END AS kind",
+            f"CASE WHEN both THEN {text_sql(rule.out)} END AS out",
+            f"{text_sql(rule.name)} AS rule",
+            f"CASE WHEN both THEN {text_sql(target.fingerprint)} END AS schema",
+            "CASE WHEN left_ord IS NULL OR right_ord > left_ord THEN right_ord ELSE left_ord END AS ord",
+            f"CASE WHEN both THEN {two} ELSE array({one}) END AS source",
+            "CASE WHEN NOT both THEN coalesce(left_hash, right_hash) END AS hash",
+            *(f"CASE WHEN both THEN {made} END AS {name_sql(name)}" for name, made in _columns(rule, target)),
+        )
     )
-    nulls = [null_keys(rule, frame, side, places[getattr(rule, side)]) for side, frame in sides.items()]
-    return union([results, *nulls])
 
 
-def null_keys(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
-    """New records whose join key is null: they match nothing and stay pending."""
-    from pyspark.sql import functions as F
-
-    order = _order(F.col("time"), place, F.col(f"{side}.kafka"))
-    found = frame.filter(F.col("hash").isNull() & ~F.col("old"))
-    return found.select(*_pending(rule, order, F.col(f"{side}.kafka"), F.col("hash")))
+def _ranked(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
+    """One side with its rank within the join key. A null key matches nothing; its records are ranked each by itself
+    (``lone``), so that many of them don't end up on one task."""
+    keys = [*key_names(rule), "lone"]
+    window = f"PARTITION BY {', '.join(keys)} ORDER BY {side}.kafka.partition, {side}.kafka.offset"
+    return frame.selectExpr("*", f"CASE WHEN hash IS NULL THEN {side}.kafka.offset ELSE -1 END AS lone").selectExpr(
+        *keys,
+        f"row_number() OVER ({window}) AS rank",
+        name_sql(side),
+        f"old AS {side}_old",
+        f"hash AS {side}_hash",
+        f"{_order('time', place, f'{side}.kafka')} AS {side}_ord",
+    )
 
 
 def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
     """New records of a rule whose other side has no records at all, and so no schema yet: all of them wait."""
-    from pyspark.sql import functions as F
+    return frame.where("NOT old").selectExpr(
+        "'pending' AS kind",
+        _NONE["out"],
+        f"{text_sql(rule.name)} AS rule",
+        _NONE["schema"],
+        f"{_order('time', place, f'{side}.kafka')} AS ord",
+        f"array({_source(f'{side}.kafka', 'old')}) AS source",
+        "hash",
+    )
 
-    order = _order(F.col("time"), place, F.col(f"{side}.kafka"))
-    return frame.filter(~F.col("old")).select(*_pending(rule, order, F.col(f"{side}.kafka"), F.col("hash")))
 
-
-def union(frames: Sequence[DataFrame]) -> DataFrame:
+def union(frames: Iterable[DataFrame]) -> DataFrame:
     """All rows of result frames; a column that one lacks is null there."""
-    whole = frames[0]
-    for frame in frames[1:]:
-        whole = whole.unionByName(frame, allowMissingColumns=True)
-    return whole
+    first, *others = frames
+    for frame in others:
+        first = first.unionByName(frame, allowMissingColumns=True)
+    return first
 
 
-def _ranked(frame: DataFrame, side: str, keys: Sequence[str], place: int) -> DataFrame:
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F
-
-    kafka = f"{side}.kafka"
-    window = Window.partitionBy(*keys).orderBy(F.col(f"{kafka}.partition"), F.col(f"{kafka}.offset"))
-    return frame.select(
-        *keys,
-        F.row_number().over(window).alias("rank"),
-        F.col(side),
-        F.col("old").alias(f"{side}_old"),
-        F.col("hash").alias(f"{side}_hash"),
-        _order(F.col("time"), place, F.col(kafka)).alias(f"{side}_ord"),
-    )
+def _order(time: str, place: int, kafka: str) -> str:
+    return f"struct({time} AS time, {place} AS place, {kafka}.partition AS partition, {kafka}.offset AS offset)"
 
 
-def _order(time: Column, place: int, kafka: Column) -> Column:
-    from pyspark.sql import functions as F
-
-    return F.struct(
-        time.alias("time"),
-        F.lit(place).alias("place"),
-        kafka.getField("partition").alias("partition"),
-        kafka.getField("offset").alias("offset"),
-    )
+def _source(kafka: str, old: str) -> str:
+    return f"struct({kafka}.topic AS topic, {kafka}.partition AS partition, {kafka}.offset AS offset, {old} AS old)"
 
 
-def _source(kafka: Column, old: Column) -> Column:
-    from pyspark.sql import functions as F
-
-    return F.struct(*(kafka.getField(name).alias(name) for name in ("topic", "partition", "offset")), old.alias("old"))
-
-
-def _single(kafka: Column, old: bool) -> Column:
-    from pyspark.sql import functions as F
-
-    return F.array(_source(kafka, F.lit(old))).alias("source")
-
-
-def _pending(rule: Denorm, order: Column, kafka: Column, key_hash: Column) -> list[Column]:
-    from pyspark.sql import functions as F
-
-    return [
-        F.lit("pending").alias("kind"),
-        F.lit(rule.name).alias("rule"),
-        order.alias("ord"),
-        _single(kafka, False),
-        key_hash.alias("hash"),
-    ]
-
-
-def _columns(rule: Rule, target: Target) -> list[tuple[Column, str]]:
-    """The rule's key, value and headers as the topic's columns, each with its name."""
-    from pyspark.sql import functions as F
-
+def _columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
+    """The columns that a rule's key, value and headers go to, each with what the rule makes for it."""
     made = [
-        (project(F.expr(shape_sql(shape)), side[1], side[2]), side[0])
+        (side[0], made_sql(shape, side[1], side[2]))
         for shape, side in ((rule.key, target.key), (rule.value, target.value))
         if side is not None
     ]
     if target.headers:
-        own = F.lit(None) if rule.headers is None else F.expr(headers_sql(rule.headers))
-        made.append((own.cast(HEADERS), "headers"))
+        own = "NULL" if rule.headers is None else headers_sql(rule.headers)
+        made.append(("headers", f"CAST({own} AS {HEADERS})"))
     return made

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zync_assets.etl.shapes import text_sql
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
@@ -62,17 +64,15 @@ def _below(span: TimeSpan, point: int) -> float:
 
 def arranged(results: DataFrame, bounds: Sequence[int]) -> DataFrame:
     """Result rows in buckets, sorted within each: outputs first, by topic and order."""
-    from pyspark.sql import functions as F
-
-    bucket = F.lit(0)
+    bucket = "0"
     if bounds:
-        millis = F.unix_millis(F.col("ord.time"))
-        limits = F.array(*(F.lit(bound).cast("long") for bound in bounds))
-        bucket = F.size(F.filter(limits, lambda bound: bound <= millis))
+        limits = ", ".join(f"{bound}L" for bound in bounds)
+        bucket = f"size(filter(array({limits}), bound -> bound <= unix_millis(ord.time)))"
     return (
-        results.withColumn("bucket", bucket.cast("int"))
+        results.selectExpr("*", f"{bucket} AS bucket", "kind <> 'out' AS other")
         .repartitionById(len(bounds) + 1, "bucket")
-        .sortWithinPartitions((F.col("kind") != "out").asc(), "out", "ord")
+        .sortWithinPartitions("other", "out", "ord")
+        .drop("other")
     )
 
 
@@ -82,32 +82,23 @@ def facts(rows: DataFrame) -> list[Row]:
     Columns kind, out, rule, bucket, topic, partition, old, ``entries`` (sources) and ``rows`` (rows, counted at their
     first source).
     """
-    from pyspark.sql import functions as F
-
-    each = rows.select("kind", "out", "rule", "bucket", F.posexplode("source").alias("place", "of"))
+    names = ["kind", "out", "rule", "bucket"]
+    each = rows.selectExpr(*names, "posexplode(source) AS (place, of)").selectExpr(
+        *names, "of.topic AS topic", "of.partition AS partition", "of.old AS old", "CAST(place = 0 AS bigint) AS row"
+    )
+    grouped = each.groupBy(*names, "topic", "partition", "old")
     return (
-        each.groupBy(
-            "kind",
-            "out",
-            "rule",
-            "bucket",
-            F.col("of.topic").alias("topic"),
-            F.col("of.partition").alias("partition"),
-            F.col("of.old").alias("old"),
-        )
-        .agg(F.count("*").alias("entries"), F.sum((F.col("place") == 0).cast("long")).alias("rows"))
-        .collect()
+        grouped.agg({"*": "count", "row": "sum"}).toDF(*names, "topic", "partition", "old", "entries", "rows").collect()
     )
 
 
 def numbered(rows: DataFrame, topic: str, firsts: Sequence[int]) -> DataFrame:
     """The outputs of one topic with their column ``kafka``; ``firsts[bucket]`` is the bucket's first number."""
-    from pyspark.sql import functions as F
-
-    first = F.element_at(F.array(*(F.lit(number).cast("long") for number in firsts)), F.col("bucket") + 1)
-    place = F.monotonically_increasing_id().bitwiseAND(F.lit(_PLACE_BITS))
-    chosen = rows.filter((F.col("kind") == "out") & (F.col("out") == topic)).withColumn("place", place)
-    kafka = F.struct(
-        F.lit(topic).alias("topic"), F.lit(0).cast("int").alias("partition"), (first + F.col("place")).alias("offset")
+    first = f"element_at(array({', '.join(f'{number}L' for number in firsts)}), bucket + 1)"
+    name = text_sql(topic)
+    place = f"(monotonically_increasing_id() & {_PLACE_BITS}L)"
+    return (
+        rows.where(f"kind = 'out' AND out = {name}")
+        .selectExpr("*", f"{place} AS place")
+        .selectExpr("*", f"struct({name} AS topic, 0 AS partition, {first} + place AS offset) AS kafka")
     )
-    return chosen.withColumn("kafka", kafka)

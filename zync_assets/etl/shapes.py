@@ -12,7 +12,7 @@ from zync_assets.errors import EtlError
 from zync_assets.pipeline import Shape
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
 
@@ -22,28 +22,64 @@ def shape_sql(shape: Shape) -> str:
         return "NULL"
     if isinstance(shape, str):
         return f"({shape})"
-    fields = ", ".join(f"'{quoted(name)}', {shape_sql(part)}" for name, part in shape.items())
+    fields = ", ".join(f"{text_sql(name)}, {shape_sql(part)}" for name, part in shape.items())
     return f"named_struct({fields})"
-
-
-def quoted(name: str) -> str:
-    """A text as it stands between single quotes in Spark SQL."""
-    return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
 def dotted(path: Sequence[str]) -> str:
     """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
-    return ".".join(f"`{name.replace('`', '``')}`" if "." in name or "`" in name else name for name in path)
+    return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)
 
 
-def analysed(frame: DataFrame, sql: str, rule: str, key: str) -> DataType:
-    """The type of an expression over a frame's columns; EtlError, in Spark's words, if Spark can't resolve it."""
+def text_sql(text: str) -> str:
+    """A string literal."""
+    return f"'{_quoted(text)}'"
+
+
+def _quoted(name: str) -> str:
+    return name.replace("\\", "\\\\").replace("'", "\\'")
+
+
+_TYPES: dict[tuple[object, ...], DataType] = {}
+"""What expressions were found to be, by their sides' types: to ask Spark again for each batch would take longer than a
+small batch takes."""
+
+
+def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: str) -> DataType:
+    """The type of an expression over record frames, each under its side's name, or one frame's own columns (side "").
+
+    Every field of it may be null. EtlError, in Spark's words, if Spark can't resolve it.
+    """
     from pyspark.errors import AnalysisException, ParseException
 
-    try:
-        return frame.selectExpr(f"{sql} AS `it`").schema["it"].dataType
-    except (AnalysisException, ParseException) as error:
-        raise EtlError(f"rule {rule}, {key}: {sql}: {short(error)}") from error
+    place = (sql, *((side, frame.schema) for side, frame in sides.items()))
+    found = _TYPES.get(place)
+    if found is None:
+        frames = [
+            frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side else frame
+            for side, frame in sides.items()
+        ]
+        whole = frames[0] if len(frames) == 1 else frames[0].crossJoin(frames[1])
+        try:
+            found = whole.selectExpr(f"{sql} AS `it`").schema["it"].dataType
+        except (AnalysisException, ParseException) as error:
+            raise EtlError(f"rule {rule}, {key}: {sql}: {short(error)}") from error
+        _TYPES[place] = found = _nullable(found)
+    return found
+
+
+def _nullable(kind: DataType) -> DataType:
+    """The type with every field one that may be null: a literal's can't, but the column is null for other rules' records,
+    and readers stumble over a required field of a null struct."""
+    from pyspark.sql.types import ArrayType, MapType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        return StructType([StructField(item.name, _nullable(item.dataType)) for item in kind])
+    if isinstance(kind, ArrayType):
+        return ArrayType(_nullable(kind.elementType))
+    if isinstance(kind, MapType):
+        return MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+    return kind
 
 
 def short(error: Exception) -> str:
@@ -163,24 +199,60 @@ def own_type(kind: DataType, whole: DataType) -> DataType:
     return kind
 
 
-def project(column: Column, have: DataType, want: DataType) -> Column:
-    """A column of a rule's type as one of the topic's wider type; fields that the rule lacks are null."""
-    from pyspark.sql import functions as F
+def made_sql(shape: Shape, have: DataType, want: DataType) -> str:
+    """What a shape makes, as an expression of the topic's wider type; fields that the rule lacks are null.
+
+    ``have``: the type of the shape itself.
+    """
     from pyspark.sql.types import NullType, StructType
 
     if isinstance(have, NullType):
-        return F.lit(None).cast(want)
+        return f"CAST(NULL AS {type_sql(want)})"
+    if isinstance(shape, Mapping) and isinstance(have, StructType) and isinstance(want, StructType):
+        kinds = {item.name: item.dataType for item in have}
+        parts = [
+            (item.name, made_sql(shape.get(item.name), kinds.get(item.name, NullType()), item.dataType))
+            for item in want
+        ]
+        return _struct_sql(parts)
+    return _widened(shape_sql(shape), have, want)
+
+
+def _widened(sql: str, have: DataType, want: DataType) -> str:
+    """An expression that is a struct itself, with the fields of ``want``."""
+    from pyspark.sql.types import NullType, StructType
+
+    if isinstance(have, NullType):
+        return f"CAST(NULL AS {type_sql(want)})"
     if have.simpleString() == want.simpleString():
-        return column
+        return sql
     if not isinstance(want, StructType):
-        return column.cast(want)
-    names = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
-    fields = [
-        (
-            project(column.getField(item.name), names[item.name], item.dataType)
-            if item.name in names
-            else F.lit(None).cast(item.dataType)
-        ).alias(item.name)
+        return f"CAST({sql} AS {type_sql(want)})"
+    kinds = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
+    parts = [
+        (item.name, _widened(f"{sql}.{name_sql(item.name)}", kinds.get(item.name, NullType()), item.dataType))
         for item in want
     ]
-    return F.when(column.isNull(), F.lit(None).cast(want)).otherwise(F.struct(*fields))
+    return f"CASE WHEN {sql} IS NOT NULL THEN {_struct_sql(parts)} END"
+
+
+def _struct_sql(parts: Sequence[tuple[str, str]]) -> str:
+    return f"named_struct({', '.join(f'{text_sql(name)}, {made}' for name, made in parts)})"
+
+
+def name_sql(name: str) -> str:
+    """A column's or field's name, back-quoted."""
+    return f"`{name.replace('`', '``')}`"
+
+
+def type_sql(kind: DataType) -> str:
+    """A type as Spark SQL writes it, with every field's name quoted."""
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    if isinstance(kind, StructType):
+        return f"struct<{', '.join(f'{name_sql(item.name)}: {type_sql(item.dataType)}' for item in kind)}>"
+    if isinstance(kind, ArrayType):
+        return f"array<{type_sql(kind.elementType)}>"
+    if isinstance(kind, MapType):
+        return f"map<{type_sql(kind.keyType)}, {type_sql(kind.valueType)}>"
+    return kind.simpleString()

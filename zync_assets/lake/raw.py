@@ -16,6 +16,7 @@ table keeps its entry, so that there is no moment in which a record is in both p
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import DataFile, Opened
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, normalize
 
 _REPLAY = "replay-"
 
@@ -82,17 +83,13 @@ def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> l
     files.sort(key=lambda item: (item.partition or 0, item.first or 0))
     if ranges is None:
         return files
-    wanted: dict[int, list[OffsetRange]] = {}
-    for part in ranges:
-        wanted.setdefault(part.partition, []).append(part)
-    return [
-        item
-        for item in files
-        if any(
-            (item.first or 0) < part.end and part.first <= (item.last or 0)
-            for part in wanted.get(item.partition or 0, ())
-        )
-    ]
+    wanted = normalize(ranges)
+    found: list[DataFile] = []
+    for item in files:
+        at = bisect_left(wanted, (item.partition, (item.last or 0) + 1), key=lambda part: (part.partition, part.first))
+        if at and wanted[at - 1].partition == item.partition and (item.first or 0) < wanted[at - 1].end:
+            found.append(item)
+    return found
 
 
 def replay_name(number: int) -> str:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
+SPAN = 4096
+"""Offsets of one partition that are looked up together when records are sought by their places."""
+
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
     """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened."""
@@ -60,21 +63,16 @@ def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
 def records_at(spark: SparkSession, state: RawState, places: DataFrame) -> DataFrame:
     """The raw records at some places (columns ``partition`` and ``first``, the offset), reading only files that hold one.
 
-    The columns are those of ``record_frame``.
+    The columns are those of ``record_frame``. Places are looked up by SPAN offsets at once: a file may be read in vain.
     """
+    rows = places.selectExpr("partition", f"first DIV {SPAN} AS span").distinct().collect()
+    spans = [OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN) for row in rows]
+    every, files = raw_files(state), raw_files(state, spans)
+    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
     from pyspark.sql import functions as F
 
-    every = raw_files(state)
-    listed = spark.createDataFrame(
-        [(index, item.partition, item.first, item.last) for index, item in enumerate(every)],
-        "file int, file_partition int, low long, high long",
-    )
-    inside = (F.col("partition") == F.col("file_partition")) & F.col("first").between(F.col("low"), F.col("high"))
-    needed = places.join(F.broadcast(listed), inside).select("file").distinct().collect()
-    files = [every[row["file"]] for row in sorted(needed)]
-    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
-    wanted = places.select(F.col("partition").alias("at_partition"), F.col("first").alias("at_offset"))
-    here = (F.col("kafka.partition") == F.col("at_partition")) & (F.col("kafka.offset") == F.col("at_offset"))
+    wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
+    here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
     return frame.join(wanted, here, "left_semi")
 
 
@@ -85,10 +83,8 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
 
 
 def _sides(frame: DataFrame) -> DataFrame:
-    from pyspark.sql import functions as F
-
-    return frame.select(
-        "kafka", *(F.col(name) if name in frame.columns else F.lit(None).alias(name) for name in ("key", "value"))
+    return frame.selectExpr(
+        "kafka", *(name if name in frame.columns else f"NULL AS {name}" for name in ("key", "value"))
     )
 
 
@@ -117,7 +113,7 @@ def _with_time(
         (item.partition, item.first, item.last, carried[item.path] / 1000) for item in files if item.path in carried
     ]
     if not rows:
-        return frame.withColumn("time", F.col("kafka.time"))
+        return frame.selectExpr("*", "kafka.time AS time")
     before = spark.createDataFrame(rows, "at int, low long, high long, reached double").withColumn(
         "reached", F.timestamp_seconds("reached")
     )

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering, unavailable
+from zync_assets.etl.shapes import name_sql, text_sql, type_sql
 from zync_assets.lake import quarantine, raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.staging import OutputPosition
@@ -24,6 +26,7 @@ from zync_assets.steps.outputs import OutputType, output_types
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
+    from pyspark.sql.types import DataType
 
 
 class EtlRun:
@@ -68,10 +71,8 @@ class EtlRun:
         return EtlCommit(plan.pool, done.batch, made, plan.ranges, new_counts(found), time.monotonic() - started)
 
     def _frames(self) -> dict[str, DataFrame]:
-        from pyspark.sql import functions as F
-
         frames = {topic: part.dataframe() for topic, part in self.batch.slices.items()}
-        return {topic: frame.withColumn("old", F.lit(False)) for topic, frame in frames.items() if frame is not None}
+        return {topic: frame.selectExpr("*", "false AS old") for topic, frame in frames.items() if frame is not None}
 
     def _results(self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType]) -> DataFrame:
         taken = {
@@ -106,47 +107,45 @@ class EtlRun:
         taken: Mapping[str, matching.Taken],
         types: Mapping[str, OutputType],
     ) -> list[DataFrame]:
-        from pyspark.sql import functions as F
-
         sides = {"left": rule.left, "right": rule.right}
         known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
+        kinds = matching.key_types(rule, {side: frames[topic] for side, topic in known.items()})
         new = {
             side: matching.keyed(
                 rule,
                 side,
                 matching.in_frame(
-                    (taken[topic].frame.filter(F.col("taken") == index) if topic in taken else frames[topic]), side
+                    taken[topic].frame.where(f"taken = {index}") if topic in taken else frames[topic], side
                 ),
+                kinds,
             )
             for side, topic in known.items()
         }
         if len(new) < 2:
             return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
-        whole = {side: matching.union([frame, *self._waiting(rule, side, sides, new)]) for side, frame in new.items()}
-        left, right = matching.like_keys(rule, whole["left"], whole["right"])
-        return [matching.paired(rule, left, right, self.places, types[rule.out].target(rule.name))]
+        whole = {side: matching.union([frame, *self._waiting(rule, side, new, kinds)]) for side, frame in new.items()}
+        return [matching.paired(rule, whole["left"], whole["right"], self.places, types[rule.out].target(rule.name))]
 
     def _waiting(
-        self, rule: Denorm, side: str, sides: Mapping[str, str], new: Mapping[str, DataFrame]
+        self, rule: Denorm, side: str, new: Mapping[str, DataFrame], kinds: Sequence[DataType]
     ) -> list[DataFrame]:
         """The pending records of one side whose join key a new record of the other side has."""
-        from pyspark.sql import functions as F
-
+        sides = {"left": rule.left, "right": rule.right}
         other = "right" if side == "left" else "left"
         topic, state, raw_state = sides[side], self.plan.state, self.plan.raw[sides[side]]
         counted = self.plan.head.waiting.get((rule.name, topic), 0)
         if not counted or state is None or raw_state is None or not self.plan.ranges[sides[other]]:
             return []
-        entries = reading.ledger_frame(self.spark, state).filter(F.col("topic") == topic)
-        pending = entries.filter(
-            (F.col("kind") == "pending") & (F.col("rule") == rule.name) & F.col("hash").isNotNull()
+        entries = reading.ledger_frame(self.spark, state).where(f"topic = {text_sql(topic)}")
+        pending = entries.where(f"kind = 'pending' AND rule = {text_sql(rule.name)} AND hash IS NOT NULL")
+        completed = entries.where("kind = 'completed'")
+        met = (
+            pending.select("partition", "first", "hash")
+            .join(new[other].select("hash"), "hash", "left_semi")
+            .join(completed.select("partition", "first"), ["partition", "first"], "left_anti")
         )
-        completed = entries.filter(F.col("kind") == "completed")
-        met = pending.join(new[other].select("hash").distinct(), "hash", "left_semi").join(
-            completed, ["partition", "first"], "left_anti"
-        )
-        found = reading.records_at(self.spark, raw_state, met.select("partition", "first"))
-        return [matching.keyed(rule, side, matching.in_frame(found.withColumn("old", F.lit(True)), side))]
+        found = reading.records_at(self.spark, raw_state, met).selectExpr("*", "true AS old")
+        return [matching.keyed(rule, side, matching.in_frame(found, side), kinds)]
 
     def _spans(self) -> list[numbering.TimeSpan]:
         spans: list[numbering.TimeSpan] = []
@@ -216,23 +215,21 @@ class EtlRun:
             folder = f"{self.folder}/topic={topic}"
             sides = types[topic].columns
             numbered = numbering.numbered(rows, topic, firsts)
-            values = {name: F.col(f"`{name}`") for name in sides}
-            paths = F.lit(None).cast("array<string>")
+            # The cast makes every field one that may be null in the file too.
+            kinds = {name: spark_type(kind) for name, kind in sides.items()}
+            values = {name: F.expr(f"CAST({name_sql(name)} AS {type_sql(kind)})") for name, kind in kinds.items()}
+            paths = F.expr("CAST(NULL AS array<string>)")
             value = staging.value_column(topic)
             if value in sides:
-                kind = numbered.schema[value].dataType
-                made = unavailable.left_out(values[value], kind, "value", self.pipeline.unavailable_value)
+                made = unavailable.left_out(values[value], kinds[value], "value", self.pipeline.unavailable_value)
                 values[value], paths = made or (values[value], paths)
             columns = [
-                F.col("kafka"),
-                F.col("rule"),
-                F.transform(
-                    "source",
-                    lambda of: F.struct(
-                        of.topic.alias("topic"), of.partition.alias("partition"), of.offset.alias("offset")
-                    ),
+                "kafka",
+                "rule",
+                F.expr(
+                    "transform(source, of -> struct(of.topic AS topic, of.partition AS partition, of.offset AS offset))"
                 ).alias("source"),
-                F.col("schema"),
+                "schema",
                 paths.alias("left_out"),
                 *(column.alias(name) for name, column in values.items()),
             ]
@@ -243,8 +240,6 @@ class EtlRun:
         return files, ends
 
     def _write_ledger(self, rows: DataFrame, found: Sequence[Row], bad: DataFrame | None) -> list[DataFile]:
-        from pyspark.sql import functions as F
-
         folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
         plain = bad is None and all(row.kind == "out" for row in found)
         waited = any(row.old for row in found)
@@ -257,7 +252,7 @@ class EtlRun:
         entries_frame = ledger.ledger_rows(self.spark, self.plan.ranges, others)
         if waited:
             entries_frame = entries_frame.unionByName(ledger.completed(rows))
-        _write(entries_frame.select(F.struct(*entries_frame.columns).alias("account")), storage.join(self.uri, folder))
+        _write(entries_frame.selectExpr("struct(*) AS account"), storage.join(self.uri, folder))
         paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
         made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
         return [item for item in made if item.records]

@@ -22,7 +22,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import matching
 from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
-from zync_assets.etl.shapes import analysed, own_type, shape_sql, unify, void_fields
+from zync_assets.etl.shapes import expression_type, own_type, shape_sql, unify, void_fields
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline, Rule, Stateless
@@ -141,15 +141,14 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     if any(topic not in frames or not matching.has_schema(frames[topic]) for topic in rule.topics):
         return None
     if isinstance(rule, Stateless):
-        whole = matching.in_frame(frames[rule.input], "in")
+        sides = {"in": frames[rule.input]}
     else:
-        left = matching.in_frame(frames[rule.left], "left").select("left")
-        whole = left.crossJoin(matching.in_frame(frames[rule.right], "right").select("right"))
+        sides = {"left": frames[rule.left], "right": frames[rule.right]}
     if rule.headers is not None:
-        check_headers(whole, rule.headers, rule.name)
+        check_headers(sides, rule.headers, rule.name)
     return (
-        analysed(whole, shape_sql(rule.key), rule.name, "key"),
-        analysed(whole, shape_sql(rule.value), rule.name, "value"),
+        expression_type(sides, shape_sql(rule.key), rule.name, "key"),
+        expression_type(sides, shape_sql(rule.value), rule.name, "value"),
     )
 
 

@@ -6,6 +6,7 @@ import datetime as dt
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql.types import StringType
 
 from zync_assets.errors import EtlError
 from zync_assets.etl import matching
@@ -94,7 +95,9 @@ def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSe
     rule = Denorm(
         "d", "t", "u", (("left.key", "right.key"), ("left.value", "right.value")), "out", None, None, "1", "1"
     )
-    keyed = matching.keyed(rule, "left", matching.in_frame(frame(spark, "x", "x", None), "left"))
+    keyed = matching.keyed(
+        rule, "left", matching.in_frame(frame(spark, "x", "x", None), "left"), [StringType(), StringType()]
+    )
     hashes = [row.hash for row in keyed.orderBy("left.kafka.offset").collect()]
     assert hashes[0] == hashes[1] is not None
     assert hashes[2] is None
