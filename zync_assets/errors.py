@@ -14,6 +14,7 @@
     │   ├── RegistryUnavailable    no answer; trying again may help
     │   └── SchemaUnknown          the registry has no such id, subject or version
     ├── SchemaError            a schema that can't be parsed, mapped or merged
+    │   └── SchemaChanged          a writer's schema is new, and the pipeline file accepts none
     ├── LakeError              a table of the lake
     │   ├── CommitConflict         another writer committed first
     │   └── TableUnsupported       the table asks for a feature that is not known here
@@ -101,6 +102,10 @@ class SchemaUnknown(RegistryError):
 
 class SchemaError(ZyncError):
     """A schema that can't be parsed, mapped to the lake's types, or merged."""
+
+
+class SchemaChanged(SchemaError):
+    """A writer's schema has other columns than those before, and the file says ``on-schema-change: error``."""
 
 
 class LakeError(ZyncError):

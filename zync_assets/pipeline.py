@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
 Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
+OnSchemaChange: TypeAlias = Literal["merge", "error", "quarantine"]
 OnDataLoss: TypeAlias = Literal["fail", "continue"]
 OnBadRecord: TypeAlias = Literal["fail", "quarantine"]
 
@@ -64,6 +65,8 @@ class Input:
     on_bad_record: OnBadRecord = "quarantine"
     max_bad_records: int | None = None
     """How many records of the topic may lie in quarantine; a batch that would add one too many is not committed."""
+    on_schema_change: OnSchemaChange = "merge"
+    """What to do with records whose writer's schema has other columns than those that came before."""
 
 
 @dataclass(frozen=True)

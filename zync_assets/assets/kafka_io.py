@@ -82,9 +82,9 @@ class KafkaIOManager(IOManager):
         output = self._pipeline.output(topic)
         state = staging.open_staging(self._pipeline.lake, output.pool)
         have = {item.name: item.type for item in state.schema} if state else {}
-        types = [have.get(column) for column in (staging.key_column(topic), staging.value_column(topic))]
-        sides = [_readable(side, kind) for side, kind in zip((output.key, output.value), types, strict=True)]
-        source = Source(self._pipeline.kafka, self._pipeline.registry, topic, *sides, *types)
+        key_type, value_type = have.get(staging.key_column(topic)), have.get(staging.value_column(topic))
+        key, value = _readable(output.key, key_type), _readable(output.value, value_type)
+        source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
         return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, spark)
 

@@ -74,7 +74,7 @@ class PoolIOManager(IOManager):
                 {
                     "ingested": done.records,
                     "quarantined": done.quarantined,
-                    "added fields": ", ".join(done.added_fields) or "none",
+                    "schema changes": "\n".join(map(str, done.schema_changes)) or "none",
                     "seconds": round(done.seconds, 3),
                 }
             )

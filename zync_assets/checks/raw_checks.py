@@ -10,6 +10,7 @@ import numpy as np
 from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, positions, read_columns
 from zync_assets.checks.quarantined import Quarantined, read_quarantine
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
+from zync_assets.checks.schema_changes import schema_changes
 from zync_assets.errors import DataLoss, LakeError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import topic_state
@@ -101,7 +102,8 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
 
 
 def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """Warns where records came with more than one writer schema on a side."""
+    """Warns where records came with more than one writer schema on a side; says what the schemas changed that came for the
+    first time in ``ranges``, and with which record."""
     state = _state(pipeline, topic)
     if state is None:
         return _nothing_yet(SCHEMA_CHANGE, pipeline, topic, "warn")
@@ -122,11 +124,13 @@ def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] 
     for side, seen in counts.items():
         numbers[f"{side}_schemas"] = len(seen)
         numbers |= {f"{side}_schema_{name}": count for name, count in sorted(seen.items())}
-    problems = [
-        f"{side}s came with {len(seen)} writer schemas: ids {', '.join(map(str, sorted(seen)))}"
-        for side, seen in counts.items()
-        if len(seen) > 1
-    ]
+    problems: list[str] = []
+    for side, changes in schema_changes(pipeline, state, ranges).items():
+        ids = sorted(counts[side])
+        told = [f"{side}s came with {len(ids)} writer schemas: ids {', '.join(map(str, ids))}"] if len(ids) > 1 else []
+        if told or changes:
+            problems.append("; ".join([*(told or [f"{side}s came with a new writer schema"]), *changes]))
+        numbers |= {f"{side}_change_{index}": text for index, text in enumerate(changes)}
     return conclude(SCHEMA_CHANGE, place, "warn", problems, "one writer schema a side", numbers)
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 COLUMNS = ("step", "target", "offsets", "records", "pending", "quarantined", "seconds")
+INGEST_COLUMNS = (*COLUMNS, "schema_changes")
 POLL_SECONDS = 0.5
 MAX_BACK_OFF = 30.0
 
@@ -46,7 +47,7 @@ def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
     loaded = load(pipeline)
     chosen = _chosen(topics, [item.topic for item in loaded.inputs], "input")
     with _progress() as progress:
-        _report([_row(made) for made in ingest_all(loaded, _session(loaded), chosen, progress)], fmt)
+        _report([_row(made) for made in ingest_all(loaded, _session(loaded), chosen, progress)], fmt, INGEST_COLUMNS)
 
 
 @click.command()
@@ -172,6 +173,7 @@ def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
             "offsets": " ".join(str(part) for part in made.ranges),
             "records": made.records,
             "quarantined": made.quarantined,
+            "schema_changes": [str(change) for change in made.schema_changes],
             "seconds": round(made.seconds, 2),
         }
     if isinstance(made, EtlCommit):
@@ -192,23 +194,37 @@ def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
     }
 
 
-def _report(rows: list[dict[str, object]], fmt: Format) -> None:
-    if rows or fmt == "json":
-        print_rows(rows, COLUMNS, fmt)
-    else:
+def _report(rows: list[dict[str, object]], fmt: Format, columns: Sequence[str] = COLUMNS) -> None:
+    if fmt == "json":
+        print_rows(rows, columns, fmt)
+        return
+    if not rows:
         click.echo("nothing to do")
+        return
+    print_rows(rows, COLUMNS, fmt)
+    for row in rows:
+        for change in _changes(row):
+            click.echo(f"schema change in {row['target']}: {change}")
+
+
+def _changes(row: Mapping[str, object]) -> Sequence[object]:
+    found = row.get("schema_changes")
+    return found if isinstance(found, list) else []
 
 
 def _report_one(made: RawCommit | EtlCommit | PublishCommit, fmt: Format) -> None:
-    row = {name: value for name, value in _row(made).items() if value != ""}
+    row = {name: value for name, value in _row(made).items() if value not in ("", [])}
     if fmt == "json":
         print_json(row)
         return
+    shown = {name: value for name, value in row.items() if name != "schema_changes"}
     click.echo(
         "  ".join(
-            str(value) if name in ("step", "target", "offsets") else f"{name} {value}" for name, value in row.items()
+            str(value) if name in ("step", "target", "offsets") else f"{name} {value}" for name, value in shown.items()
         )
     )
+    for change in _changes(row):
+        click.echo(f"schema change in {row['target']}: {change}")
     sys.stdout.flush()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from zync_assets.codecs.lake_values import to_lake
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.native import is_native
 from zync_assets.codecs.nested import isolate, numbers
+from zync_assets.codecs.schema_diff import Arrival, differences
 from zync_assets.errors import SchemaError, SchemaUnknown
 
 Ints = npt.NDArray[np.int64]
@@ -28,9 +29,21 @@ Ints = npt.NDArray[np.int64]
 class AvroDecoder:
     """See ``decode.Decoder``. Keeps the schemas that it has seen, and the column's type."""
 
-    def __init__(self, schema_of: Callable[[int], str], target: pa.DataType | None, native: bool) -> None:
+    def __init__(
+        self,
+        schema_of: Callable[[int], str],
+        target: pa.DataType | None,
+        native: bool,
+        known: Sequence[int] = (),
+        closed: bool = False,
+    ) -> None:
         self._schema_of = schema_of
         self._native = native
+        self._known = dict.fromkeys(known)
+        self._closed = closed and bool(known)
+        self._known_types: tuple[pa.DataType, ...] | None = None
+        self._refused: dict[int, str] = {}
+        self._arrivals: list[Arrival] = []
         self._type = pa.null() if target is None else target
         self._writers: dict[int, Node | str] = {}
         self._merged: set[int] = set()
@@ -43,13 +56,16 @@ class AvroDecoder:
         framed = unframe(payloads)
         errors = dict(framed.errors)
         groups: list[Group] = []
+        self._arrivals = []
         for schema_id in _distinct(framed.ids[framed.there]):
             rows = np.flatnonzero(framed.there & (framed.ids == schema_id))
             group = self._decode_group(schema_id, framed, rows, errors)
             if group is not None:
                 groups.append(group)
         values = assemble(self._type, groups, len(payloads), errors)
-        return Decoded(values, numbers(framed.ids, pa.int32(), framed.there), bad_records(errors))
+        return Decoded(
+            values, numbers(framed.ids, pa.int32(), framed.there), bad_records(errors), tuple(self._arrivals)
+        )
 
     def _writer(self, schema_id: int) -> Node | str:
         """The writer's schema, or what is wrong with it."""
@@ -77,6 +93,12 @@ class AvroDecoder:
         if len(wrong) == len(rows):
             # Nothing fits the schema: it has no say in the column's type.
             return None
+        if schema_id not in self._known and not is_hollow(writer):
+            first = next(row for index, row in enumerate(rows.tolist()) if index not in wrong)
+            self._arrive(schema_id, first, lake_type(writer))
+        if schema_id in self._refused:
+            errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id} is new: {self._refused[schema_id]}"))
+            return None
         if schema_id not in self._merged and not is_hollow(writer):
             try:
                 self._type = merge_types(self._type, lake_type(writer))
@@ -89,6 +111,19 @@ class AvroDecoder:
         good = np.ones(len(rows), dtype=np.bool_)
         good[list(wrong)] = False
         return Group(rows[good], values.filter(pa.array(good)))
+
+    def _arrive(self, schema_id: int, index: int, type: pa.DataType) -> None:
+        """Note a schema that came for the first time; refuse it where only the known ones' columns are wanted."""
+        if self._known_types is None:
+            nodes = [self._writer(number) for number in self._known]
+            self._known_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
+        arrival = Arrival(index, schema_id, type, self._known_types)
+        self._arrivals.append(arrival)
+        self._known[schema_id] = None
+        if self._closed and arrival.changes:
+            self._refused[schema_id] = "; ".join(differences(self._known_types[-1], type, "value"))
+        else:
+            self._known_types = (*self._known_types, type)
 
 
 def _distinct(ids: npt.NDArray[np.int32]) -> list[int]:

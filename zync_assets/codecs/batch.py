@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from zync_assets.codecs.schema_diff import Arrival
+
 
 @dataclass(frozen=True)
 class BadRecord:
@@ -21,12 +23,13 @@ class Decoded:
 
     ``values``: as long as the input, of the decoder's type; null where the payload is null or bad.
     ``schema_ids``: int32; null where there is none: a null payload, or no Avro with a schema id.
-    ``bad``: ascending by index, at most one an index.
+    ``bad``: ascending by index, at most one an index. ``arrivals``: writer schemas that came for the first time.
     """
 
     values: pa.Array
     schema_ids: pa.Array
     bad: tuple[BadRecord, ...]
+    arrivals: tuple[Arrival, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from zync_assets.codecs.groups import Group, assemble
 from zync_assets.codecs.json_values import json_reader
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.nested import isolate
+from zync_assets.codecs.schema_diff import Arrival, differences
 from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 
@@ -60,9 +60,11 @@ class _Text:
 class ConnectDecoder:
     """See ``decode.Decoder``. Keeps the schemas that it has seen, and the column's type."""
 
-    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None) -> None:
-        """``plain``: the type of records without a schema; None: their text."""
+    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None, closed: bool = False) -> None:
+        """``plain``: the type of records without a schema; None: their text. ``closed``: see ``make_decoder``."""
         self._plain = plain
+        self._closed = closed and target is not None
+        self._arrivals: list[Arrival] = []
         self._type = merge_types(target, pa.null() if plain is None else plain)
         self._schemas: dict[str, Connect | str] = {}
         self._types: dict[str, Connect] = {}
@@ -76,6 +78,7 @@ class ConnectDecoder:
 
     def decode(self, payloads: pa.Array) -> Decoded:
         errors: dict[int, str] = {}
+        self._arrivals = []
         by_schema: dict[Connect, list[Group]] = {}
         heads, which = self._sorted_by_head(payloads)
         odd = which == _NO_HEAD
@@ -95,7 +98,7 @@ class ConnectDecoder:
         if texts:
             groups += self._of_texts(texts, errors)
         values = assemble(self._type, groups, len(payloads), errors)
-        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors))
+        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors), tuple(self._arrivals))
 
     def _sorted_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
         """The beginnings that there are, and which of them each record has: its index, _NO_HEAD or _NOTHING."""
@@ -229,13 +232,21 @@ class ConnectDecoder:
         good[list(unfit)] = False
         return Group(rows[good], values.filter(pa.array(good)))
 
-    def _merge(self, node: Connect, rows: Iterable[int], errors: dict[int, str]) -> bool:
+    def _merge(self, node: Connect, rows: Ints, errors: dict[int, str]) -> bool:
         if node not in self._merged:
             try:
-                self._type = merge_types(self._type, lake_type(node), "payload")
+                merged = merge_types(self._type, lake_type(node), "payload")
             except SchemaError as error:
                 errors.update({int(row): str(error) for row in rows})
                 return False
+            arrival = Arrival(int(rows.min()), None, merged, () if pa.types.is_null(self._type) else (self._type,))
+            if arrival.changes or not arrival.before:
+                self._arrivals.append(arrival)
+            if arrival.changes and self._closed:
+                why = "; ".join(differences(self._type, merged, "payload"))
+                errors.update({int(row): f"the schema is new: {why}" for row in rows})
+                return False
+            self._type = merged
             self._merged.add(node)
         return True
 

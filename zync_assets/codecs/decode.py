@@ -6,7 +6,7 @@ registry is no property of a record: it is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,19 +38,27 @@ class Decoder(Protocol):
 
 
 def make_decoder(
-    side: SideFormat, schema_of: Callable[[int], str], target: pa.DataType | None, *, native: bool = True
+    side: SideFormat,
+    schema_of: Callable[[int], str],
+    target: pa.DataType | None,
+    *,
+    native: bool = True,
+    known: Sequence[int] = (),
+    closed: bool = False,
 ) -> Decoder:
     """A decoder for one side of a topic.
 
     ``schema_of`` gives the Avro schema (one JSON document) of a registry id. It raises SchemaUnknown or SchemaError where
     there is none for that id, which makes those records bad; what else it raises (an outage) is passed on. ``target``: the lake
     column's present type; None if there is no column yet. ``native=False`` reads Avro with fastavro alone.
+    ``known``: registry ids whose schemas have come before, in that order; others are told as ``Decoded.arrivals``.
+    ``closed``: records whose schema has other columns than what is known are bad; where nothing is known yet, none is.
     Raises SchemaError if the format's type can't go into ``target``.
     """
     if side.format == "avro":
-        return AvroDecoder(schema_of, target, native)
+        return AvroDecoder(schema_of, target, native, known, closed)
     if side.format == "connect-json":
-        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl))
+        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), closed)
     if side.format == "json" and side.ddl is not None:
         type = parse_ddl(side.ddl)
         return _PlainDecoder(merge_types(target, type), json_reader(type))

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.decode import BadRecord, Decoded, Decoder, make_decoder
+from zync_assets.codecs.schema_diff import Arrival
 from zync_assets.compute import pc
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -30,6 +31,21 @@ class Source:
     value: SideFormat
     key_type: pa.DataType | None
     value_type: pa.DataType | None
+    key_schemas: tuple[int, ...] = ()
+    value_schemas: tuple[int, ...] = ()
+    """The registry ids that came before, in that order."""
+    closed: bool = False
+    """Whether records of a schema with other columns go into quarantine."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A writer schema that came for the first time, and the first record that has it."""
+
+    side: str
+    partition: int
+    offset: int
+    schema: Arrival
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class Chunk:
 
     records: pa.RecordBatch
     bad: pa.RecordBatch
+    arrivals: tuple[Arrived, ...] = ()
 
 
 def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
@@ -48,8 +65,8 @@ def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
     """
     registry = Registry(source.registry) if source.registry else None
     schema_of = registry.schema if registry else _no_registry
-    key = make_decoder(source.key, schema_of, source.key_type)
-    value = make_decoder(source.value, schema_of, source.value_type)
+    key = make_decoder(source.key, schema_of, source.key_type, known=source.key_schemas, closed=source.closed)
+    value = make_decoder(source.value, schema_of, source.value_type, known=source.value_schemas, closed=source.closed)
     highest = 0
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
         chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now)
@@ -92,9 +109,14 @@ def _decode(
     )
     records = record_batch(kafka, keys, values)
     reached = int(times[-1])
+    arrivals = tuple(
+        Arrived(side, partition, batch.column("offset")[found.index].as_py(), found)
+        for side, decoded in (("key", keys), ("value", values))
+        for found in decoded.arrivals
+    )
     if not errors:
-        return Chunk(records, _no_rows()), reached
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors)), reached
+        return Chunk(records, _no_rows(), arrivals), reached
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), arrivals), reached
 
 
 def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:

@@ -6,6 +6,10 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:first:<partition>   the offset where the first ingest of the partition began
     zync:bad:<partition>     how many records of it were quarantined, ever
     zync:partitions          how many partitions have the two above
+    zync:schemas:<side>      how many writer schemas of keys or of values have the four below
+    zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order in which they came; -1: it has none
+    …:partition, …:offset    the first record that it came with
+    …:changes                1 if its columns are other ones than those before, else 0
     zync:replay              how many replays were committed: records that were in quarantine and are here now
     zync:topic:<topic id>    the topic that this table was made from (its version says nothing)
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +37,20 @@ from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize
 
 _REPLAY = "replay-"
+
+
+@dataclass(frozen=True)
+class WriterSchema:
+    """A writer schema of a topic's keys or values, and the first record that came with it.
+
+    ``id``: the registry's; None for a format whose schemas have none. ``changes``: it has other columns than those before.
+    """
+
+    side: str
+    id: int | None
+    partition: int
+    offset: int
+    changes: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,18 @@ class RawState:
     @property
     def schema(self) -> pa.Schema:
         return self.opened.schema
+
+    @cached_property
+    def writers(self) -> tuple[WriterSchema, ...]:
+        """The writer schemas that came, keys' before values', in the order in which they came."""
+        found: list[WriterSchema] = []
+        for side in ("key", "value"):
+            for index in range(self.opened.number(f"zync:schemas:{side}") or 0):
+                name = f"zync:schema:{side}:{index}"
+                number = self.opened.number(name)
+                where = [self.opened.number(f"{name}:{part}") or 0 for part in ("partition", "offset", "changes")]
+                found.append(WriterSchema(side, None if number == -1 else number, where[0], where[1], bool(where[2])))
+        return tuple(found)
 
     @property
     def table_id(self) -> str:
@@ -137,11 +168,13 @@ def commit_raw(
     first: Mapping[int, int],
     until: Mapping[int, int],
     bad: Mapping[int, int],
+    writers: Sequence[WriterSchema] = (),
 ) -> None:
     """Commit files and next offsets together.
 
     ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
-    each partition's next offset after this batch; ``bad`` how many records of it were quarantined in this batch.
+    each partition's next offset after this batch; ``bad`` how many records of it were quarantined in this batch;
+    ``writers`` the writer schemas that are new.
     Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
     """
     uri = storage.raw_uri(lake, pool, topic)
@@ -152,6 +185,7 @@ def commit_raw(
         numbers["zync:partitions"] = max([*first, *known]) + 1
     old_bad = before.bad if before else {}
     numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
+    numbers |= _writer_numbers(before, writers)
     if before is None:
         numbers[f"zync:topic:{topic_id}"] = 0
         tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)
@@ -166,6 +200,21 @@ def commit_raw(
         opened = found.opened
     tables.commit(opened, files, numbers)
     crash_point("ingest:committed")
+
+
+def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for side in ("key", "value"):
+        have = sum(known.side == side for known in before.writers) if before else 0
+        for index, item in enumerate([item for item in writers if item.side == side], have):
+            name = f"zync:schema:{side}:{index}"
+            numbers |= {name: -1 if item.id is None else item.id, f"{name}:changes": int(item.changes)}
+            numbers |= {
+                f"{name}:partition": item.partition,
+                f"{name}:offset": item.offset,
+                f"zync:schemas:{side}": index + 1,
+            }
+    return numbers
 
 
 def carried_times(files: Sequence[DataFile]) -> dict[str, int]:

@@ -8,12 +8,23 @@ from datetime import datetime
 from typing import Literal, get_args
 
 from zync_assets.errors import SchemaError
-from zync_assets.pipeline import CreateTopic, Format, Input, OnBadRecord, OnDataLoss, Output, SideFormat, Unmatched
+from zync_assets.pipeline import (
+    CreateTopic,
+    Format,
+    Input,
+    OnBadRecord,
+    OnDataLoss,
+    OnSchemaChange,
+    Output,
+    SideFormat,
+    Unmatched,
+)
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
 from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
-_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", "unmatched", "on-data-loss", "on-bad-record", "max-bad-records")
+_LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
+_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS)
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance")
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -41,6 +52,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         unmatched = item.choice("unmatched", get_args(Unmatched))
         on_data_loss = item.choice("on-data-loss", get_args(OnDataLoss))
         on_bad_record, max_bad_records = _bad_records(item)
+        on_schema_change = _on_schema_change(item, key, value)
         _one_spelling(item, pool, pools)
         if topic is None:
             continue
@@ -66,6 +78,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
                 on_data_loss or "fail",
                 on_bad_record,
                 max_bad_records,
+                on_schema_change,
             )
             if good
             else None
@@ -121,6 +134,13 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
             Output(topic, pool or "", key, value, create, start_at or "empty", provenance) if good else None
         )
     return outputs
+
+
+def _on_schema_change(item: Fields, key: SideFormat, value: SideFormat) -> OnSchemaChange:
+    chosen = item.choice("on-schema-change", get_args(OnSchemaChange))
+    if chosen is not None and not {key.format, value.format} & {"avro", "connect-json"}:
+        item.problem("on-schema-change", "goes with avro and connect-json, whose records come with schemas; remove it")
+    return chosen or "merge"
 
 
 def _topic(item: Fields) -> str | None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.merge import holds, merge_types
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, DataLoss, SchemaError, TopicMissing, TopicRecreated
-from zync_assets.kafka.source import Source, read_chunks
+from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
+from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
@@ -29,7 +27,10 @@ from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange, new_ranges, split
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import lost_rows, raw_schema
+from zync_assets.steps import schema_changes
 from zync_assets.steps.quarantined import Held, admit
+from zync_assets.steps.raw_columns import added_fields, can_read, settled_types, table_schema
+from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.tasks import indexes, run_tasks, task_frame
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class RawCommit:
     quarantined: int
     until: Mapping[int, int]
     added_fields: tuple[str, ...]
+    schema_changes: tuple[SchemaChange, ...]
     seconds: float
 
 
@@ -157,7 +159,15 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
 
     item = plan.input
     source = Source(
-        pipeline.kafka, pipeline.registry, item.topic, item.key, item.value, present("key"), present("value")
+        pipeline.kafka,
+        pipeline.registry,
+        item.topic,
+        item.key,
+        item.value,
+        present("key"),
+        present("value"),
+        *schema_changes.known_ids(plan.state),
+        closed=item.on_schema_change != "merge",
     )
     return RawBatch(plan, source, spark)
 
@@ -165,23 +175,30 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
 
-    Raises CommitConflict if another writer got ahead, BadRecords where the file does not let records that can't be decoded
-    into quarantine: nothing of the batch is visible then.
+    Raises CommitConflict if another writer got ahead, SchemaChanged where the file accepts no new schema, BadRecords where
+    it does not let records that can't be decoded into quarantine: nothing of the batch is visible then.
     """
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     lake, pool, topic = pipeline.lake, item.pool, item.topic
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
+    assumed: list[Arrived] = []
     while True:
-        files, schemas, bad = _write(batch, lake)
-        settled = _settled(batch.source, schemas)
-        if all(_holds(settled, found) for found in schemas):
+        files, schemas, bad, arrived = _write(batch, lake)
+        if firsts := schema_changes.first_schemas(batch.source, item, arrived):
+            # Only now is known which schema came first, so that the others are changes.
+            assumed += firsts
+            batch = replace(batch, source=schema_changes.assuming(batch.source, firsts))
+            continue
+        settled = settled_types(batch.source, schemas)
+        if all(can_read(settled, found) for found in schemas):
             break
         # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
         # others stay invisible. Each time the types have grown, so that this ends.
         batch = replace(batch, source=settled)
     crash_point("ingest:files-written")
-    schema = _table_schema(known, settled)
+    schema = table_schema(known, settled)
+    writers, changes = schema_changes.settled(item, settled, [*assumed, *arrived])
     _admit(pipeline, plan, bad)
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
     until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
@@ -212,6 +229,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             plan.first,
             changed,
             bad_counts,
+            writers,
         )
     except CommitConflict:
         now = raw.open_raw(lake, pool, topic)
@@ -227,7 +245,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         sum(found.records for found in files),
         sum(bad_counts.values()),
         until,
-        tuple(_added(known, schema)) if plan.state else (),
+        tuple(added_fields(known, schema)) if plan.state else (),
+        changes,
         time.monotonic() - started,
     )
 
@@ -307,54 +326,31 @@ def _now() -> int:
     return int(time.time() * 1000)
 
 
-def _settled(source: Source, schemas: Sequence[pa.Schema]) -> Source:
-    """The source with its sides' types after all files, in their order; what can't be merged has no say."""
-    sides = {"key": source.key_type, "value": source.value_type}
-    for schema in schemas:
-        for name in sides.keys() & set(schema.names):
-            with suppress(SchemaError):
-                sides[name] = merge_types(sides[name], schema.field(name).type, name)
-    return replace(source, key_type=sides["key"], value_type=sides["value"])
-
-
-def _holds(source: Source, schema: pa.Schema) -> bool:
-    """Whether a file can be read with the source's types."""
-    sides = {"key": source.key_type, "value": source.value_type}
-    return all(holds(kind, schema.field(name).type) for name, kind in sides.items() if name in schema.names)
-
-
-def _table_schema(known: pa.Schema, source: Source) -> pa.Schema:
-    """The raw table's columns, those that it has first."""
-    wanted = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    if set(known.names) & {"key", "value"} == set(wanted.names) & {"key", "value"}:
-        return pa.schema(
-            [wanted.field(name) if name in ("key", "value") else known.field(name) for name in known.names]
-        )
-    return wanted
-
-
 @dataclass(frozen=True)
 class _Written:
-    """What one task wrote: data files with their schemas, and quarantine files."""
+    """What one task wrote: data files with their schemas, and quarantine files; and the writer schemas that it met first."""
 
     files: list[tuple[DataFile, pa.Schema]]
     bad: list[DataFile]
+    arrived: list[Arrived]
 
 
-def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema], list[DataFile]]:
-    """Read, decode and write in one Spark job. Returns data files, their schemas, and quarantine files."""
+def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema], list[DataFile], list[Arrived]]:
+    """Read, decode and write in one Spark job. Returns data files, their schemas, quarantine files, and new schemas."""
     item, source, parts, now = batch.plan.input, batch.source, _tasks(batch.plan.ranges), _now()
     uri = storage.raw_uri(lake, item.pool, item.topic)
     side_uri = storage.quarantine_uri(lake, item.pool, item.topic)
 
     def work(index: int) -> _Written:
         part = parts[index]
+        arrived: list[Arrived] = []
         data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
         with data, side:
             for chunk in read_chunks(source, part, now):
                 data.write(chunk.records)
                 side.write(chunk.bad)
-        return _Written(data.files, [found for found, _ in side.files])
+                arrived.extend(chunk.arrivals)
+        return _Written(data.files, [found for found, _ in side.files], arrived)
 
     written = run_tasks(batch.spark, len(parts), work)
     files = [pair for part in written for pair in part.files]
@@ -364,21 +360,9 @@ def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema],
             writer.write(row)
         bad += [found for found, _ in writer.files]
     files.sort(key=lambda pair: (pair[0].partition or 0, pair[0].first or 0))
-    return [found for found, _ in files], [schema for _, schema in files], bad
-
-
-def _added(old: pa.Schema, new: pa.Schema) -> Iterator[str]:
-    """Dotted names of the fields that ``new`` has and ``old`` has not."""
-    before, after = set(_paths(old)), _paths(new)
-    return (path for path in after if path not in before)
-
-
-def _paths(schema: pa.Schema) -> Iterator[str]:
-    def walk(prefix: str, item: pa.Field) -> Iterator[str]:
-        yield prefix + item.name
-        if pa.types.is_struct(item.type):
-            for child in item.type:
-                yield from walk(f"{prefix}{item.name}.", child)
-
-    for item in schema:
-        yield from walk("", item)
+    return (
+        [found for found, _ in files],
+        [schema for _, schema in files],
+        bad,
+        [found for part in written for found in part.arrived],
+    )

@@ -13,11 +13,15 @@ import polars
 import pytest
 from deltalake import DeltaTable
 
+from zync_assets.checks.raw_checks import schema_change
+from zync_assets.errors import SchemaChanged
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import open_raw, raw_files
 from zync_assets.lake.reading import parquet_frame
 from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig
+from zync_assets.steps import quarantined
 from zync_assets_tests.checks.chain import framed
 from zync_assets_tests.steps.mini import BOTH, Mini, mini
 
@@ -156,3 +160,87 @@ def test_a_field_that_is_renamed_by_alias_stays_one_column_for_rules_and_readers
     for reader, found in values_by_reader(it).items():
         assert found == expected, reader
     assert it.values() == expected
+
+
+def policy(it: Mini, word: str) -> Mini:
+    """The same topics and lake, with ``on-schema-change`` for the left input."""
+    text = (AVRO + RULES).replace("{topic: $left, pool: Raw,", f"{{topic: $left, pool: Raw, on-schema-change: {word},")
+    return it.edited(text)
+
+
+def test_a_change_is_told_once_with_what_it_changes_and_where(it: Mini) -> None:
+    old = writer(it, it.left, id="int", name="string", gone="int")
+    same = writer(it, it.left, id={"type": "int", "doc": "the same columns"}, name="string", gone="int")
+    new = writer(it, it.left, id="long", title=("string", "name"), note=["null", "string"])
+    it.send(it.left, old({"id": 1, "name": "a", "gone": 1}), same({"id": 2, "name": "b", "gone": 2}))
+    assert it.ingest(it.left)[it.left].schema_changes == ()
+    it.send(it.left, new({"id": 3, "title": "c", "note": None}), old({"id": 4, "name": "d", "gone": 4}))
+    (change,) = it.ingest(it.left)[it.left].schema_changes
+    assert (change.side, change.partition, change.offset, change.taken) == ("value", 0, 2, True)
+    assert set(change.diff) == {
+        "removed value.gone",
+        "widened value.id from int to bigint",
+        "renamed value.name to title",
+        "added value.note (string)",
+    }
+    it.send(it.left, new({"id": 5, "title": "e", "note": "n"}))
+    assert it.ingest(it.left)[it.left].schema_changes == ()
+    assert [row["value"]["name"] for row in it.raw(it.left)] == ["a", "b", "c", "d", "e"]
+    for ranges, told in ((None, True), ([OffsetRange(0, 2, 3)], True), ([OffsetRange(0, 4, 5)], False)):
+        found = schema_change(it.pipeline, it.left, ranges)
+        assert ("offset 2: " in found.summary and "renamed value.name to title" in found.summary) is told
+        assert found.passed is not told
+
+
+def test_an_input_that_takes_no_change_stops_before_it_and_goes_on_when_it_may(it: Mini) -> None:
+    old = writer(it, it.left, id="int")
+    new = writer(it, it.left, id="int", note="string")
+    strict = policy(it, "error")
+    it.send(it.left, old({"id": 1}), new({"id": 2, "note": "x"}))
+    with pytest.raises(
+        SchemaChanged, match=r"partition 0, offset 1: .*added value\.note \(string\).*on-schema-change: merge"
+    ):
+        strict.ingest(it.left)
+    assert it.next(it.left) == {}
+    policy(it, "merge").ingest(it.left)
+    it.send(it.left, new({"id": 3, "note": "y"}), old({"id": 4}))
+    assert strict.ingest(it.left)[it.left].records == 2
+    assert [row["value"]["note"] for row in it.raw(it.left)] == [None, "x", "y", None]
+
+
+def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) -> None:
+    old = writer(it, it.left, id="int")
+    new = writer(it, it.left, id="int", note="string")
+    strict = policy(it, "quarantine")
+    it.send(it.left, old({"id": 1}), new({"id": 2, "note": "x"}), old({"id": 3}))
+    for _ in range(2):
+        done = strict.ingest(it.left)[it.left]
+        assert (done.records, done.quarantined, [change.taken for change in done.schema_changes]) == (2, 1, [False])
+        it.send(it.left, new({"id": 2, "note": "x"}), old({"id": 1}), old({"id": 3}))
+    assert {tuple(row["value"]) for row in it.raw(it.left)} == {("id",)}
+    (held, _) = [each for each in quarantined.held(strict.pipeline) if each.topic == it.left]
+    assert "is new: added value.note (string)" in held.error
+
+
+CONNECT = AVRO.replace("value-format: avro", "value-format: connect-json", 2) + RULES
+
+
+def test_a_schema_within_a_record_is_a_change_where_it_adds_to_the_columns(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, CONNECT)
+
+    def connect(**fields: Any) -> dict[str, Any]:
+        kinds = [
+            {"field": name, "type": "int32" if isinstance(value, int) else "string"} for name, value in fields.items()
+        ]
+        return {"schema": {"type": "struct", "fields": kinds}, "payload": fields}
+
+    it.send(it.left, connect(id=1), connect(id=2))
+    assert it.ingest(it.left)[it.left].schema_changes == ()
+    it.send(it.left, connect(id=3), connect(id=4, note="x"))
+    text = CONNECT.replace("{topic: $left, pool: Raw,", "{topic: $left, pool: Raw, on-schema-change: error,")
+    with pytest.raises(SchemaChanged, match=r"offset 3: .*added value\.note \(string\)"):
+        it.edited(text).ingest(it.left)
+    (change,) = it.ingest(it.left)[it.left].schema_changes
+    assert (change.schema_id, change.offset, change.diff) == (None, 3, ("added value.note (string)",))

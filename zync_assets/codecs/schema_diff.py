@@ -1,0 +1,74 @@
+"""Writer schemas that come for the first time, and what they change, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from zync_assets.codecs.field_notes import fields_of, places, unit_of
+from zync_assets.codecs.merge import wider_type
+from zync_assets.codecs.spark_types import spark_ddl
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A writer schema that a decoder met for the first time.
+
+    ``index``: the first record that has it. ``schema_id``: None for a format whose schemas have no ids; ``type`` is then
+    the column's with this schema's fields. ``before``: the types of the schemas that were known, the latest last.
+    """
+
+    index: int
+    schema_id: int | None
+    type: pa.DataType
+    before: tuple[pa.DataType, ...]
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is the first with these columns: some writers' schemas differ in names and notes only."""
+        return is_change(self.before, self.type)
+
+
+def is_change(before: tuple[pa.DataType, ...], type: pa.DataType) -> bool:
+    return bool(before) and not any(known.equals(type, check_metadata=True) for known in before)
+
+
+def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:
+    """What a writer's schema changes, a line a field: added, removed, renamed, widened, narrowed or changed."""
+    kinds = pa.types
+    if before.equals(after, check_metadata=True):
+        return
+    if kinds.is_struct(before) and kinds.is_struct(after):
+        yield from _fields(before, after, path)
+    elif kinds.is_list(before) and kinds.is_list(after):
+        yield from differences(before.value_type, after.value_type, f"{path}[]")
+    elif kinds.is_map(before) and kinds.is_map(after):
+        yield from differences(before.item_type, after.item_type, f"{path}{{}}")
+    elif before != after:
+        both = wider_type(before, after)
+        word = "widened" if both == after else "narrowed" if both == before else "changed"
+        yield f"{word} {path} from {_name(before)} to {_name(after)}"
+
+
+def _fields(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:
+    old, new = fields_of(before), fields_of(after)
+    at = places(before, after)
+    for index, field in enumerate(old):
+        if index not in at:
+            yield f"removed {path}.{field.name}"
+    for index, field in zip(at, new, strict=True):
+        below = f"{path}.{field.name}"
+        if index is None:
+            yield f"added {below} ({_name(field.type)})"
+            continue
+        if old[index].name != field.name:
+            yield f"renamed {path}.{old[index].name} to {field.name}"
+        if unit_of(old[index]) != unit_of(field):
+            yield f"changed {below} from {unit_of(old[index]) or 'no unit'} to {unit_of(field) or 'no unit'}"
+        yield from differences(old[index].type, field.type, below)
+
+
+def _name(type: pa.DataType) -> str:
+    return "struct" if pa.types.is_struct(type) else spark_ddl(type)

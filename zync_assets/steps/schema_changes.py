@@ -1,0 +1,148 @@
+"""Writer schemas that come for the first time: which of them change a topic's columns, and what the file says to that.
+
+A topic's *known* schemas are those that its raw table has taken records of, kept there with the first record of each. A
+schema is a *change* if none of the known ones has the same columns: names, types, aliases, units. The first schema that
+ever comes changes nothing. Connect's JSON has no ids for its schemas: there a change is what the table's columns lack.
+
+``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and puts the records aside;
+``error`` commits nothing of the batch. What is put aside stays a change until it is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from zync_assets.codecs.merge import merge_types
+from zync_assets.codecs.schema_diff import differences, is_change
+from zync_assets.errors import SchemaChanged, SchemaError
+from zync_assets.kafka.source import Arrived, Source
+from zync_assets.lake.raw import RawState, WriterSchema
+from zync_assets.pipeline import Input
+
+_SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class SchemaChange:
+    """A writer schema with other columns than those before. ``schema_id`` is None for Connect's JSON; ``diff`` has a line
+    a field; ``taken``: its records are in the table (else in quarantine)."""
+
+    side: str
+    schema_id: int | None
+    partition: int
+    offset: int
+    diff: tuple[str, ...]
+    taken: bool
+
+    def __str__(self) -> str:
+        name = f"{self.side} schema" + ("" if self.schema_id is None else f" id {self.schema_id}")
+        said = "; ".join(self.diff)
+        return f"{name}, from partition {self.partition}, offset {self.offset}: {said}{'' if self.taken else ' (quarantined)'}"
+
+
+def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The registry ids of a raw table's keys and values, in the order in which they came."""
+    writers = state.writers if state else ()
+    keys, values = (tuple(item.id for item in writers if item.side == side and item.id is not None) for side in _SIDES)
+    return keys, values
+
+
+def first_schemas(source: Source, item: Input, arrived: Sequence[Arrived]) -> list[Arrived]:
+    """Where changes are to be quarantined, and a side had no known schema that tells them: its first schema, by partition
+    and offset. The batch is to be read again, with those as known. Empty: the batch stands."""
+    if item.on_schema_change != "quarantine":
+        return []
+    firsts: list[Arrived] = []
+    for side in _SIDES:
+        ordered = _ordered(arrived, side)
+        ids, type = getattr(source, f"{side}_schemas"), getattr(source, f"{side}_type")
+        if not ordered or ids or (ordered[0].schema.schema_id is None and type is not None):
+            continue
+        if any(diff for _, diff in _judged(ordered, side)):
+            firsts.append(ordered[0])
+    return firsts
+
+
+def assuming(source: Source, firsts: Sequence[Arrived]) -> Source:
+    """The source with these schemas as known."""
+    for first in firsts:
+        side, schema = first.side, first.schema
+        ids = () if schema.schema_id is None else (schema.schema_id,)
+        type = merge_types(getattr(source, f"{side}_type"), schema.type, side)
+        source = replace(source, **{f"{side}_type": type, f"{side}_schemas": ids})
+    return source
+
+
+def settled(
+    item: Input, source: Source, arrived: Sequence[Arrived]
+) -> tuple[tuple[WriterSchema, ...], tuple[SchemaChange, ...]]:
+    """What a batch's new schemas are: those that the table is to know from now on, and those that are changes. ``source``
+    has the columns' types after the batch.
+
+    SchemaChanged if there is a change and the file says ``error``.
+    """
+    writers: list[WriterSchema] = []
+    changes: list[SchemaChange] = []
+    for side in _SIDES:
+        for each, diff in _judged(_ordered(arrived, side), side):
+            number, partition, offset = each.schema.schema_id, each.partition, each.offset
+            goes_in = _merges(getattr(source, f"{side}_type"), each.schema.type)
+            taken = goes_in and (not diff or item.on_schema_change == "merge")
+            if diff:
+                changes.append(SchemaChange(side, number, partition, offset, diff, taken))
+            if taken:
+                writers.append(WriterSchema(side, number, partition, offset, bool(diff)))
+    if changes and item.on_schema_change == "error":
+        first = min(changes, key=lambda change: (change.partition, change.offset))
+        name = "" if first.schema_id is None else f" (id {first.schema_id})"
+        raise SchemaChanged(
+            f"topic {item.topic}, partition {first.partition}, offset {first.offset}: the writer's schema of the"
+            f" {first.side}{name} is new: {'; '.join(first.diff)}. Nothing of this batch was committed. To take it, set"
+            " on-schema-change: merge for this input (or quarantine, to put its records aside) and run again."
+        )
+    return tuple(writers), tuple(changes)
+
+
+def _judged(ordered: Sequence[Arrived], side: str) -> Iterator[tuple[Arrived, tuple[str, ...]]]:
+    """Each new schema of a side once, in order, with what it changes."""
+    known = ordered[0].schema.before if ordered else ()
+    met: set[int] = set()
+    for each in ordered:
+        schema = each.schema
+        if schema.schema_id in met:
+            continue
+        type, diff = _change(known, schema.type, side, of_table=schema.schema_id is None)
+        if schema.schema_id is not None:
+            met.add(schema.schema_id)
+        elif known and not diff:
+            continue
+        known = (*known, type)
+        yield each, diff
+
+
+def _change(
+    known: tuple[pa.DataType, ...], type: pa.DataType, side: str, *, of_table: bool
+) -> tuple[pa.DataType, tuple[str, ...]]:
+    """The type to know from now on, and what it changes. ``of_table``: types are the table's, not a writer's."""
+    if not of_table or not known:
+        return type, tuple(differences(known[-1], type, side)) if is_change(known, type) else ()
+    if not _merges(known[-1], type):
+        return known[-1], tuple(differences(known[-1], type, side))
+    merged = merge_types(known[-1], type, side)
+    return merged, tuple(differences(known[-1], merged, side))
+
+
+def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
+    try:
+        merge_types(column, type)
+    except SchemaError:
+        return False
+    return True
+
+
+def _ordered(arrived: Sequence[Arrived], side: str) -> list[Arrived]:
+    """A side's new schemas by partition and offset."""
+    return sorted((each for each in arrived if each.side == side), key=lambda each: (each.partition, each.offset))
