@@ -136,13 +136,14 @@ class Shop:
             record = Record(topic, partition, len(log), timestamp, key, GARBAGE if isinstance(value, bytes) else value)
             log.append(record)
             made.append(record)
-            producer.produce(topic, self._bytes(topic, value), key, partition, timestamp=timestamp)
+            producer.produce(topic, self.encoded(topic, value), key, partition, timestamp=timestamp)
             if len(made) % 1000 == 0:
                 producer.poll(0)
         assert producer.flush(60) == 0
         return made
 
-    def _bytes(self, topic: str, value: Any) -> bytes | None:
+    def encoded(self, topic: str, value: Any) -> bytes | None:
+        """A value of one of the input topics as Kafka holds it."""
         if value is None or isinstance(value, bytes):
             return value
         out = io.BytesIO()
@@ -161,9 +162,16 @@ _PARSED = {True: fastavro.parse_schema(ORDER), False: fastavro.parse_schema(STAT
 
 
 def make_shop(
-    services: Services, folder: Path, prefix: str, *, partitions: tuple[int, int] = (3, 2), settle: str = "1"
+    services: Services,
+    folder: Path,
+    prefix: str,
+    *,
+    partitions: tuple[int, int] = (3, 2),
+    settle: str = "1",
+    there: bool = False,
 ) -> Shop:
-    """Empty topics and a pipeline over them, its lake in ``folder``."""
+    """Empty topics and a pipeline over them, its lake in ``folder``. ``there``: the topics were made before, and what they
+    hold is not in ``sent``."""
     orders, status, new, audit = shop_topics(prefix)
     path = folder / "shop.yaml"
     path.write_text(
@@ -179,7 +187,7 @@ def make_shop(
         )
     )
     pipeline = pipeline_file.load(path)
-    for topic, count in zip((orders, status), partitions, strict=True):
+    for topic, count in () if there else zip((orders, status), partitions, strict=True):
         create_topic(pipeline.kafka, topic, count, 1, {})
     registry = Registry(RegistryConfig(services.registry_url))
     ids = {
@@ -194,8 +202,11 @@ def make_shop(
     return Shop(pipeline, services.bootstrap_servers, registry, orders, status, new, audit, ids, empty)
 
 
-def changes(shop: Shop, orders: range, seed: int) -> Iterator[tuple[str, int, int, Any, Any]]:
-    """Some four records for each order, as the tables' changes come: mostly forwards in time, and not always."""
+def changes(shop: Shop, orders: range, seed: int, *, sticky: bool = False) -> Iterator[tuple[str, int, int, Any, Any]]:
+    """Some four records for each order, as the tables' changes come: mostly forwards in time, and not always.
+
+    ``sticky``: all records of a key are in one partition, so that which of them pair does not depend on batches.
+    """
     dice = random.Random(seed)
     now = EPOCH + orders.start * 10
 
@@ -203,7 +214,7 @@ def changes(shop: Shop, orders: range, seed: int) -> Iterator[tuple[str, int, in
         nonlocal now
         now += dice.choice((0, 0, 1, 5))
         found = shop.partitions(topic)
-        partition = dice.choice(found) if anywhere else hash_of(key) % len(found)
+        partition = dice.choice(found) if anywhere and not sticky else hash_of(key) % len(found)
         back = dice.randrange(2000) if dice.random() < 0.05 else 0
         return topic, partition, now - back, key, value
 

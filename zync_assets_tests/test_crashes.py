@@ -95,8 +95,7 @@ def with_many_ledger_files(rig: Rig) -> None:
     later(rig)
     state = staging.open_staging(rig.shop.pipeline.lake, "Staging")
     assert state is not None
-    [item] = state.ledger_files
-    rows = pq.ParquetFile(state.uri(item)).read()
+    rows = pa.concat_tables([pq.ParquetFile(state.uri(item)).read() for item in state.ledger_files])
     assert rows.num_rows >= 10
     pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
     pieces += [rows.slice(0, 0)] * (fold.FILES + 1 - len(pieces))
@@ -105,9 +104,9 @@ def with_many_ledger_files(rig: Rig) -> None:
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
         full = Path(state.opened.uri, path)
         full.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(piece), full)
+        pq.write_table(piece, full)
         made.append(tables.DataFile(path, full.stat().st_size, piece.num_rows, group=staging.ACCOUNT))
-    tables.commit(state.opened, made, {}, removed=[item], partition_by=["topic"])
+    tables.commit(state.opened, made, {}, removed=state.ledger_files, partition_by=["topic"])
 
 
 def after_a_crash(rig: Rig) -> None:

@@ -104,6 +104,14 @@ def content(
                 yield f"{place}: its {side} is not what the rule {rule.name} makes of {sources(row)}"
 
 
+def staged_sides(staging: Staging, topic: str) -> Iterator[tuple[Row, Any, Any]]:
+    """The rows of an output topic, each with its key and value as its output schema has them."""
+    texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == topic}
+    for row in (row for item in staging.outputs.get(topic, []) for row in item.rows):
+        text = texts[row["schema"]]
+        yield row, staged(row, topic, "key", text), staged(row, topic, "value", text)
+
+
 def staged(row: Row, topic: str, side: str, text: Mapping[str, Any]) -> Any:
     """One side of a staged row with the fields of its output schema alone, but for those that it leaves out."""
     value, schema = row.get(f"{side}:{topic}"), text[side]["schema"]

@@ -1,0 +1,95 @@
+"""The end: nothing runs any more, all that is left is done, and then the checker and the model say what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from zync_assets_tests.checker.evidence import Evidence, gather
+from zync_assets_tests.checker.outputs import sources, staged_sides
+from zync_assets_tests.checker.raw import decode
+from zync_assets_tests.checker.statement import Statement
+from zync_assets_tests.checker.verdict import judge
+from zync_assets_tests.checker.wire import BAD, Schemas
+from zync_assets_tests.model import GARBAGE, Record
+from zync_assets_tests.torture.children import start
+from zync_assets_tests.torture.report import Tally
+from zync_assets_tests.torture.world import World
+
+ATTEMPTS = 3
+
+
+def warming_run(world: World) -> Callable[[Path], None]:
+    """Runs a pipeline file to idle, in peace."""
+
+    def run(pipeline: Path) -> None:
+        log = world.folder / "warming.log"
+        code = start(pipeline, "run", log, world.folder / "warming.ready", {}, "--until-idle").wait()
+        assert code == 0, log.read_text()
+
+    return run
+
+
+def drain(world: World, tally: Tally) -> None:
+    """Run to idle, in peace; a topic in which two publishers met is made anew first, as the command says."""
+    log, marker = world.folder / "drain.log", world.folder / "drain.ready"
+    for _ in range(ATTEMPTS):
+        code = start(world.pipeline, "run", log, marker, {}, "--until-idle").wait()
+        text = log.read_text(errors="replace")
+        if code == 0:
+            return
+        for topic in (world.shop.new, world.shop.audit):
+            if f"--recreate {topic}." in text or f"--recreate {topic}\n" in text:
+                tally.count("errors", "topics made anew after a foreign record")
+                start(world.pipeline, "to-kafka", log, marker, {}, "--recreate", topic).wait()
+    tally.find(f"the last run in peace did not end well: {text[-1500:]}")
+
+
+def verdict(world: World, tally: Tally) -> None:
+    """The checker's findings and the model's, and the numbers of both."""
+    statement, schemas = world.statement, Schemas(world.services.registry_url)
+    evidence = gather(world.shop.servers, world.folder / "lake", statement)
+    report = judge(statement, evidence, schemas, drained=True)
+    for item in report.findings:
+        tally.find(f"checker: {item}")
+    tally.checked.update(report.numbers)
+    for text in differences(world, statement, evidence, schemas):
+        tally.find(f"model: {text}")
+    if evidence.staging:
+        tally.checked["batches"] = evidence.staging.batch or 0
+
+
+def differences(world: World, statement: Statement, evidence: Evidence, schemas: Schemas) -> Iterable[str]:
+    """All that was ever produced as one batch of the model, against what was made of it in many.
+
+    A key's records are in one partition, so that what pairs, and what becomes of each record, is the same wherever batches
+    are cut; the order, which is not, is the checker's.
+    """
+    model = world.shop.model()
+    model.batch(_records(statement, evidence, schemas))
+    staging = evidence.staging
+    if staging is None:
+        yield "nothing is staged"
+        return
+    for topic in (world.shop.new, world.shop.audit):
+        wanted = Counter(repr((out.rule, out.source, out.key, out.value)) for out in model.outputs[topic])
+        found = Counter(
+            repr((row["rule"], tuple(sources(row)), key, value)) for row, key, value in staged_sides(staging, topic)
+        )
+        for text, count in list(((wanted - found) + (found - wanted)).items())[:5]:
+            yield f"{topic}: {wanted[text]} wanted, {found[text]} there: {text} ({count})"
+    counted = {
+        (row["topic"], row["partition"], row["rule"]): row["count"] for row in staging.of("counted") if row["count"]
+    }
+    for place in sorted(counted.keys() | model.totals().keys()):
+        if counted.get(place, 0) != model.totals().get(place, 0):
+            yield f"{place}: {model.totals().get(place, 0)} wanted, {counted.get(place, 0)} counted"
+
+
+def _records(statement: Statement, evidence: Evidence, schemas: Schemas) -> Iterable[Record]:
+    for item in statement.inputs:
+        for partition, log in sorted(evidence.logs[item.topic].items()):
+            for offset, found in sorted(decode(item, log, schemas).items()):
+                value = GARBAGE if found.value is BAD else found.value
+                yield Record(item.topic, partition, offset, found.record.timestamp or 0, found.key, value)

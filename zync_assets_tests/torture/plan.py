@@ -1,0 +1,115 @@
+"""What happens, drawn from a seed: endless sequences, one for each source of trouble, the same for the same seed.
+
+When each thing happens depends on the machine too: a child's next plan begins when the one before has ended.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+POINTS: dict[str, tuple[str, ...]] = {
+    "from-kafka": (
+        "ingest:files-written",
+        "ingest:quarantine-written",
+        "ingest:table-created",
+        "ingest:columns-added",
+        "ingest:committed",
+        "ingest:quarantine-settled",
+    ),
+    "etl": (
+        "etl:outputs-written",
+        "etl:ledger-written",
+        "etl:ledger-folded",
+        "etl:head-written",
+        "etl:table-created",
+        "etl:columns-added",
+        "etl:committed",
+    ),
+    "to-kafka": (
+        "publish:topic-created",
+        "publish:window-announced",
+        "publish:produced",
+        "publish:acknowledged",
+        "publish:verified",
+        "publish:window-closed",
+    ),
+}
+RARE = frozenset(
+    {"ingest:table-created", "ingest:columns-added", "etl:table-created", "etl:columns-added", "publish:topic-created"}
+)
+"""Points that are passed once in a pipeline's life."""
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """One ``zync`` process. ``end``: how it is to end.
+
+    point    at a crash point, armed in its environment, when it passes it for the ``count``-th time
+    moment   ``delay`` seconds after it has its Spark session
+    start    ``delay`` seconds after it was started, session or not
+    term     SIGTERM, ``delay`` seconds after it has its session
+    itself   when it is done
+    """
+
+    command: str
+    end: str
+    point: str = ""
+    count: int = 1
+    delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """What happens to a service after ``pause`` seconds: ``restart`` or ``kill`` the broker, ``outage`` of the registry
+    for ``lasts`` seconds, or kill one ``worker`` process of Spark."""
+
+    pause: float
+    kind: str
+    lasts: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """The changes of so many orders, after ``pause`` seconds. ``how``: ``plain``, in a transaction that is ``committed``,
+    or in one that is ``aborted`` and sent again."""
+
+    pause: float
+    orders: int
+    how: str
+    seed: int
+
+
+def children(seed: int, place: int) -> Iterator[ChildPlan]:
+    """The processes that one of the instances runs, one after the other."""
+    dice = random.Random(f"{seed} children {place}")
+    while True:
+        command = dice.choices(("run", "from-kafka", "etl", "to-kafka"), (8, 2, 4, 6))[0]
+        end = dice.choices(("point", "moment", "start", "term", "itself"), (60, 25, 3, 4, 8))[0]
+        if end == "point":
+            step = dice.choice(tuple(POINTS)) if command == "run" else command
+            weights = [0.1 if point in RARE else 1.0 for point in POINTS[step]]
+            count = dice.choice((1, 1, 2, 3)) if command == "run" else dice.choice((1, 1, 2))
+            yield ChildPlan(command, end, dice.choices(POINTS[step], weights)[0], count)
+        elif end == "start":
+            yield ChildPlan(command, end, delay=dice.uniform(0, 6))
+        else:
+            yield ChildPlan(command, end, delay=dice.uniform(0, 8))
+
+
+def faults(seed: int) -> Iterator[FaultPlan]:
+    dice = random.Random(f"{seed} faults")
+    while True:
+        pause = dice.uniform(5, 25)
+        kind = dice.choices(("restart", "kill", "outage", "worker"), (2, 4, 3, 8))[0]
+        yield FaultPlan(pause, kind, dice.uniform(1, 10))
+
+
+def traffic(seed: int, rate: float) -> Iterator[TrafficPlan]:
+    """About ``rate`` orders a second, in bursts."""
+    dice = random.Random(f"{seed} traffic")
+    while True:
+        pause = dice.uniform(0.2, 2.0)
+        how = dice.choices(("plain", "committed", "aborted"), (6, 3, 1))[0]
+        yield TrafficPlan(pause, max(1, round(rate * pause * dice.uniform(0.3, 1.7))), how, dice.randrange(1 << 30))

@@ -1,0 +1,100 @@
+"""The services, topics and pipeline of a torture run, in one folder that a later run may go on with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from zync_assets.errors import SetupError
+from zync_assets.local import processes
+from zync_assets.local.services import Services, down, status, up
+from zync_assets.steps.session import spark_settings
+from zync_assets_tests.checker import statement as statements
+from zync_assets_tests.checker.statement import Statement
+from zync_assets_tests.services import HASTY
+from zync_assets_tests.shop import Shop, changes, make_shop
+
+SETTLE = "12"
+"""Seconds that a publisher waits after an unclean stop. A live one may pause for as long as the broker takes to come back."""
+
+
+@dataclass
+class World:
+    folder: Path
+    prefix: str
+    services: Services
+    shop: Shop
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def statement(self) -> Statement:
+        return statements.shop(self.prefix)
+
+    @property
+    def pipeline(self) -> Path:
+        return self.shop.pipeline.path
+
+    def end(self, service: str, sign: int) -> None:
+        """Signal one of the services, ``kafka`` or ``registry``, and wait until it has ended."""
+        found = status(self.folder / "services")
+        assert found is not None
+        pid = found.kafka_pid if service == "kafka" else found.registry_pid
+        with suppress(psutil.NoSuchProcess):
+            if pid is not None:
+                process = psutil.Process(pid)
+                process.send_signal(sign)
+                processes.wait([process], 60)
+
+
+def make_world(folder: Path, prefix: str, *, there: bool) -> World:
+    """Start the services and make the pipeline; with ``there``, its topics and lake are those of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    services = up(folder / "services", broker_properties=HASTY)
+    shop = make_shop(services, folder, prefix, settle=SETTLE, there=there)
+    return World(folder, prefix, services, shop)
+
+
+def up_again(world: World, attempts: int = 30) -> Services:
+    """Start what does not run, on the ports that the pipeline knows."""
+    ports = [int(url.rsplit(":", 1)[1].split("/")[0]) for url in (world.shop.servers, world.services.registry_url)]
+    for attempt in range(attempts):
+        try:
+            return up(world.folder / "services", kafka_port=ports[0], registry_port=ports[1], broker_properties=HASTY)
+        except SetupError:
+            # A server that was killed a moment ago may hold its port a moment longer.
+            if attempt == attempts - 1:
+                raise
+            world.stopping.wait(1.0)
+    raise AssertionError
+
+
+def warm_up(world: World, run: Callable[[Path], None]) -> None:
+    """Have the JVM write down its loaded classes once, so that each process starts in a third of the time: kills are to hit
+    work and not starts. ``run`` takes a pipeline file and runs it to idle."""
+    archive = world.folder / "spark.jsa"
+    text = world.pipeline.read_text()
+    if not archive.exists():
+        world.shop.produce(changes(world.shop, range(-20, 0), seed=0, sticky=True))
+        warming = world.folder / "warming.yaml"
+        warming.write_text(_with_option(text, f"-XX:ArchiveClassesAtExit={archive}"))
+        run(warming)
+        # The JVM ends some seconds after the command.
+        deadline = time.monotonic() + 120
+        while not archive.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+    world.pipeline.write_text(_with_option(text, f"-XX:SharedArchiveFile={archive} -Xshare:auto"))
+
+
+def _with_option(text: str, option: str) -> str:
+    ours = spark_settings({})["spark.driver.extraJavaOptions"]
+    return text.replace("spark: {", f'spark: {{spark.driver.extraJavaOptions: "{ours} {option}", ', 1)
+
+
+def close(world: World, *, clean: bool) -> None:
+    down(world.folder / "services", clean=clean)
