@@ -12,14 +12,12 @@ delivery must get the offset that staging gave it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from zync_assets.crashes import crash_point
-from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
+from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, topic_states
 from zync_assets.kafka.writer import high_watermark, write_in_order
@@ -28,7 +26,7 @@ from zync_assets.lake.published import Published, commit_published, open_publish
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
-from zync_assets.steps.encoding import StagedTopic, encoded_rows, first_difference, staged_topic
+from zync_assets.steps.encoding import encoded_rows, first_difference, staged_topic
 from zync_assets.steps.tasks import run_tasks
 
 if TYPE_CHECKING:
@@ -284,7 +282,7 @@ class _Publisher:
             until = min(end, at + WINDOW_RECORDS)
             self._commit(until, at)
             crash_point("publish:window-announced")
-            run_tasks(self.spark, 1, _window(self.staged, self.kafka, at, until))
+            run_tasks(self.spark, 1, self._window(at, until))
             at = until
             if progress is not None:
                 progress(at - first, end - first)
@@ -292,24 +290,26 @@ class _Publisher:
             self._commit(end, end)
             crash_point("publish:window-closed")
 
+    def _window(self, first: int, end: int) -> Callable[[int], int]:
+        """The task that sends one window, if it still is what was announced last: a publisher that took this one for dead,
+        since it did not begin for longer than ``settle``, has announced another. What that one sent is not foreign."""
+        staged, kafka = self.staged, self.kafka
+        lake, pool = self.pipeline.lake, self.plan.output.pool
+
+        def work(_: int) -> int:
+            _refuse_second_attempt(staged.topic)
+            now = open_published(lake, pool, staged.topic)
+            if (now.window, now.verified) != (end, first):
+                raise CommitConflict(f"topic {staged.topic}: another publisher went on in place of this one; run again")
+            return write_in_order(kafka, staged.topic, 0, first, encoded_rows(staged, first, end))
+
+        return work
+
     def _commit(self, window: int, verified: int) -> None:
         pool = self.plan.output.pool
         self.state = commit_published(
             self.pipeline.lake, pool, self.state, window=window, verified=verified, topic_id=self.topic_id
         )
-
-
-def _window(staged: StagedTopic, kafka: object, first: int, end: int) -> Callable[[int], int]:
-    """The task that sends one window."""
-
-    def rows() -> Iterator[pa.RecordBatch]:
-        yield from encoded_rows(staged, first, end)
-
-    def work(_: int) -> int:
-        _refuse_second_attempt(staged.topic)
-        return write_in_order(kafka, staged.topic, 0, first, rows())  # type: ignore[arg-type]
-
-    return work
 
 
 def _refuse_second_attempt(topic: str) -> None:

@@ -27,6 +27,7 @@ from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps import publish as publishing
 from zync_assets.steps.ingest import plan_ingest
 from zync_assets.steps.loops import publish_all
 from zync_assets.steps.publish import PublishPlan, plan_publish, recreate_topic
@@ -217,6 +218,27 @@ def test_a_publisher_that_comes_second_goes_on_after_the_first(make: Make) -> No
             it.publish()
 
     assert list(publish_all(it.pipeline, lambda: it.spark, [it.out], while_another_publishes)) == []
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
+
+
+def test_a_publisher_that_was_taken_for_dead_before_it_began_finds_no_foreign_record(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had announced its window, and then stood still for longer than ``settle``."""
+    it = make(BOTH + COPY)
+    it.send(it.left, row(1), row(2))
+    it.step()
+    real, others = publishing.run_tasks, [1]
+
+    def after_another_went_on(*arguments: Any) -> Any:
+        if others:
+            others.pop()
+            assert it.publish().records == 2
+        return real(*arguments)
+
+    monkeypatch.setattr(publishing, "run_tasks", after_another_went_on)
+    with pytest.raises(CommitConflict, match="another publisher went on"):
+        it.publish()
     assert plan_publish(it.pipeline, it.out).nothing_to_do
 
 
