@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
 Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
+SubjectNameStrategy: TypeAlias = Literal["topic", "record", "topic-record"]
 OnSchemaChange: TypeAlias = Literal["merge", "error", "quarantine"]
 OnDataLoss: TypeAlias = Literal["fail", "continue"]
 OnBadRecord: TypeAlias = Literal["fail", "quarantine"]
@@ -91,6 +92,11 @@ class Output:
     """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
     provenance: bool = False
     """Whether each record says in headers which raw records made it."""
+    key_subject: SubjectNameStrategy = "topic"
+    value_subject: SubjectNameStrategy = "topic"
+    """How the subject is called that an Avro schema is registered under."""
+    namespace: str | None = None
+    """The namespace of Avro records; None: made of the topic's name."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ Two addresses count here: ``GET /schemas/ids/{id}``, which a consumer needs for 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
-from zync_assets.kafka.references import inline
-from zync_assets.pipeline import RegistryConfig
+from zync_assets.kafka.references import full_name, inline
+from zync_assets.pipeline import RegistryConfig, SubjectNameStrategy
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
@@ -36,6 +37,21 @@ _schemas: dict[tuple[str, int], str] = {}
 """Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
 
 _lock = threading.Lock()
+
+
+def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: str) -> str:
+    """The subject that a schema is registered under, as Confluent's serializers have it: ``<topic>-<key or value>``, the
+    record's full name, or ``<topic>-<full name>``. SchemaError for a schema without a name, where one is needed."""
+    if strategy == "topic":
+        return f"{topic}-{side}"
+    document = json.loads(schema)
+    if not isinstance(document, dict) or document.get("type") != "record":
+        raise SchemaError(
+            f"topic {topic}: its {side}s have no record's name for subject-name-strategy {strategy}. Make them records (a"
+            f" mapping of names to expressions), or set {side}-subject-name-strategy: topic."
+        )
+    full = full_name(document["name"], document.get("namespace", ""))
+    return full if strategy == "record" else f"{topic}-{full}"
 
 
 class Registry:

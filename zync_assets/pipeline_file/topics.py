@@ -17,6 +17,7 @@ from zync_assets.pipeline import (
     OnSchemaChange,
     Output,
     SideFormat,
+    SubjectNameStrategy,
     Unmatched,
 )
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
@@ -25,10 +26,12 @@ from zync_assets.pipeline_file.source import Items, Scalar
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
 _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS)
-_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance")
+_SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
+_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", *_SUBJECT_KEYS)
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
+_NAMESPACE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tuple[str | None, int]]]:
@@ -108,6 +111,8 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         create = _create(item)
         start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
         provenance = item.flag("provenance")
+        subjects = _subjects(item, key, value)
+        namespace = _namespace(item, key, value)
         _one_spelling(item, pool, pools)
         if pool is not None and pool.lower() in raw:
             item.problem(
@@ -131,9 +136,38 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
         outputs[topic] = (
-            Output(topic, pool or "", key, value, create, start_at or "empty", provenance) if good else None
+            Output(topic, pool or "", key, value, create, start_at or "empty", provenance, *subjects, namespace)
+            if good
+            else None
         )
     return outputs
+
+
+def _subjects(item: Fields, key: SideFormat, value: SideFormat) -> tuple[SubjectNameStrategy, SubjectNameStrategy]:
+    strategies = get_args(SubjectNameStrategy)
+    both = item.choice("subject-name-strategy", strategies)
+    own: list[SubjectNameStrategy] = []
+    for name, side in (("key", key), ("value", value)):
+        chosen = item.choice(f"{name}-subject-name-strategy", strategies)
+        if chosen is not None and side.format != "avro":
+            item.problem(
+                f"{name}-subject-name-strategy", f"goes with avro, and the {name} format is {side.format}; remove it"
+            )
+        own.append(chosen or both or "topic")
+    if both is not None and "avro" not in (key.format, value.format):
+        item.problem("subject-name-strategy", "goes with avro, and no side of this output is; remove it")
+    return own[0], own[1]
+
+
+def _namespace(item: Fields, key: SideFormat, value: SideFormat) -> str | None:
+    text = item.text("namespace") if "namespace" in item else None
+    if text is not None and not _NAMESPACE.fullmatch(text):
+        item.problem(
+            "namespace", "is no Avro namespace: names of letters, digits and `_`, with dots between, as com.shop"
+        )
+    elif text is not None and not {"avro", "connect-json"} & {key.format, value.format}:
+        item.problem("namespace", "goes with avro and connect-json, whose schemas have names; remove it")
+    return text
 
 
 def _on_schema_change(item: Fields, key: SideFormat, value: SideFormat) -> OnSchemaChange:

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.encode import Encoder, make_encoder
 from zync_assets.compute import pc
-from zync_assets.errors import LakeError, SchemaError
-from zync_assets.kafka.registry import Registry
+from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake import staging, storage
 from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile
@@ -68,7 +68,7 @@ class StagedTopic:
 
 
 def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
-    """An output topic of a staging pool, its schemas registered under ``<topic>-key`` and ``<topic>-value``.
+    """An output topic of a staging pool, its schemas registered under the subjects that its rules had (``subject_name``).
 
     Raises RegistryError if the registry refuses one.
     """
@@ -121,19 +121,32 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
-def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, object]) -> SideSchema:
+def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
     form, schema = str(found["format"]), found["schema"]
     if schema is None:
         return SideSchema(form, None, None, "")
-    return _registered(client, SideSchema(form, json.dumps(schema), None, f"{topic}-{side}"))
+    strategy, text = found.get("subject", "topic"), json.dumps(schema)
+    subject = subject_name(strategy, topic, side, text) if form == "avro" else ""
+    return _registered(client, topic, SideSchema(form, text, None, subject))
 
 
-def _registered(client: Registry | None, side: SideSchema) -> SideSchema:
+def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
     if side.format != "avro" or side.schema is None:
         return side
     if client is None:
-        raise SchemaError(f"subject {side.subject}: it is Avro and the pipeline has no registry. Add registry: url.")
-    return replace(side, schema_id=client.register(side.subject, side.schema))
+        raise SchemaError(
+            f"topic {topic}, subject {side.subject}: it is Avro and the pipeline has no registry. Add registry: url."
+        )
+    try:
+        return replace(side, schema_id=client.register(side.subject, side.schema))
+    except RegistryUnavailable:
+        raise
+    except RegistryError as error:
+        raise RegistryError(
+            f"topic {topic}: its schema was not taken for subject {side.subject}: {error}. Nothing that needs it was"
+            " published. What is staged keeps its schema: set the subject's compatibility to one that allows it and run"
+            " again; or change the rules, and begin anew with another topic and staging pool."
+        ) from None
 
 
 def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
@@ -145,7 +158,7 @@ def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
     if whole.value.schema is None:
         return whole
     text = without(whole.value.schema, "value", paths)
-    return replace(whole, value=_registered(staged.registry, replace(whole.value, schema=text)))
+    return replace(whole, value=_registered(staged.registry, staged.topic, replace(whole.value, schema=text)))
 
 
 def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:

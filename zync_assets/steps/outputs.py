@@ -23,6 +23,7 @@ from zync_assets.etl import matching
 from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
 from zync_assets.etl.shapes import expression_type, own_type, shape_sql, unify, void_fields
+from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline, Rule, Stateless
@@ -161,8 +162,14 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
     ):
         schema = None
         if shape is not None and kind.simpleString() != "void":
-            schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), namespace(item.topic)))
+            space = item.namespace or namespace(item.topic)
+            schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), space))
         sides[side] = {"format": asked.format, "schema": schema}
+        strategy = item.key_subject if side == "key" else item.value_subject
+        if schema is not None and asked.format == "avro" and strategy != "topic":
+            # Now, not when it is published: what is staged can't be changed any more.
+            subject_name(strategy, item.topic, side, json.dumps(schema))
+            sides[side] = {"format": asked.format, "schema": schema, "subject": strategy}
     if item.provenance:
         sides["provenance"] = True
     return json.dumps(sides, separators=(",", ":"))
