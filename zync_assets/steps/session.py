@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zync_assets.local.java import find_java
+from zync_assets.steps.class_archive import share_classes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,9 +80,11 @@ def use_this_machine() -> None:
 
     Raises SetupError if there is no such Java.
     """
-    os.environ["JAVA_HOME"] = str(find_java().parent.parent)
+    java = find_java()
+    os.environ["JAVA_HOME"] = str(java.parent.parent)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    share_classes(java)
 
 
 def prepared(session: SparkSession) -> SparkSession:
