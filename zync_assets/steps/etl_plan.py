@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
+from zync_assets.etl.batches import BATCH_RECORDS, first_batch
 from zync_assets.lake import raw, reading, staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
@@ -25,7 +26,7 @@ class EtlPlan:
     state: StagingState | None = field(repr=False)
     raw: Mapping[str, RawState | None] = field(repr=False)
     ranges: Mapping[str, tuple[OffsetRange, ...]]
-    """Input topic → new offsets, from seen to the next offset to ingest."""
+    """Input topic → new offsets of this batch, from seen on."""
 
     @property
     def nothing_to_do(self) -> bool:
@@ -71,8 +72,11 @@ class EtlCommit:
     seconds: float
 
 
-def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
-    """What is new for a staging pool. Raises EtlError if a raw table is another one than the account's."""
+def plan_etl(pipeline: Pipeline, pool: str, limit: int = BATCH_RECORDS) -> EtlPlan:
+    """What is new for a staging pool, about ``limit`` records of it, the earliest; the next batch takes the rest.
+
+    Raises EtlError if a raw table is another one than the account's.
+    """
     state = staging.open_staging(pipeline.lake, pool)
     head = state.head if state else Head()
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
@@ -84,7 +88,12 @@ def plan_etl(pipeline: Pipeline, pool: str) -> EtlPlan:
             continue
         _check_table(pool, head, topic, found)
         ranges[topic] = tuple(new_ranges({**found.first, **head.seen(topic)}, found.next))
-    return EtlPlan(pool, state, states, ranges)
+    files = {
+        topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
+        for topic, found in states.items()
+        if found is not None
+    }
+    return EtlPlan(pool, state, states, first_batch(ranges, files, limit))
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:

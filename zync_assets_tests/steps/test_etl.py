@@ -314,3 +314,20 @@ def test_an_edited_rule_widens_the_topic_and_leaves_what_is_staged(make: Make) -
     edited.step()
     assert edited.values() == [{"id": 1, "v": None}, {"id": 2, "v": "b"}]
     assert len({found["schema"] for found in edited.staged()}) == 2
+
+
+def test_a_backlog_goes_in_batches_and_gives_the_same(make: Make) -> None:
+    """The earlier files first, whatever their topic; a record whose counterpart is in a later batch waits for it."""
+    it = make(BOTH + JOIN)
+    for number in range(3):
+        it.send(it.left, row(number), times=[1_000 + number])
+        it.send(it.right, row(number), times=[2_000 + number])
+        it.ingest()
+    made: list[dict[str, int]] = []
+    while not (plan := plan_etl(it.pipeline, "Staging", limit=2)).nothing_to_do:
+        slices = {topic: read_raw(it.spark, it.pipeline, plan, topic) for topic in plan.ranges}
+        batch = transform(it.spark, it.pipeline, plan, slices)
+        made.append(dict(commit_staging(it.pipeline, batch).counts))
+    assert made == [{"pending": 2}, {"pending": 1, "outputs": 1, "done": 2}, {"outputs": 2, "done": 4}]
+    assert [value["id"] for value in it.values()] == [0, 1, 2]
+    assert it.classes(it.left) == it.classes(it.right) == {"done": 3}
