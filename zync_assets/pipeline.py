@@ -32,6 +32,15 @@ SOURCE_HEADER = "source"
 
 
 @dataclass(frozen=True)
+class RecordShape:
+    """What is made of every record of an input or an output: those for which ``where`` does not hold are dropped, and of
+    the others each side that is in ``sides`` (``key``, ``value``) is replaced. A value that is null stays null."""
+
+    where: str | None
+    sides: Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
 class SideFormat:
     """How keys or values are encoded. ``ddl``: the Spark DDL type of a ``json`` side, or of what comes without a
     schema on a ``connect-json`` one; None: one string."""
@@ -68,6 +77,8 @@ class Input:
     """How many records of the topic may lie in quarantine; a batch that would add one too many is not committed."""
     on_schema_change: OnSchemaChange = "merge"
     """What to do with records whose writer's schema has other columns than those that came before."""
+    shape: RecordShape | None = None
+    """What is made of every record before it reaches the raw pool."""
 
 
 @dataclass(frozen=True)

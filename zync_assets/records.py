@@ -34,8 +34,13 @@ BAD_SCHEMA = pa.schema(
     ]
 )
 """A quarantined record, whole: its bytes and headers as Kafka had them, and why it is here.
-``stage``: ``key`` or ``value`` (could not be decoded), or ``lost`` (``key`` and ``value`` null: retention took the offsets
-from ``kafka.offset`` to before ``end``). ``end`` is the offset after the entry."""
+``stage``: ``key`` or ``value`` (could not be decoded), ``shape`` (the input's shape fails on it), or one of RANGE_STAGES.
+``end`` is the offset after the entry."""
+
+LOST, DROPPED = "lost", "dropped"
+RANGE_STAGES = (LOST, DROPPED)
+"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention took
+them before they were ingested; or the input's shape left out these records."""
 
 
 def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
@@ -52,7 +57,7 @@ def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.Reco
             [
                 {
                     "kafka": {"topic": topic, "partition": part.partition, "offset": part.first, "time": now * 1000},
-                    "stage": "lost",
+                    "stage": LOST,
                     "end": part.end,
                     "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
                 }
@@ -61,3 +66,20 @@ def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.Reco
         )
         for part in lost
     ]
+
+
+def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.RecordBatch:
+    """What stands in the side table for records that the input's shape left out, a row a range of offsets without a gap.
+
+    ``kafka``: the place of one record of each; nothing but the place and the time of it is kept.
+    """
+    count = len(firsts)
+    columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
+    columns |= {"offset": firsts, "timestamp": pa.nulls(count, KAFKA_TYPE.field("timestamp").type)}
+    columns["headers"] = pa.nulls(count, HEADERS_TYPE)
+    place = pa.StructArray.from_arrays([columns[name] for name in KAFKA_TYPE.names], fields=list(KAFKA_TYPE))
+    nothing = pa.nulls(count, pa.binary())
+    stages = pa.repeat(pa.scalar(DROPPED), count)
+    return pa.RecordBatch.from_arrays(
+        [place, nothing, nothing, stages, pa.nulls(count, pa.string()), ends], schema=BAD_SCHEMA
+    )

@@ -74,6 +74,7 @@ class PoolIOManager(IOManager):
                 {
                     "ingested": done.records,
                     "quarantined": done.quarantined,
+                    "left out": done.left_out,
                     "schema changes": "\n".join(map(str, done.schema_changes)) or "none",
                     "seconds": round(done.seconds, 3),
                 }

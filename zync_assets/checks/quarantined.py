@@ -13,24 +13,34 @@ from zync_assets.checks.columns import integers, read_columns
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.offsets import OffsetRange
+from zync_assets.records import DROPPED, LOST
 
 
 @dataclass(frozen=True)
 class Quarantined:
     """``records``: int64 rows (partition, offset) of the records that could not be decoded, sorted; ``lost``: accepted
-    losses; ``first_error``: why the first record is here; ``entries``: all entries of a partition, of either kind."""
+    losses; ``left_out``: int64 rows (partition, first, end) of what the input's shape left out, sorted and not only of the
+    ranges; ``first_error``: why the first record is here; ``entries``: all entries of a partition but for the left-out."""
 
     records: np.ndarray
     lost: tuple[OffsetRange, ...]
+    left_out: np.ndarray
     entries: Mapping[int, int]
     first_error: str
 
     def offsets(self, partition: int) -> np.ndarray:
         return self.records[self.records[:, 0] == partition, 1]
 
-    def not_lost(self, partition: int, offsets: np.ndarray) -> np.ndarray:
-        """Those offsets that lie in no accepted loss."""
-        keep = np.ones(len(offsets), dtype=bool)
+    def left_out_records(self, partition: int) -> int:
+        own = self.left_out[self.left_out[:, 0] == partition]
+        return int((own[:, 2] - own[:, 1]).sum())
+
+    def unexplained(self, partition: int, offsets: np.ndarray) -> np.ndarray:
+        """Those offsets that lie in no accepted loss and that no shape left out."""
+        own = self.left_out[self.left_out[:, 0] == partition]
+        at = np.searchsorted(own[:, 1], offsets, side="right") - 1
+        keep = at < 0
+        keep[~keep] = offsets[~keep] >= own[at[~keep], 2]
         for part in self.lost:
             if part.partition == partition:
                 keep &= (offsets < part.first) | (offsets >= part.end)
@@ -45,28 +55,36 @@ def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: S
     records: list[np.ndarray] = []
     lost: list[OffsetRange] = []
     entries: dict[int, int] = {}
+    left_out: list[np.ndarray] = []
     first_error = ""
     for item in quarantine.quarantine_files(lake, pool, topic, state.next):
         columns = ["kafka.partition", "kafka.offset", "stage", "error", "end"]
         for batch in read_columns(storage.join(uri, item.path), columns):
             table = pa.Table.from_batches([batch]).flatten()
             partitions, offsets = integers(table["kafka.partition"]), integers(table["kafka.offset"])
-            for partition, count in zip(
-                *(part.tolist() for part in np.unique(partitions, return_counts=True)), strict=True
-            ):
+            stages, ends = np.asarray(table["stage"].to_pylist()), integers(table["end"])
+            gone, out = stages == LOST, stages == DROPPED
+            counts = np.unique(partitions[~out], return_counts=True)
+            for partition, count in zip(*(part.tolist() for part in counts), strict=True):
                 entries[partition] = entries.get(partition, 0) + count
-            gone = np.asarray(table["stage"].to_pylist()) == "lost"
-            ends = integers(table["end"])
             spans = zip(partitions[gone].tolist(), offsets[gone].tolist(), ends[gone].tolist(), strict=True)
             lost += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
-            wanted = ~gone & inside(partitions, offsets, ranges)
+            left_out.append(np.column_stack([partitions[out], offsets[out], ends[out]]))
+            wanted = ~gone & ~out & inside(partitions, offsets, ranges)
             for partition, places in replayed.items():
                 wanted &= (partitions != partition) | ~np.isin(offsets, places)
             records.append(np.column_stack([partitions[wanted], offsets[wanted]]))
             if not first_error and wanted.any():
                 first_error = str(table["error"][int(np.argmax(wanted))].as_py())
     found = np.concatenate(records) if records else np.empty((0, 2), np.int64)
-    return Quarantined(found[np.lexsort((found[:, 1], found[:, 0]))], tuple(sorted(lost)), entries, first_error)
+    spans_out = np.concatenate(left_out) if left_out else np.empty((0, 3), np.int64)
+    return Quarantined(
+        found[np.lexsort((found[:, 1], found[:, 0]))],
+        tuple(sorted(lost)),
+        spans_out[np.lexsort((spans_out[:, 1], spans_out[:, 0]))],
+        entries,
+        first_error,
+    )
 
 
 def inside(partitions: np.ndarray, offsets: np.ndarray, ranges: Iterable[OffsetRange]) -> np.ndarray:

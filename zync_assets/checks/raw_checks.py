@@ -59,7 +59,7 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
 
 def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
     """Every record that Kafka still holds below the next offset is in the raw table or in quarantine, exactly once, or
-    in a range whose loss was accepted; and quarantine holds as many entries as were counted.
+    in a range whose loss was accepted or that the input's shape left out; and quarantine holds as many entries as were counted.
 
     Reads Kafka again, over ``ranges`` or everything ingested. What retention took since can't be compared: the numbers
     say how many records were. Raises TopicMissing, BrokerUnavailable.
@@ -82,6 +82,8 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     try:
         side = read_quarantine(pipeline.lake, pool, topic, state, _ingested(state, ranges))
         numbers["quarantined"] = len(side.records)
+        if state.left_out:
+            numbers["left_out"] = sum(state.left_out.values())
         problems += _count_problems(state, side)
         for part in _ingested(state, ranges):
             mark = watermarks.get(part.partition)
@@ -242,6 +244,10 @@ def _count_problems(state: RawState, side: Quarantined) -> Iterator[str]:
         counted, found = state.bad.get(partition, 0), side.entries.get(partition, 0)
         if counted != found:
             yield f"partition {partition}: {counted} quarantined entries were counted and {found} are there"
+    for partition in sorted({*np.unique(side.left_out[:, 0]).tolist(), *state.left_out}):
+        counted, found = state.left_out.get(partition, 0), side.left_out_records(partition)
+        if counted != found:
+            yield f"partition {partition}: {counted} records were counted as left out by the shape and {found} are there"
 
 
 def _kafka_offsets(
@@ -280,7 +286,7 @@ def _compare(
         end = int(offsets[-1]) + 1 if len(offsets) else part.end
         ours = np.concatenate([held.between(first, end), aside[(aside >= first) & (aside < end)]])
         present, times = np.unique(ours, return_counts=True)
-        absent = side.not_lost(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
+        absent = side.unexplained(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
         totals["compared"] += len(offsets)
         totals["missing"] += len(absent)
         totals["doubled"] += int((times > 1).sum())

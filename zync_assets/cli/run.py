@@ -174,6 +174,7 @@ def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
             "records": made.records,
             "quarantined": made.quarantined,
             "schema_changes": [str(change) for change in made.schema_changes],
+            **({"left_out": made.left_out} if made.left_out else {}),
             "seconds": round(made.seconds, 2),
         }
     if isinstance(made, EtlCommit):

@@ -90,5 +90,31 @@ def spark_type(type: pa.DataType) -> DataType:
     return made[spark_ddl(type)]
 
 
+def arrow_type(kind: DataType) -> pa.DataType:
+    """The Arrow type of a Spark type, everything nullable; SchemaError for one that the lake has no form for."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    nullable = _nullable(kind)
+    try:
+        made = to_arrow_type(nullable)
+        spark_ddl(made)
+    except (PySparkException, SchemaError):
+        raise SchemaError(f"the lake has no type for Spark's {kind.simpleString()}; CAST it to another") from None
+    return made
+
+
+def _nullable(kind: DataType) -> DataType:
+    from pyspark.sql import types as spark
+
+    if isinstance(kind, spark.StructType):
+        return spark.StructType([spark.StructField(item.name, _nullable(item.dataType)) for item in kind])
+    if isinstance(kind, spark.ArrayType):
+        return spark.ArrayType(_nullable(kind.elementType))
+    if isinstance(kind, spark.MapType):
+        return spark.MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+    return kind
+
+
 def _quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"

@@ -6,14 +6,27 @@ from collections.abc import Iterator
 
 from zync_assets.etl.headers import headers_sql
 from zync_assets.etl.shapes import shape_sql
-from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Stateless
+from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Stateless
 
 
 def explain_rules(pipeline: Pipeline) -> str:
-    """One statement for each input (which rule takes a record) and each rule (what it makes), in the file's order."""
-    parts = [_assignment(item, pipeline.rules) for item in pipeline.inputs]
+    """One statement for each shape of an input, each input (which rule takes a record) and each rule (what it makes), in the
+    file's order."""
+    parts = [_shape(item, item.shape) for item in pipeline.inputs if item.shape is not None]
+    parts += [_assignment(item, pipeline.rules) for item in pipeline.inputs]
     parts += [_stateless(rule) if isinstance(rule, Stateless) else _denorm(rule) for rule in pipeline.rules]
     return "\n\n".join(parts)
+
+
+def _shape(item: Input, shape: RecordShape) -> str:
+    key, value = (shape_sql(shape.sides[side]) if side in shape.sides else side for side in ("key", "value"))
+    return "\n".join(
+        [
+            f"-- {item.topic}: what of each record gets into the raw pool",
+            f"SELECT kafka, {key} AS key, CASE WHEN value IS NOT NULL THEN {value} END AS value",
+            f"FROM {_taken(item.topic)} WHERE {shape.where or 'true'}",
+        ]
+    )
 
 
 def _assignment(item: Input, rules: tuple[Rule, ...]) -> str:

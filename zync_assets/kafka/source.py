@@ -58,8 +58,11 @@ class Chunk:
     arrivals: tuple[Arrived, ...] = ()
 
 
-def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
-    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch.
+def read_chunks(
+    source: Source, part: OffsetRange, now: int, refused: Mapping[int, str] | None = None
+) -> Iterator[Chunk]:
+    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``refused``: offset →
+    why that record counts as bad (stage ``shape``).
 
     Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
     """
@@ -69,7 +72,7 @@ def read_chunks(source: Source, part: OffsetRange, now: int) -> Iterator[Chunk]:
     value = make_decoder(source.value, schema_of, source.value_type, known=source.value_schemas, closed=source.closed)
     highest = 0
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
-        chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now)
+        chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now, refused or {})
         yield chunk
 
 
@@ -77,7 +80,7 @@ def _no_registry(schema_id: int) -> str:
     raise ValueError(f"schema id {schema_id} needs a registry")
 
 
-def _running_times(timestamps: pa.Array, good: np.ndarray, highest: int, now: int) -> np.ndarray:
+def running_times(timestamps: pa.Array, good: np.ndarray, highest: int, now: int) -> np.ndarray:
     """The prefix maximum of the good records' timestamps in milliseconds, from ``highest``, none later than ``now``.
 
     Quarantined records have no say: across files only the statistics of those that hold good records are known.
@@ -87,15 +90,26 @@ def _running_times(timestamps: pa.Array, good: np.ndarray, highest: int, now: in
 
 
 def _decode(
-    topic: str, partition: int, batch: pa.RecordBatch, key: Decoder, value: Decoder, highest: int, now: int
+    topic: str,
+    partition: int,
+    batch: pa.RecordBatch,
+    key: Decoder,
+    value: Decoder,
+    highest: int,
+    now: int,
+    refused: Mapping[int, str],
 ) -> tuple[Chunk, int]:
     """The decoded chunk, and the highest time reached in it."""
     rows = batch.num_rows
     keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
     errors = bad_sides(keys, values)
+    if refused:
+        for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(refused))).tolist():
+            error = BadRecord(index, refused[batch.column("offset")[index].as_py()])
+            errors.setdefault(index, ("shape", error))
     good = np.ones(rows, dtype=bool)
     good[list(errors)] = False
-    times = _running_times(batch.column("timestamp"), good, highest, now)
+    times = running_times(batch.column("timestamp"), good, highest, now)
     kafka = pa.StructArray.from_arrays(
         [
             pa.repeat(pa.scalar(topic), rows),

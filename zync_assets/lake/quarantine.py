@@ -1,4 +1,5 @@
-"""The side table of a raw table: records that could not be decoded, whole, and offsets that retention took.
+"""The side table of a raw table: records that could not be decoded, whole, offsets that retention took, and those that the
+input's shape left out.
 
 It is committed before the raw table. An entry counts once the raw table's next offset has passed it; entries at or past
 the next offset are left over from a writer that did not get to commit, and the next writer replaces them. It stops counting
@@ -18,7 +19,7 @@ from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import raw, storage, tables
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
-from zync_assets.records import BAD_SCHEMA
+from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 
 _NUMBER = "zync:quarantine"
 
@@ -96,7 +97,7 @@ def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Seq
             raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
         parts.append(table.select(wanted).cast(empty.schema))
     rows = pa.concat_tables(parts)
-    rows = rows.filter(pc.not_equal(rows["stage"], "lost"))
+    rows = rows.filter(pc.invert(pc.is_in(rows["stage"], pa.array(RANGE_STAGES))))
     for place, name in enumerate(("partition", "offset")):
         rows = rows.add_column(place, name, pc.struct_field(rows["kafka"], name))
     if rows.num_rows == 0:

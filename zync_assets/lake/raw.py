@@ -5,6 +5,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:next:<partition>    the next offset to ingest
     zync:first:<partition>   the offset where the first ingest of the partition began
     zync:bad:<partition>     how many records of it were quarantined, ever
+    zync:left-out:<partition>  how many records of it an input's shape left out, ever
     zync:partitions          how many partitions have the two above
     zync:schemas:<side>      how many writer schemas of keys or of values have the four below
     zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order in which they came; -1: it has none
@@ -66,6 +67,8 @@ class RawState:
     """Partition → entries that were ever put into quarantine; replayed ones are among them."""
     replays: int = 0
     """How many replays were committed."""
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    """Partition → records that the input's shape left out, ever."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -98,13 +101,17 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     if opened is None:
         return None
     count = opened.number("zync:partitions") or 0
-    found = {name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)} for name in ("first", "next", "bad")}
+    found = {
+        name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
+        for name in ("first", "next", "bad", "left-out")
+    }
     return RawState(
         opened,
         {p: n for p, n in found["first"].items() if n is not None},
         {p: n for p, n in found["next"].items() if n is not None},
         {p: n or 0 for p, n in found["bad"].items()},
         opened.number("zync:replay") or 0,
+        {p: n for p, n in found["left-out"].items() if n},
     )
 
 
@@ -169,12 +176,13 @@ def commit_raw(
     until: Mapping[int, int],
     bad: Mapping[int, int],
     writers: Sequence[WriterSchema] = (),
+    left_out: Mapping[int, int] | None = None,
 ) -> None:
     """Commit files and next offsets together.
 
     ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
-    each partition's next offset after this batch; ``bad`` how many records of it were quarantined in this batch;
-    ``writers`` the writer schemas that are new.
+    each partition's next offset after this batch; ``bad`` and ``left_out`` how many records of it were quarantined,
+    and left out by a shape, in this batch; ``writers`` the writer schemas that are new.
     Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
     """
     uri = storage.raw_uri(lake, pool, topic)
@@ -186,6 +194,8 @@ def commit_raw(
     old_bad = before.bad if before else {}
     numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
     numbers |= _writer_numbers(before, writers)
+    old_out = before.left_out if before else {}
+    numbers |= {f"zync:left-out:{p}": old_out.get(p, 0) + count for p, count in (left_out or {}).items()}
     if before is None:
         numbers[f"zync:topic:{topic_id}"] = 0
         tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)

@@ -3,6 +3,7 @@
     <lake>/<Pool>/<topic>               a raw table
     <lake>/<Pool>                       a staging table
     <lake>/~quarantine/<Pool>/<topic>   what could not be decoded, beside a raw table
+    <lake>/~decoded/<Pool>/<topic>      the types of a topic whose records are shaped on the way in; no record
     <lake>/~published/<Pool>            how far a staging pool has been published
 
 A tilde is legal neither in a pool's name nor in a topic's, so side tables can't collide with tables. Topic names are
@@ -33,6 +34,10 @@ def staging_uri(lake: str, pool: str) -> str:
 
 def quarantine_uri(lake: str, pool: str, topic: str) -> str:
     return join(lake, "~quarantine", pool, topic)
+
+
+def decoded_uri(lake: str, pool: str, topic: str) -> str:
+    return join(lake, "~decoded", pool, topic)
 
 
 def published_uri(lake: str, pool: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zync_assets.errors import Problem
-from zync_assets.pipeline import SOURCE_HEADER, Headers, Shape
+from zync_assets.pipeline import SOURCE_HEADER, Headers, RecordShape, Shape
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind
 from zync_assets.pipeline_file.source import Node, Scalar, Table
@@ -77,3 +77,22 @@ def read_headers(fields: Fields, roots: tuple[str, ...], provenance: bool) -> He
         )
         headers[entry.key] = entry.node.text
     return headers
+
+
+def read_record_shape(item: Fields, roots: tuple[str, ...]) -> RecordShape | None:
+    """The ``shape`` of an input or an output: a filter and a mapping for all of its records."""
+    table = item.table("shape")
+    if table is None:
+        return None
+    fields = Fields(table, item.key("shape"), item.problems, ("where", "key", "value"))
+    if not table.entries:
+        item.problem("shape", "is empty; write where:, key: or value:, or leave it out")
+    sides: dict[str, Shape] = {}
+    for side in ("key", "value"):
+        node = fields.node(side)
+        if node is None:
+            continue
+        if side == "value" and isinstance(node, Scalar) and node.value is None:
+            fields.problem("value", "would make every record a tombstone; name the fields to keep, or leave it out")
+        sides[side] = read_shape(node, fields.key(side), fields.line_of(side), roots, item.problems)
+    return RecordShape(read_condition(fields, "where", roots), sides)

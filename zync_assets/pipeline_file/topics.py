@@ -20,12 +20,14 @@ from zync_assets.pipeline import (
     SubjectNameStrategy,
     Unmatched,
 )
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.shapes import read_record_shape
 from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
-_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS)
+_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape")
 _SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", *_SUBJECT_KEYS)
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
@@ -52,6 +54,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         topic, pool = _topic(item), _pool(item)
         key, value = _sides(item, is_output=False)
         start = _start(item)
+        shape = read_record_shape(item, RECORD_ROOTS)
         unmatched = item.choice("unmatched", get_args(Unmatched))
         on_data_loss = item.choice("on-data-loss", get_args(OnDataLoss))
         on_bad_record, max_bad_records = _bad_records(item)
@@ -82,6 +85,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
                 on_bad_record,
                 max_bad_records,
                 on_schema_change,
+                shape,
             )
             if good
             else None

@@ -19,7 +19,7 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
-from zync_assets.records import BAD_SCHEMA
+from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.outputs import OutputType, output_types
@@ -109,6 +109,8 @@ class EtlRun:
     ) -> list[DataFrame]:
         sides = {"left": rule.left, "right": rule.right}
         known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
+        if not known:
+            return []
         kinds = matching.key_types(rule, {side: frames[topic] for side, topic in known.items()})
         new = {
             side: matching.keyed(
@@ -262,7 +264,7 @@ class EtlRun:
         frames: list[DataFrame] = []
         for topic, ranges in self.plan.ranges.items():
             state = self.plan.raw[topic]
-            if state is None or not any(state.bad.values()):
+            if state is None or not any([*state.bad.values(), *state.left_out.values()]):
                 continue
             place = (self.pipeline.lake, self.pipeline.input(topic).pool, topic)
             files = [
@@ -278,7 +280,7 @@ class EtlRun:
         from pyspark.sql import functions as F
 
         frame = reading.parquet_frame(self.spark, uri, files, BAD_SCHEMA).select(
-            F.when(F.col("stage") == "lost", "dropped").otherwise("quarantined").alias("kind"),
+            F.when(F.col("stage").isin(*RANGE_STAGES), "dropped").otherwise("quarantined").alias("kind"),
             F.lit(topic).alias("topic"),
             F.col("kafka.partition").alias("partition"),
             F.col("kafka.offset").alias("first"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -18,6 +19,14 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         raise raised(said(error)) from error
+
+
+_OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")
+
+
+def is_of_data(error: Exception) -> bool:
+    """Whether an expression failed on a record: SQL's classes of data and integrity errors, or ``raise_error``."""
+    return _OF_DATA.search(str(error)) is not None
 
 
 def said(error: Exception) -> str:

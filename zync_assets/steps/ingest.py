@@ -17,21 +17,22 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
-from zync_assets.kafka.source import Arrived, Source, read_chunks
+from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.tables import DataFile
-from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange, new_ranges, split
 from zync_assets.pipeline import Input, Pipeline
-from zync_assets.records import lost_rows, raw_schema
+from zync_assets.records import raw_schema
 from zync_assets.steps import schema_changes
+from zync_assets.steps.ingest_files import Reading, write_lost, write_plain
 from zync_assets.steps.quarantined import Held, admit
-from zync_assets.steps.raw_columns import added_fields, can_read, settled_types, table_schema
+from zync_assets.steps.raw_columns import added_fields
 from zync_assets.steps.schema_changes import SchemaChange
-from zync_assets.steps.tasks import indexes, run_tasks, task_frame
+from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
+from zync_assets.steps.tasks import indexes, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,6 +79,9 @@ class RawBatch:
     def dataframe(self) -> DataFrame:
         """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
         source, parts, now = self.source, _tasks(self.plan.ranges), _now()
+        if self.plan.input.shape is not None:
+            reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()))
+            return shaped_records(reading)
         if source.key_type is None and source.value_type is None:
             raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
         schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
@@ -104,6 +108,8 @@ class RawCommit:
     added_fields: tuple[str, ...]
     schema_changes: tuple[SchemaChange, ...]
     seconds: float
+    left_out: int = 0
+    """Records that the input's shape left out."""
 
 
 def plan_ingest(
@@ -158,14 +164,17 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
         return plan.state.schema.field(side).type if plan.state and side in names else None
 
     item = plan.input
+    key, value = present("key"), present("value")
+    if item.shape is not None:
+        key, value = known_types(pipeline.lake, item) or (None, None)
     source = Source(
         pipeline.kafka,
         pipeline.registry,
         item.topic,
         item.key,
         item.value,
-        present("key"),
-        present("value"),
+        key,
+        value,
         *schema_changes.known_ids(plan.state),
         closed=item.on_schema_change != "merge",
     )
@@ -182,29 +191,19 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     plan, item = batch.plan, batch.plan.input
     lake, pool, topic = pipeline.lake, item.pool, item.topic
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
-    assumed: list[Arrived] = []
-    while True:
-        files, schemas, bad, arrived = _write(batch, lake)
-        if firsts := schema_changes.first_schemas(batch.source, item, arrived):
-            # Only now is known which schema came first, so that the others are changes.
-            assumed += firsts
-            batch = replace(batch, source=schema_changes.assuming(batch.source, firsts))
-            continue
-        settled = settled_types(batch.source, schemas)
-        if all(can_read(settled, found) for found in schemas):
-            break
-        # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
-        # others stay invisible. Each time the types have grown, so that this ends.
-        batch = replace(batch, source=settled)
+    reading = Reading(batch.spark, lake, item, batch.source, _tasks(plan.ranges), _now(), known)
+    made = write_plain(reading) if item.shape is None else write_shaped(reading)
+    lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
-    schema = table_schema(known, settled)
-    writers, changes = schema_changes.settled(item, settled, [*assumed, *arrived])
-    _admit(pipeline, plan, bad)
+    files, schema = made.files, made.schema
+    writers, changes = schema_changes.settled(item, made.source, made.arrived)
+    _admit(pipeline, plan, made.bad)
+    bad = [*made.bad, *lost, *made.dropped]
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
     until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
     changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
     bad_counts: dict[int, int] = {}
-    for found in bad:
+    for found in (*made.bad, *lost):
         bad_counts[found.partition or 0] = bad_counts.get(found.partition or 0, 0) + found.records
 
     def still_first() -> None:
@@ -230,6 +229,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             changed,
             bad_counts,
             writers,
+            made.left_out,
         )
     except CommitConflict:
         now = raw.open_raw(lake, pool, topic)
@@ -248,6 +248,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         tuple(added_fields(known, schema)) if plan.state else (),
         changes,
         time.monotonic() - started,
+        sum(made.left_out.values()),
     )
 
 
@@ -324,45 +325,3 @@ def _tasks(ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
 
 def _now() -> int:
     return int(time.time() * 1000)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What one task wrote: data files with their schemas, and quarantine files; and the writer schemas that it met first."""
-
-    files: list[tuple[DataFile, pa.Schema]]
-    bad: list[DataFile]
-    arrived: list[Arrived]
-
-
-def _write(batch: RawBatch, lake: str) -> tuple[list[DataFile], list[pa.Schema], list[DataFile], list[Arrived]]:
-    """Read, decode and write in one Spark job. Returns data files, their schemas, quarantine files, and new schemas."""
-    item, source, parts, now = batch.plan.input, batch.source, _tasks(batch.plan.ranges), _now()
-    uri = storage.raw_uri(lake, item.pool, item.topic)
-    side_uri = storage.quarantine_uri(lake, item.pool, item.topic)
-
-    def work(index: int) -> _Written:
-        part = parts[index]
-        arrived: list[Arrived] = []
-        data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
-        with data, side:
-            for chunk in read_chunks(source, part, now):
-                data.write(chunk.records)
-                side.write(chunk.bad)
-                arrived.extend(chunk.arrivals)
-        return _Written(data.files, [found for found, _ in side.files], arrived)
-
-    written = run_tasks(batch.spark, len(parts), work)
-    files = [pair for part in written for pair in part.files]
-    bad = [found for part in written for found in part.bad]
-    for row in lost_rows(item.topic, batch.plan.lost, now):
-        with RangeWriter(side_uri, row.column("kafka")[0]["partition"].as_py()) as writer:
-            writer.write(row)
-        bad += [found for found, _ in writer.files]
-    files.sort(key=lambda pair: (pair[0].partition or 0, pair[0].first or 0))
-    return (
-        [found for found, _ in files],
-        [schema for _, schema in files],
-        bad,
-        [found for part in written for found in part.arrived],
-    )

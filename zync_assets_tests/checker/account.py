@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from zync_assets_tests.checker.evidence import Evidence, Raw, Row, Staging
+from zync_assets_tests.checker.evidence import ABSENT, Evidence, Raw, Row, Staging
 from zync_assets_tests.checker.statement import Statement
 from zync_assets_tests.model import Pair, Record
 
@@ -101,7 +101,7 @@ def problems(
 def _existing(raw: Raw, partition: int, seen: int) -> dict[int, bool]:
     """Offset → whether it is in quarantine, for all records below seen."""
     rows = [(row, False) for item in raw.files for row in item.rows]
-    rows += [(row, True) for row in raw.quarantine if row["stage"] != "lost"]
+    rows += [(row, True) for row in raw.quarantine if row["stage"] not in ABSENT]
     return {
         row["kafka"]["offset"]: bad
         for row, bad in rows
@@ -164,7 +164,7 @@ def _wrong(statement: Statement, record: Record | None, bad: bool, kind: str | N
 
 def _entries(account: Account, existing: Mapping[int, bool], raw: Raw, partition: int) -> Iterator[str]:
     """Counts of ledger entries; what retention took is counted by the entry."""
-    lost = [row for row in raw.quarantine if row["stage"] == "lost" and row["kafka"]["partition"] == partition]
+    lost = [row for row in raw.quarantine if row["stage"] in ABSENT and row["kafka"]["partition"] == partition]
     offsets = sorted(existing)
     for first, end, kind, row in account.spans:
         if row["count"] is None or any(first < item["end"] and item["kafka"]["offset"] < end for item in lost):

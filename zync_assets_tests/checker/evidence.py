@@ -14,6 +14,9 @@ from zync_assets_tests.checker.statement import Statement
 
 Row = dict[str, Any]
 
+ABSENT = ("lost", "dropped")
+"""Stages of side-table entries that stand for ranges of offsets: retention took them, or the input's shape left them out."""
+
 
 @dataclass(frozen=True)
 class RawFile:
@@ -116,7 +119,7 @@ def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
     files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))
     replayed = {_place(row) for item in files if item.replayed for row in item.rows}
     waiting = [row for row in counted if _place(row) not in replayed]
-    entered = Counter(row["kafka"]["partition"] for row in counted)
+    entered = Counter(row["kafka"]["partition"] for row in counted if row["stage"] != "dropped")
     return Raw(table.id, of("first"), upcoming, of("bad"), files, waiting, entered)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from zync_assets_tests.checker.evidence import Raw, Row
+from zync_assets_tests.checker.evidence import ABSENT, Raw, Row
 from zync_assets_tests.checker.logs import Log, LogRecord
 from zync_assets_tests.checker.statement import Input
 from zync_assets_tests.checker.wire import BAD, Schemas
@@ -60,7 +60,7 @@ def _partition(
         return
     rows = [row for item in raw.files for row in item.rows if row["kafka"]["partition"] == partition]
     entries = [row for row in raw.quarantine if row["kafka"]["partition"] == partition]
-    aside = [row for row in entries if row["stage"] != "lost"]
+    aside = [row for row in entries if row["stage"] not in ABSENT]
     held = Counter(row["kafka"]["offset"] for row in [*rows, *aside])
     numbers["raw records"] += len(rows)
     numbers["quarantined records"] += len(aside)
@@ -71,7 +71,7 @@ def _partition(
             yield f"offset {offset} is in the raw pool, which goes from {first} to before {upcoming}"
         elif offset >= log.low and offset not in visible:
             yield f"offset {offset} is in the raw pool and is no visible record of the topic"
-    lost = [range(row["kafka"]["offset"], row["end"]) for row in entries if row["stage"] == "lost"]
+    lost = [range(row["kafka"]["offset"], row["end"]) for row in entries if row["stage"] in ABSENT]
     for offset in sorted(visible):
         if first <= offset < upcoming and offset not in held and not any(offset in span for span in lost):
             yield f"offset {offset} is in the topic and neither in the raw pool nor in its quarantine"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zync_assets.cli.validate import validate
 from zync_assets.errors import PipelineFileError, Problem
+from zync_assets.etl.explain import explain_rules
 from zync_assets.pipeline import CreateTopic, Denorm, Pipeline, RegistryConfig, SideFormat, Stateless
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
@@ -144,6 +145,16 @@ transforms:
     assert rule.value == {"v": "left.value", "one": "1", "yes": "true"}
 
 
+def test_a_shape_is_a_filter_and_a_mapping(tmp_path: Path) -> None:
+    shape = "shape: {where: value.a > 1, key: null, value: {a: value.a, deep: {b: key.b}}}"
+    pipeline = read(tmp_path, GOOD.replace("{topic: A, pool: Raw}", f"{{topic: A, pool: Raw, {shape}}}"))
+    made = pipeline.input("A").shape
+    assert made is not None
+    assert (made.where, made.sides) == ("value.a > 1", {"key": None, "value": {"a": "value.a", "deep": {"b": "key.b"}}})
+    assert pipeline.input("B").shape is None
+    assert "CASE WHEN value IS NOT NULL THEN named_struct('a', (value.a)" in explain_rules(pipeline)
+
+
 def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:
     text = GOOD.replace("value: null", "value: null\n    headers: {table: \"'a'\", 'x y': in.value.b}")
     both = text.replace("    key: left.key\n", "    key: left.key\n    headers: left.kafka.headers\n")
@@ -251,6 +262,12 @@ ERRORS = [
         "outputs[0].key-subject-name-strategy",
         "the key format is string",
     ),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {}}", 2, "inputs[0].shape", "is empty; write where:, key: or value:"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: [x]}", 2, "inputs[0].shape", "must be a mapping"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {were: a}}", 2, "inputs[0].shape.were", "did you mean `where`?"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {where: in.value.a = 1}}", 2, "inputs[0].shape.where", "write `value.a`"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {value: {a: rand()}}}", 2, "inputs[0].shape.value.a", "not deterministic"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {value: null}}", 2, "inputs[0].shape.value", "a tombstone"),
     ("outputs:", "output: {topic: D, pool: S}\noutputs:", 4, "output", "the same as outputs"),
     ("topic: C, pool: Staging", "topic: C, pool: Raw", 5, "outputs[0].pool", "is a raw pool"),
     ("topic: C, pool: Staging", "topic: A, pool: Staging", 5, "outputs[0].topic", "is an input too (line 2)"),

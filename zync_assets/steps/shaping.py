@@ -1,0 +1,324 @@
+"""Ingest of an input with a ``shape``: every record is filtered and mapped before it reaches the lake.
+
+A Spark task reads and decodes a range, Spark SQL shapes it, and the same task writes what is left: no decoded record is
+stored on its way. What the types are is known from the batches before (a table without rows, ``~decoded``), or from a first
+look at the records; a task that meets others stops, and all begins anew with types that hold both.
+
+Records that the shape leaves out are kept as ranges of offsets beside the raw table. A record that the shape fails on goes to
+quarantine with the bytes that Kafka had: it is found by cutting the range in two again and again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.merge import merge_types
+from zync_assets.codecs.spark_types import arrow_type, spark_schema
+from zync_assets.errors import SchemaError, ZyncError
+from zync_assets.etl.shapes import shape_sql, short
+from zync_assets.kafka.source import Arrived, Source, read_chunks
+from zync_assets.lake import storage, tables
+from zync_assets.pipeline import Input, Shape
+from zync_assets.pipeline_file.expressions import without_root
+from zync_assets.records import raw_schema
+from zync_assets.steps import schema_changes
+from zync_assets.steps.failures import is_of_data, said, spark_failures
+from zync_assets.steps.ingest_files import BatchFiles, Reading
+from zync_assets.steps.raw_columns import table_schema
+from zync_assets.steps.shaping_task import CONTROL, KEPT, ReadEnd, Reader, TaskEnd, Types, Writer, decoded_schema
+from zync_assets.steps.tasks import run_tasks, task_frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+TRIALS = 500
+"""Spark jobs that may be spent on finding the records of a batch that a shape fails on."""
+
+
+def known_types(lake: str, item: Input) -> Types | None:
+    """The types that a shaped topic's records were decoded to so far; None before the first batch."""
+    opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
+    if opened is None:
+        return None
+    names = opened.schema.names
+    key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
+    return key, value
+
+
+def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
+    """Decoded records (columns of ``decoded_schema``) with KEPT, and for those that are kept the shaped sides. Lazy.
+
+    SchemaError if Spark can't resolve an expression, or the condition is none.
+    """
+    assert item.shape is not None
+    void = [side for side in ("key", "value") if side not in frame.columns]
+    place = f"input {item.topic}, shape"
+    where = "true" if item.shape.where is None else f"({_without(item.shape.where, void)})"
+    kind = _kind(frame, where, f"{place}.where", item.shape.where)
+    if kind not in ("boolean", "void"):
+        raise SchemaError(f"{place}.where: {item.shape.where} is {kind}; it must be a condition")
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
+    sides: list[str] = []
+    for side in ("key", "value"):
+        made = side
+        if side in item.shape.sides and not (side == "value" and "value" in void):
+            made = shape_sql(_shape_without(item.shape.sides[side], void))
+            _kind(whole, made, f"{place}.{side}", made)
+        guard = f"{KEPT} AND value IS NOT NULL" if side == "value" else KEPT
+        sides.append(f"CASE WHEN {guard} THEN {made} END AS {side}")
+    return kept.selectExpr(CONTROL, KEPT, "kafka", *sides, "key_schema_id", "value_schema_id")
+
+
+def write_shaped(reading: Reading) -> BatchFiles:
+    """Read, decode, shape and write. The source has the types of ``known_types``.
+
+    Raises SchemaError if the shape does not fit the records or its result the table, and what reading raises.
+    """
+    item = reading.item
+    assumed: list[Arrived] = []
+    first_met: list[Arrived] = []
+    if known_types(reading.lake, item) is None:
+        reading, assumed, first_met = _looked_at(reading)
+    job = _Job(reading, {})
+    while True:
+        try:
+            ends = job.run()
+        except _FailsOnData as error:
+            found = _failing(job)
+            if not found:
+                raise SchemaError(f"input {item.topic}: its shape fails: {error} Nothing was committed.") from error
+            job = replace(job, refused={**job.refused, **found})
+            continue
+        source = job.reading.source
+        wider = [end.read.wider for end in ends if end.read.wider is not None]
+        arrived = [found for end in ends for found in end.read.arrived]
+        if wider:
+            job = job.anew(_with_types(source, wider))
+        elif firsts := schema_changes.first_schemas(source, item, arrived):
+            assumed += firsts
+            job = job.anew(schema_changes.assuming(source, firsts))
+        else:
+            break
+    _remember(reading.lake, item, source)
+    left_out: dict[int, int] = {}
+    for part, end in zip(reading.parts, ends, strict=True):
+        left_out[part.partition] = left_out.get(part.partition, 0) + end.left_out
+    files = [found for end in ends for found in end.files]
+    files.sort(key=lambda found: (found.partition or 0, found.first or 0))
+    return BatchFiles(
+        files,
+        [found for end in ends for found in end.read.bad],
+        job.schema(),
+        source,
+        first_met or [*assumed, *arrived],
+        [found for end in ends for found in end.dropped],
+        {partition: count for partition, count in left_out.items() if count},
+    )
+
+
+def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]:
+    """The reading with types after a first look at its records, the writer schemas that are assumed to be known, and where
+    there are none all that came: with their types at hand, none would be found to change them."""
+    types, arrived = _first_look(reading)
+    firsts = schema_changes.first_schemas(reading.source, reading.item, arrived)
+    source = schema_changes.assuming(reading.source, firsts)
+    settled = {first.side for first in firsts}
+    met = [(None if "key" in settled else key, None if "value" in settled else value) for key, value in types]
+    return replace(reading, source=_with_types(source, met)), firsts, [] if firsts else arrived
+
+
+class _FailsOnData(Exception):
+    """An expression failed on a record; the text is what Spark says."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One attempt at a batch, or at a part of it."""
+
+    reading: Reading
+    refused: Mapping[tuple[int, int], str]
+
+    def anew(self, source: Source) -> _Job:
+        return replace(self, reading=replace(self.reading, source=source))
+
+    def run(self) -> list[TaskEnd]:
+        """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
+        reading = self.reading
+        writer = Writer(reading.uri, reading.side_uri, self.schema(), reading.now)
+        rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
+        ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
+        for end in ends:
+            for error in (end.read.error, end.error):
+                if error is not None:
+                    raise error
+        return ends
+
+    def fails(self) -> str | None:
+        """What Spark says where an expression fails in these parts, or "" where a task stopped and so can't say; None where
+        none fails. Nothing is written."""
+        try:
+            rows = self._collected(
+                self._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary")
+            )
+        except _FailsOnData as error:
+            return str(error)
+        ends: list[ReadEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
+        for end in ends:
+            if end.error is not None:
+                raise end.error
+        return "" if any(end.wider is not None for end in ends) else None
+
+    def schema(self) -> pa.Schema:
+        """The raw table's columns, with what the shape makes."""
+        empty = replace(self.reading, parts=[])
+        made = shaped_frame(_decoded(empty, {}, None), self.reading.item).schema
+        types: dict[str, pa.DataType] = {}
+        table = self.reading.table
+        for side in ("key", "value"):
+            have = table.field(side).type if side in table.names else None
+            try:
+                types[side] = merge_types(have, arrow_type(made[side].dataType), side)
+            except SchemaError as error:
+                raise SchemaError(f"input {self.reading.item.topic}, shape: {error}") from None
+        return table_schema(table, replace(self.reading.source, key_type=types["key"], value_type=types["value"]))
+
+    def _frame(self, side_uri: str | None) -> DataFrame:
+        return shaped_frame(_decoded(self.reading, self.refused, side_uri), self.reading.item)
+
+    def _collected(self, frame: DataFrame) -> list[Mapping[str, bytes]]:
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        with spark_failures(self._failed):
+            try:
+                return frame.collect()  # type: ignore[return-value]
+            except (PySparkException, Py4JError) as error:
+                if is_of_data(error):
+                    raise _FailsOnData(said(error)) from error
+                raise
+
+    def _failed(self, text: str) -> ZyncError:
+        return ZyncError(
+            f"input {self.reading.item.topic}: a Spark task failed: {text}. Nothing was committed; run it again."
+        )
+
+
+def _failing(job: _Job) -> dict[tuple[int, int], str]:
+    """(partition, offset) of every record that the shape fails on, with what Spark says.
+
+    SchemaError if there are so many that finding them takes too long.
+    """
+    found: dict[tuple[int, int], str] = {}
+    left = TRIALS
+    waiting = list(job.reading.parts)
+    while waiting:
+        part = waiting.pop()
+        if left == 0:
+            (partition, offset), text = min(found.items()) if found else ((part.partition, part.first), "")
+            raise SchemaError(
+                f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
+                f" {offset}: {text} Nothing was committed; mend the shape (try_cast gives NULL where cast fails)."
+            )
+        left -= 1
+        text = replace(job, reading=replace(job.reading, parts=[part])).fails()
+        if text is None:
+            continue
+        if part.end - part.first == 1:
+            if text:
+                found[part.partition, part.first] = text
+            continue
+        middle = (part.first + part.end) // 2
+        waiting += [replace(part, first=middle), replace(part, end=middle)]
+    return found
+
+
+def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What the reading ends say; the records are gone by, evaluated."""
+    for batch in batches:
+        said = batch.column(0).drop_null()
+        if len(said):
+            yield pa.RecordBatch.from_arrays([said], names=["found"])
+
+
+def shaped_records(reading: Reading) -> DataFrame:
+    """The records of some ranges, shaped, as a lazy frame with the columns of a raw table; their types are looked at first."""
+    types, _ = _first_look(reading)
+    decoded = _decoded(replace(reading, source=_with_types(reading.source, types)), {}, None)
+    frame = shaped_frame(decoded, reading.item).filter(KEPT)
+    sides = [side for side in ("key", "value") if frame.schema[side].dataType.simpleString() != "void"]
+    return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
+
+
+def _decoded(reading: Reading, refused: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
+    reader = Reader(reading.source, reading.parts, reading.now, refused, side_uri)
+    schema = spark_schema(decoded_schema(reading.source))
+    return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
+
+
+def _first_look(reading: Reading) -> tuple[list[Types], list[Arrived]]:
+    """The types of all records, by decoding them once for that alone, and the writer schemas that come."""
+    source, parts, now = reading.source, reading.parts, reading.now
+
+    def work(index: int) -> tuple[Types, list[Arrived]]:
+        types: Types = (None, None)
+        arrived: list[Arrived] = []
+        for chunk in read_chunks(source, parts[index], now):
+            schema = chunk.records.schema
+            key, value = (schema.field(side).type if side in schema.names else None for side in ("key", "value"))
+            types = (key, value)
+            arrived += chunk.arrivals
+        return types, arrived
+
+    found = run_tasks(reading.spark, len(parts), work)
+    return [types for types, _ in found], [one for _, arrived in found for one in arrived]
+
+
+def _with_types(source: Source, met: Sequence[Types]) -> Source:
+    """The source with types that hold what was met too; of those that can't be merged the first has it."""
+    key, value = source.key_type, source.value_type
+    for one, other in met:
+        with suppress(SchemaError):
+            key = key if one is None else merge_types(key, one, "key")
+        with suppress(SchemaError):
+            value = value if other is None else merge_types(value, other, "value")
+    return replace(source, key_type=key, value_type=value)
+
+
+def _remember(lake: str, item: Input, source: Source) -> None:
+    uri = storage.decoded_uri(lake, item.pool, item.topic)
+    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    opened = tables.open_table(uri)
+    if opened is None:
+        tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
+    else:
+        tables.widen(opened, schema)
+
+
+def _kind(frame: DataFrame, sql: str, place: str, shown: str | None) -> str:
+    from pyspark.errors import AnalysisException, ParseException
+
+    try:
+        return frame.selectExpr(f"{sql} AS `it`").schema["it"].dataType.simpleString()
+    except (AnalysisException, ParseException) as error:
+        raise SchemaError(f"{place}: {shown}: {short(error)}") from error
+
+
+def _without(sql: str, void: Sequence[str]) -> str:
+    for side in void:
+        sql = without_root(sql, side)
+    return sql
+
+
+def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
+    if shape is None or not void:
+        return shape
+    if isinstance(shape, str):
+        return _without(shape, void)
+    return {name: _shape_without(part, void) for name, part in shape.items()}

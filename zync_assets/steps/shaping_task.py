@@ -1,0 +1,223 @@
+"""The two ends of a Spark task that shapes records: Kafka → decoded columns, and shaped columns → files of the raw table.
+
+What Spark SQL does between them is in ``shaping``. The decoded records pass from one to the other in memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.merge import conform, holds
+from zync_assets.compute import pc
+from zync_assets.errors import ZyncError
+from zync_assets.kafka.source import Arrived, Source, read_chunks, running_times
+from zync_assets.lake.tables import DataFile
+from zync_assets.lake.writer import RangeWriter
+from zync_assets.offsets import OffsetRange
+from zync_assets.records import KAFKA_TYPE, dropped_rows, raw_schema
+from zync_assets.steps.tasks import indexes
+
+CONTROL = "control"
+"""The column of the one row of a task that is no record: what the reading end has to say (pickled), at the end."""
+KEPT = "kept"
+
+Types = tuple[pa.DataType | None, pa.DataType | None]
+
+
+@dataclass(frozen=True)
+class ReadEnd:
+    """What the reading end found. ``wider``: types that hold what it met, where those of the source don't; it stopped."""
+
+    bad: list[DataFile] = field(default_factory=list)
+    wider: Types | None = None
+    arrived: list[Arrived] = field(default_factory=list)
+    error: ZyncError | None = None
+
+
+@dataclass(frozen=True)
+class TaskEnd:
+    """What one task did. ``dropped``: side files of ranges that the shape left out; ``left_out``: how many records."""
+
+    read: ReadEnd
+    files: list[DataFile] = field(default_factory=list)
+    dropped: list[DataFile] = field(default_factory=list)
+    left_out: int = 0
+    error: ZyncError | None = None
+
+
+def decoded_schema(source: Source) -> pa.Schema:
+    """The columns between the two ends: those of decoded records, and CONTROL."""
+    sides = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    return pa.schema([pa.field(CONTROL, pa.binary()), *sides])
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The reading end. ``refused``: (partition, offset) → why the record goes to quarantine."""
+
+    source: Source
+    parts: Sequence[OffsetRange]
+    now: int
+    refused: Mapping[tuple[int, int], str]
+    side_uri: str | None
+    """Where quarantine files go; None: nowhere, since this is a trial."""
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for index in indexes(batches):
+            yield from self._part(self.parts[index])
+
+    def _part(self, part: OffsetRange) -> Iterator[pa.RecordBatch]:
+        schema = decoded_schema(self.source)
+        refused = {offset: text for (partition, offset), text in self.refused.items() if partition == part.partition}
+        wider: Types | None = None
+        arrived: list[Arrived] = []
+        writer = RangeWriter(self.side_uri, part.partition) if self.side_uri is not None else None
+        found = ReadEnd()
+        try:
+            with ExitStack() as stack:
+                if writer is not None:
+                    stack.enter_context(writer)
+                for chunk in read_chunks(self.source, part, self.now, refused):
+                    arrived.extend(chunk.arrivals)
+                    wider = self._wider(chunk.records.schema)
+                    if wider is not None:
+                        break
+                    if writer is not None:
+                        writer.write(chunk.bad)
+                    yield _with_control(chunk.records, schema)
+            found = ReadEnd([item for item, _ in writer.files] if writer is not None else [], wider, arrived)
+        except ZyncError as error:
+            found = ReadEnd(error=error)
+        yield _control(found, schema)
+
+    def _wider(self, met: pa.Schema) -> Types | None:
+        own = {"key": self.source.key_type, "value": self.source.value_type}
+        types = {side: met.field(side).type if side in met.names else None for side in own}
+        fits = all(kind is None or (own[side] is not None and holds(own[side], kind)) for side, kind in types.items())
+        return None if fits else (types["key"], types["value"])
+
+
+def _with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [
+        conform(records.column(item.name), item.type)
+        if item.name in records.schema.names
+        else pa.nulls(records.num_rows, item.type)
+        for item in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _control(found: ReadEnd, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [pa.array([pickle.dumps(found)]) if item.name == CONTROL else pa.nulls(1, item.type) for item in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The writing end. Its input has CONTROL, KEPT and the columns of ``schema``, in the order of offsets."""
+
+    uri: str
+    side_uri: str
+    schema: pa.Schema
+    now: int
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            found = self._write(batches)
+        except ZyncError as error:
+            found = TaskEnd(ReadEnd(), error=error)
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> TaskEnd:
+        data = side = None
+        read, highest, left_out = ReadEnd(), 0, 0
+        gaps = _Gaps()
+        for batch in batches:
+            is_record = pc.is_null(batch.column(CONTROL))
+            for text in batch.column(CONTROL).drop_null().to_pylist():
+                read = pickle.loads(text)
+            rows = batch.filter(is_record)
+            if not rows.num_rows:
+                continue
+            kafka = rows.column("kafka").cast(KAFKA_TYPE)
+            if data is None or side is None:
+                partition = kafka[0]["partition"].as_py()
+                data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition)
+            kept = rows.column(KEPT)
+            out = kafka.filter(pc.invert(kept))
+            left_out += len(out)
+            side.write(gaps.add(out))
+            kafka, highest = _timed(kafka.filter(kept), highest, self.now)
+            data.write(self._shaped(kafka, rows.filter(kept)))
+        if data is None or side is None:
+            return TaskEnd(read)
+        side.write(gaps.rest())
+        data.close()
+        side.close()
+        return TaskEnd(read, [item for item, _ in data.files], [item for item, _ in side.files], left_out)
+
+    def _shaped(self, kafka: pa.Array, rows: pa.RecordBatch) -> pa.RecordBatch:
+        columns: list[pa.Array] = []
+        for item in self.schema:
+            if item.name == "kafka":
+                columns.append(kafka)
+            elif item.name in rows.schema.names:
+                columns.append(conform(rows.column(item.name), item.type))
+            else:
+                columns.append(pa.nulls(rows.num_rows, item.type))
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+
+def _timed(kafka: pa.StructArray, highest: int, now: int) -> tuple[pa.StructArray, int]:
+    """The places with times that go by the kept records alone: what is left out has no say, as across files only the
+    times of those that are there are known."""
+    if not len(kafka):
+        return kafka, highest
+    columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
+    millis = pc.divide(columns["timestamp"].cast(pa.int64()), 1000)
+    times = running_times(millis, np.ones(len(kafka), dtype=bool), highest, now)
+    columns["time"] = pa.array(times * 1000).cast(KAFKA_TYPE.field("time").type)
+    made = pa.StructArray.from_arrays([columns[name] for name in KAFKA_TYPE.names], fields=list(KAFKA_TYPE))
+    return made, int(times[-1])
+
+
+class _Gaps:
+    """Records that are left out, as ranges. None goes over an offset that is not there: it may lie in quarantine."""
+
+    def __init__(self) -> None:
+        self._open: tuple[pa.StructArray, int, int] | None = None
+
+    def add(self, kafka: pa.StructArray) -> pa.RecordBatch:
+        """The ranges that are complete by now."""
+        if not len(kafka):
+            return _no_ranges()
+        offsets = pc.struct_field(kafka, "offset").to_numpy()
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(offsets) != 1) + 1])
+        ends = np.concatenate([starts[1:], [len(offsets)]]) - 1
+        firsts, lasts = offsets[starts], offsets[ends] + 1
+        places = kafka.take(pa.array(starts))
+        if self._open is not None:
+            place, first, end = self._open
+            if end == firsts[0]:
+                firsts = np.concatenate([[first], firsts[1:]])
+            else:
+                firsts, lasts = np.concatenate([[first], firsts]), np.concatenate([[end], lasts])
+                places = pa.concat_arrays([place, places])
+        self._open = (places.slice(len(places) - 1), int(firsts[-1]), int(lasts[-1]))
+        return dropped_rows(places.slice(0, len(places) - 1), pa.array(firsts[:-1]), pa.array(lasts[:-1]))
+
+    def rest(self) -> pa.RecordBatch:
+        if self._open is None:
+            return _no_ranges()
+        place, first, end = self._open
+        return dropped_rows(place, pa.array([first]), pa.array([end]))
+
+
+def _no_ranges() -> pa.RecordBatch:
+    return dropped_rows(pa.array([], KAFKA_TYPE), pa.array([], pa.int64()), pa.array([], pa.int64()))
