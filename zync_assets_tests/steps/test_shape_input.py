@@ -148,7 +148,7 @@ def test_where_bad_records_are_not_let_in_nothing_is_committed_and_the_offset_is
 def test_too_many_failures_stop_the_run_and_name_the_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shaping, "TRIALS", 6)
     it = make("{value: {id: CAST(value.v AS INT)}}")
-    it.send(it.left, *[row(number, "x") for number in range(40)])
+    it.send(it.left, *[row(number, "x") for number in range(10)])
     with pytest.raises(SchemaError, match=r"too many records, the first at partition 0, offset 0: .*try_cast"):
         it.ingest(it.left)
     assert open_raw(it.lake, "Raw", it.left) is None
