@@ -63,6 +63,8 @@ SIMPLE: list[Kind] = [
     ),
     _logical("long", "timestamp-nanos", LONGS, _same),
     _logical("long", "local-timestamp-millis", MOMENTS, _same),
+    _logical("long", "local-timestamp-micros", LONGS, _same),
+    _logical("long", "local-timestamp-nanos", LONGS, _same),
     _logical("string", "uuid", st.uuids().map(str), _same),
     _logical("string", "unheard-of", TEXTS, _same),
 ]
@@ -191,6 +193,11 @@ def _branch_name(schema: Any) -> str:
 @st.composite
 def _record(draw: st.DrawFn, depth: int, names: Any) -> Kind:
     fields = {f"f{index}": draw(kinds(depth - 1, names)) for index in range(draw(st.integers(0, 5)))}
+    named = [kind for kind in fields.values() if isinstance(kind.schema, dict) and "name" in kind.schema]
+    if named and draw(st.booleans()):
+        # A type that was defined before, by its name.
+        again = draw(st.sampled_from(named))
+        fields["again"] = Kind(again.schema["name"], again.data, again.lake)
     if draw(st.integers(0, 9)) == 0:
         fields["nothing"] = Kind("null", st.none(), _same)
     number = next(names)
@@ -205,6 +212,34 @@ def _record(draw: st.DrawFn, depth: int, names: Any) -> Kind:
         return made or True
 
     return Kind(schema, st.fixed_dictionaries({name: kind.data for name, kind in fields.items()}), lake)
+
+
+@st.composite
+def recursive_kinds(draw: st.DrawFn) -> Kind:
+    """A record inside itself, by one of the ways there are; what the lake holds of it is not worked out here."""
+    names = itertools.count(100)
+    inner = draw(kinds(1, names).filter(lambda kind: not isinstance(kind.schema, list)))
+    way = draw(st.sampled_from(["option", "array", "map", "union"]))
+    below: dict[str, Any] = {
+        "option": ["null", "Tree"],
+        "array": {"type": "array", "items": "Tree"},
+        "map": {"type": "map", "values": "Tree"},
+        "union": ["string", "Tree", "null"],
+    }
+    fields = [{"name": "it", "type": inner.schema}, {"name": "below", "type": below[way]}]
+    schema = {"type": "record", "name": "Tree", "fields": fields}
+
+    def trees(depth: int) -> st.SearchStrategy[Any]:
+        deeper = trees(depth - 1) if depth else st.nothing()
+        ways: dict[str, st.SearchStrategy[Any]] = {
+            "option": st.none() | deeper.map(lambda tree: ("Tree", tree)),
+            "array": st.lists(deeper, max_size=2) if depth else st.just([]),
+            "map": st.dictionaries(st.text(max_size=2), deeper, max_size=2) if depth else st.just({}),
+            "union": st.none() | TEXTS.map(lambda text: ("string", text)) | deeper.map(lambda tree: ("Tree", tree)),
+        }
+        return st.fixed_dictionaries({"it": inner.data, "below": ways[way]})
+
+    return Kind(schema, trees(3), _same)
 
 
 _COMPOSED: dict[str, Any] = {

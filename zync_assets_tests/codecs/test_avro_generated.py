@@ -14,7 +14,7 @@ from zync_assets.codecs.decode import Decoded, make_decoder
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.codecs.native import decode_way
 from zync_assets.pipeline import SideFormat
-from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, same
+from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, recursive_kinds, same
 
 AVRO = SideFormat("avro")
 QUIET = settings(
@@ -64,6 +64,18 @@ def test_columns_become_the_same_bytes_again(batch: tuple[Kind, list[Any]]) -> N
         assert encoded.bad == ()
         assert encoded.payloads.is_null().equals(tombstones)
         assert encoded.payloads.drop_null().equals(payloads.filter(column.is_valid()))
+
+
+@QUIET
+@given(recursive_kinds().flatmap(lambda kind: st.tuples(st.just(kind), st.lists(kind.data, min_size=1, max_size=4))))
+def test_a_record_inside_itself_becomes_the_same_bytes_again(batch: tuple[Kind, list[Any]]) -> None:
+    kind, values = batch
+    schema = json.dumps(kind.schema)
+    payloads = pa.array([framed(3, datum) for datum in datums(kind.schema, values)])
+    assert decode_way(schema) == "fastavro"
+    decoded = decode(kind.schema, payloads, native=True)
+    assert decoded.bad == ()
+    assert make_encoder("avro", schema, 3).encode(decoded.values).payloads.equals(payloads)
 
 
 @st.composite
