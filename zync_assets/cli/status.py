@@ -10,7 +10,9 @@ import click
 from zync_assets.checks.account import Facts, read_facts
 from zync_assets.checks.columns import DamagedFile
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.cli.ways import input_way, output_way, quick_registry
 from zync_assets.errors import BrokerUnavailable, LakeError
+from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, topic_states
 from zync_assets.lake import raw, staging
 from zync_assets.lake.staging import Head, StagingState
@@ -25,8 +27,9 @@ INPUT_COLUMNS = (
     *("topic", "partition", "pool", "low", "end", "next", "lag", "staging", "seen", "new", "cursor"),
     *CLASSES,
     "quarantined",
+    "way",
 )
-OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag")
+OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag", "way")
 
 Row = dict[str, object]
 
@@ -41,12 +44,15 @@ def status(pipeline: Path, fmt: Format) -> None:
     that ETL will look at (seen), offsets from there to next (new), the lowest pending offset, else seen (cursor), and
     how many records are in each class. Outputs: base and next number in staging, how many offsets are published, lag.
 
+    Both: the way of keys and values, column by column (native), or record by record (fastavro, python).
+
     Reads only, and starts no JVM. Without a broker the columns that it would fill stay empty.
     """
     loaded = load(pipeline)
     states = _ask(loaded)
     pools = {pool: staging.open_staging(loaded.lake, pool) for pool in loaded.staging_pools}
-    inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools)]
+    registry = quick_registry(loaded.registry)
+    inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools, registry)]
     outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool])]
     if fmt == "json":
         for kind, rows, columns in (("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS)):
@@ -64,9 +70,11 @@ def input_rows(
     item: Input,
     states: Mapping[str, TopicState],
     pools: Mapping[str, StagingState | None],
+    registry: Registry | None,
 ) -> Iterator[Row]:
     """A row a partition of an input and staging pool that reads it, in order; ``states`` are those of topics that answered."""
     table = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
     if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
         click.echo(
@@ -82,7 +90,7 @@ def input_rows(
             mark = marks.get(partition)
             position = head.inputs.get((item.topic, partition))
             upcoming = table.next.get(partition) if table else None
-            row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "staging": pool}
+            row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "staging": pool, "way": way}
             row |= {"low": mark.low, "end": mark.end} if mark else {}
             row["next"] = upcoming
             if mark:
@@ -102,7 +110,7 @@ def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingSt
     known = {p: found for (topic, p), found in (state.head.outputs if state else {}).items() if topic == item.topic}
     for partition in sorted({*marks, *known}) or [0]:
         mark, position = marks.get(partition), known.get(partition)
-        row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool}
+        row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "way": output_way(item, state)}
         row |= {"low": mark.low, "end": mark.end} if mark else {}
         row |= {"base": position.base, "next": position.next} if position else {}
         if mark and position:

@@ -9,19 +9,43 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import pyarrow as pa
 
 from zync_assets.codecs.avro_schema import Node, is_recursive, parse
+from zync_assets.pipeline import SideFormat
 
 SWITCH = "ZYNC_NATIVE"
 
 
-def decode_way(schema_json: str) -> Literal["native", "fastavro"]:
-    """``native``: column by column (``avro_columns``); ``fastavro``: record by record.
+Way: TypeAlias = Literal["native", "fastavro", "python"]
+"""``native``: column by column; ``fastavro`` and ``python``: record by record, by fastavro or by our own code."""
+
+
+def decode_way(schema_json: str) -> Way:
+    """Which way records of an Avro schema take; the way back is the same.
 
     Records of a native schema that are damaged, or encoded in an unusual way, still go through fastavro one by one.
     """
     return "native" if is_native(parse(schema_json)) else "fastavro"
+
+
+def plain_way(side: SideFormat, column: pa.DataType | None) -> Way:
+    """Which way records of another format take. ``column``: the lake's type, as far as it is known."""
+    if side.format == "json" and side.ddl is not None:
+        return "python"
+    if side.format == "connect-json" and column is not None and _has_map(column):
+        return "python"
+    return "native"
+
+
+def _has_map(type: pa.DataType) -> bool:
+    if pa.types.is_map(type):
+        return True
+    if pa.types.is_list(type):
+        return _has_map(type.value_type)
+    return pa.types.is_struct(type) and any(_has_map(field.type) for field in type)
 
 
 def is_native(node: Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.cli.ways import _told  # pyright: ignore[reportPrivateUsage]
 from zync_assets_tests.checks.chain import Chain
 
 
@@ -43,6 +44,7 @@ def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
         "unmatched": 0,
         "dropped": 1,
         "quarantined": 1,
+        "way": "native",
     }
     assert (inputs[sound_chain.invoices, 0]["cursor"], inputs[sound_chain.status, 0]["cursor"]) == (4, 6)
     [output] = [row for row in rows if row["kind"] == "output"]
@@ -87,3 +89,11 @@ def test_neither_spark_nor_dagster_is_imported(sound_chain: Chain) -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_it_says_which_way_keys_and_values_take(sound_chain: Chain) -> None:
+    rows, _ = rows_of(sound_chain.pipeline.path)
+    assert {row["way"] for row in rows} == {"native"}
+    assert _told(["native"], ["fastavro", "native"]) == "key native, value fastavro and native"
+    assert _told([], ["fastavro"]) == "fastavro"
+    assert _told([], []) is None
