@@ -168,17 +168,19 @@ def commit(
     *,
     removed: Sequence[DataFile] = (),
     partition_by: Sequence[str] = (),
+    rewritten: bool = False,
 ) -> None:
     """Add and remove files and set numbers, in one atomic commit on the opened object.
 
-    Raises CommitConflict if another writer committed one of the numbers since the table was opened.
+    ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
+    committed one of the numbers since the table was opened.
     """
     now = int(time.time() * 1000)
     before, token = opened.version, uuid.uuid4().hex
     try:
         opened.table.create_write_transaction(
-            [RemoveAction(item.path, True, now, partition_values=_group(item)) for item in removed]
-            + [_add(item) for item in files],
+            [RemoveAction(item.path, not rewritten, now, partition_values=_group(item)) for item in removed]
+            + [_add(item, not rewritten) for item in files],
             mode="append",
             schema=opened.table.schema(),
             partition_by=list(partition_by),
@@ -227,6 +229,22 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     return found
 
 
+def unneeded(opened: Opened, hours: float) -> list[str]:
+    """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
+    ago, or none names them. Paths relative to the table.
+
+    A file of the table is never among them, whatever delta-rs says.
+    """
+    try:
+        found = opened.table.vacuum(
+            retention_hours=int(hours), dry_run=True, enforce_retention_duration=False, full=True
+        )
+    except DeltaError as error:
+        raise LakeError(f"table {opened.uri}: {error}") from error
+    live = {item.path for item in opened.files}
+    return [path for path in found if path not in live and unquote(path) not in live]
+
+
 def _committed(found: Opened, token: str, before: int) -> bool:
     """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
     the same state sets the same ones, and a commit need not add a file."""
@@ -245,7 +263,7 @@ def _group(item: DataFile) -> dict[str, str | None]:
     return {} if item.group is None else {"topic": item.group}
 
 
-def _add(item: DataFile) -> AddAction:
+def _add(item: DataFile, changes_data: bool = True) -> AddAction:
     low: dict[str, object] = {}
     high: dict[str, object] = {}
     if item.partition is not None:
@@ -256,7 +274,7 @@ def _add(item: DataFile) -> AddAction:
     stats = {"numRecords": item.records, "minValues": {"kafka": low}, "maxValues": {"kafka": high}}
     if not low:
         stats = {"numRecords": item.records}
-    return AddAction(item.path, item.size, _group(item), int(time.time() * 1000), True, json.dumps(stats))
+    return AddAction(item.path, item.size, _group(item), int(time.time() * 1000), changes_data, json.dumps(stats))
 
 
 def _iso(millis: int) -> str:

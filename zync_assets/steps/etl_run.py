@@ -23,6 +23,7 @@ from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.outputs import OutputType, output_types
+from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -63,6 +64,7 @@ class EtlRun:
             staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
         finally:
             rows.unpersist()
+        keep_up(self.spark, plan.state.opened if plan.state else None)
         made = {
             topic: (OffsetRange(0, outputs[topic, 0].next, end),)
             for topic, end in ends.items()

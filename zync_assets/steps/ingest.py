@@ -33,6 +33,7 @@ from zync_assets.steps.raw_columns import added_fields
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, task_frame
+from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -239,6 +240,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     if bad:
         quarantine.settle(lake, pool, topic, bad, [])
         crash_point("ingest:quarantine-settled")
+    keep_up(batch.spark, plan.state.opened if plan.state else None)
     return RawCommit(
         topic,
         plan.ranges,

@@ -1,0 +1,142 @@
+"""Small neighbouring files of a table as one file, in offset order.
+
+Each batch adds a file, so a pipeline that runs every second leaves thousands. delta-rs's own ``optimize.compact`` mixes the
+rows of files; here a partition's records stay sorted, so that its files can still be skipped by their offsets. Nothing but
+the division into files changes, and the commit says so (Delta protocol, "Add File and Remove File": ``dataChange`` false).
+The old files stay on disk for those who read them, until ``cleaning`` takes them away.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.merge import conform
+from zync_assets.codecs.nested import is_valid, struct_of
+from zync_assets.compute import pc
+from zync_assets.errors import LakeError
+from zync_assets.lake import raw, storage, tables
+from zync_assets.lake.staging import ACCOUNT
+from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.lake.writer import MAX_RECORDS
+
+SMALL = 200_000
+"""Records of a file up to which it is small."""
+FILES = 32
+"""Small files in a row before they become one: so often a record is written anew, at the most, until its file is large."""
+_NUMBER = "zync:compacted"
+_BATCH = 50_000
+
+
+def due(files: Iterable[DataFile]) -> list[list[DataFile]]:
+    """Runs of neighbours that are worth a file of their own. The account and replays stay as they are."""
+    found: list[list[DataFile]] = []
+    own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
+    own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
+    for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
+        found += [run for run in _cut(list(neighbours)) if len(run) >= FILES]
+    return found
+
+
+def _cut(neighbours: Sequence[DataFile]) -> Iterator[list[DataFile]]:
+    run: list[DataFile] = []
+    for item in neighbours:
+        if run and sum(each.records for each in run) + item.records > MAX_RECORDS:
+            yield run
+            run = []
+        run.append(item)
+    yield run
+
+
+def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
+    """Write the records of some files as one; not yet committed. ``schema``: the table's, which all columns get.
+
+    Raises LakeError if the files overlap or hold other than the log says.
+    """
+    name = f"compact-{uuid.uuid4().hex}"
+    group = run[0].group
+    path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
+    storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
+    present = {column for item in run for column in _open(uri, item).schema_arrow.names}
+    kept = pa.schema([field for field in schema if field.name in present])
+    system, full = storage.filesystem(storage.join(uri, path))
+    records, last, reached = 0, -1, None
+    with pq.ParquetWriter(full, kept, filesystem=system, compression="snappy") as writer:
+        for item in run:
+            for batch in _open(uri, item).iter_batches(_BATCH):
+                made = _conformed(batch, kept, reached)
+                offsets = pc.struct_field(made.column("kafka"), "offset").to_numpy()
+                if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
+                    raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order; run zync check")
+                records, last = records + len(offsets), int(offsets[-1])
+                reached = _last_time(made)
+                writer.write_batch(made)
+    if records != sum(item.records for item in run):
+        raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise; run zync check")
+    low = [item.min_time for item in run if item.min_time is not None]
+    high = [item.max_time for item in run if item.max_time is not None]
+    return DataFile(
+        path,
+        storage.file_size(storage.join(uri, path)),
+        records,
+        run[0].partition,
+        run[0].first,
+        run[-1].last,
+        low[0] if low else None,
+        max(high) if high else None,
+        group,
+    )
+
+
+def _open(uri: str, item: DataFile) -> pq.ParquetFile:
+    system, path = storage.filesystem(storage.join(uri, item.path))
+    try:
+        return pq.ParquetFile(path, filesystem=system)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise LakeError(f"table {uri}, file {item.path} can't be read: {error}; run zync check") from error
+
+
+def _conformed(batch: pa.RecordBatch, schema: pa.Schema, reached: int | None) -> pa.RecordBatch:
+    columns = [
+        conform(batch.column(field.name), field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    place = schema.get_field_index("kafka")
+    columns[place] = _carried(columns[place], reached)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _carried(kafka: pa.Array, reached: int | None) -> pa.Array:
+    """``kafka`` with times that never run back, as they don't within a file: readers carry them over from file to file."""
+    place = kafka.type.get_field_index("time")
+    if place < 0:
+        return kafka
+    parts = kafka.flatten()
+    times = pc.max_element_wise(parts[place].cast(pa.int64()), pa.scalar(reached, pa.int64()))
+    parts[place] = pc.cumulative_max(times).cast(parts[place].type)
+    return struct_of(kafka.type, parts, len(kafka), is_valid(kafka))
+
+
+def _last_time(batch: pa.RecordBatch) -> int | None:
+    kafka = batch.column("kafka")
+    if kafka.type.get_field_index("time") < 0:
+        return None
+    return pc.struct_field(kafka, "time")[-1].value
+
+
+def commit(opened: Opened, made: Sequence[DataFile], runs: Sequence[Sequence[DataFile]]) -> None:
+    """Put the written files in place of the runs. CommitConflict if another compaction came first."""
+    tables.commit(
+        opened,
+        made,
+        {_NUMBER: (opened.number(_NUMBER) or 0) + 1},
+        removed=[item for run in runs for item in run],
+        partition_by=opened.table.metadata().partition_columns,
+        rewritten=True,
+    )

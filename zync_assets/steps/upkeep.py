@@ -1,0 +1,53 @@
+"""What keeps tables fit while they are used: small files become large ones, and files that no one needs go.
+
+It is done after a commit, by the session that made it, where it is due; what it needs is decided by the log, so that no
+history is read for nothing. It never fails the step: what could not be done is done after another commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, ZyncError
+from zync_assets.lake import cleaning, compaction, tables
+from zync_assets.steps.tasks import run_tasks
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
+
+
+def keep_up(spark: SparkSession, before: tables.Opened | None) -> None:
+    """Look after the table that a commit was made on; ``before`` is what it was opened as (None: it is new)."""
+    if before is None or not (compaction.due(before.files) or cleaning.is_due(before)):
+        return
+    try:
+        compact(spark, before.uri)
+        opened = tables.open_table(before.uri)
+        if opened is not None and cleaning.is_due(opened):
+            cleaning.clean(opened)
+            crash_point("clean:done")
+    except CommitConflict as error:
+        _log.info("%s", error)
+    except (ZyncError, OSError) as error:
+        _log.warning("upkeep of table %s: %s", before.uri, error)
+
+
+def compact(spark: SparkSession, uri: str) -> int:
+    """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went.
+
+    Raises CommitConflict if another compaction came first; nothing of this one is visible then.
+    """
+    opened = tables.open_table(uri)
+    runs = compaction.due(opened.files) if opened else []
+    if opened is None or not runs:
+        return 0
+    schema = opened.schema
+    made = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema))
+    crash_point("compact:written")
+    compaction.commit(opened, made, runs)
+    crash_point("compact:committed")
+    return sum(len(run) for run in runs)

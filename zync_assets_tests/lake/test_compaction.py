@@ -1,0 +1,105 @@
+"""Small neighbouring files become one that holds the same records."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zync_assets.errors import LakeError
+from zync_assets.lake.compaction import FILES, SMALL, due, rewrite
+from zync_assets.lake.raw import carried_times
+from zync_assets.lake.staging import ACCOUNT
+from zync_assets.lake.tables import DataFile
+from zync_assets.lake.writer import MAX_RECORDS, RangeWriter
+from zync_assets.records import raw_schema
+from zync_assets_tests.lake.rows import SCHEMA, file, records
+
+
+def small(number: int, size: int = 10, partition: int = 0, name: str = "part", group: str | None = None) -> DataFile:
+    return DataFile(f"{name}-{number}", 1, size, partition, number * 10, number * 10 + 9, group=group)
+
+
+def test_few_small_files_stay_as_they_are() -> None:
+    assert due(small(number) for number in range(FILES - 1)) == []
+
+
+def test_many_small_neighbours_are_one_run_in_the_order_of_their_offsets() -> None:
+    files = [small(number) for number in range(FILES)]
+    assert due(reversed(files)) == [files]
+
+
+def test_a_large_file_parts_its_neighbours() -> None:
+    files = [small(number) for number in range(2 * FILES - 1)]
+    files[FILES - 1] = small(FILES - 1, SMALL + 1)
+    assert due(files) == []
+
+
+def test_partitions_and_topics_are_not_mixed_and_the_account_and_replays_stay() -> None:
+    half = FILES // 2 + 1
+    for files in (
+        [small(number, partition=number % 2) for number in range(2 * half)],
+        [small(number, group="ab"[number % 2]) for number in range(2 * half)],
+        [small(number, group=ACCOUNT) for number in range(FILES)],
+        [small(number, name="replay") for number in range(FILES)],
+    ):
+        assert due(files) == []
+
+
+@given(st.lists(st.integers(1, 2 * SMALL), max_size=4 * FILES))
+def test_runs_are_neighbours_and_small_and_make_no_file_too_large(sizes: list[int]) -> None:
+    files = [small(number, size) for number, size in enumerate(sizes)]
+    runs = due(files)
+    taken = [item for run in runs for item in run]
+    assert len(taken) == len(set(taken))
+    for run in runs:
+        assert len(run) >= FILES
+        assert all(item.records <= SMALL for item in run)
+        assert sum(item.records for item in run) <= MAX_RECORDS
+        assert all(files.index(after) == files.index(before) + 1 for before, after in pairwise(run))
+
+
+def test_the_file_holds_the_same_records_with_the_table_s_columns(tmp_path: Path) -> None:
+    """One of the files is older than a column, another than a wider type."""
+    wide = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("note", pa.string())]))
+    uri = str(tmp_path)
+    one = file(uri, records([0, 1, 7]))
+    rows = [{**records([9]).to_pylist()[0], "value": {"id": 9, "note": "new"}}]
+    with RangeWriter(uri, 0) as writer:
+        writer.write(pa.RecordBatch.from_pylist(rows, schema=wide))
+    made = rewrite(uri, [one, writer.files[0][0]], wide)
+    found = pq.read_table(tmp_path / made.path)
+    assert found.schema.equals(wide)
+    assert found["value"].to_pylist() == [{"id": n, "note": None} for n in (0, 1, 7)] + [{"id": 9, "note": "new"}]
+    assert (made.partition, made.first, made.last, made.records) == (0, 0, 9, 4)
+
+
+def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    files = [file(uri, records([0, 1], [100, 500])), file(uri, records([2, 3], [200, 600]))]
+    files.append(file(uri, records([4], [300])))
+    made = rewrite(uri, files, SCHEMA)
+    times = [row["time"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
+    assert times == [100, 500, 500, 600, 600]
+    assert (made.min_time, made.max_time) == (100, 600)
+    assert carried_times([made]) == {}
+    stamps = [row["timestamp"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
+    assert stamps == [100, 500, 200, 600, 300]
+
+
+def test_files_that_overlap_are_not_touched(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    with pytest.raises(LakeError, match="not in order; run zync check"):
+        rewrite(uri, [file(uri, records([0, 5])), file(uri, records([3]))], SCHEMA)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = file(str(tmp_path), records([0]))
+    (tmp_path / gone.path).unlink()
+    with pytest.raises(LakeError, match=gone.path):
+        rewrite(str(tmp_path), [gone], SCHEMA)
