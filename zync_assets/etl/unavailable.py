@@ -12,19 +12,16 @@ JSON. Arrays of booleans are not looked at: one true a byte may be a value.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import operator
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.shapes import dotted
+from zync_assets.etl.shapes import dotted, name_sql, text_sql, type_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column
     from pyspark.sql.types import DataType, StructType
 
 _HEX = "hex:"
@@ -35,12 +32,11 @@ def placeholder_bytes(text: str) -> bytes:
     return bytes.fromhex(text.removeprefix(_HEX)) if text.startswith(_HEX) else text.encode()
 
 
-def left_out(column: Column, kind: DataType, side: str, placeholder: str | None) -> tuple[Column, Column] | None:
-    """The column with null for unavailable fields, and the paths of these (null: none) beneath ``side``.
+def left_out(column: str, kind: DataType, side: str, placeholder: str | None) -> tuple[str, str] | None:
+    """A column, given as SQL, with null for unavailable fields, and the paths of these (null: none) beneath ``side``.
 
     None where no field of the type can hold the placeholder, which then costs nothing.
     """
-    from pyspark.sql import functions as F
     from pyspark.sql.types import StructType
 
     if placeholder is None or not isinstance(kind, StructType):
@@ -48,85 +44,85 @@ def left_out(column: Column, kind: DataType, side: str, placeholder: str | None)
     found = list(_fields(column, kind, (side,), placeholder))
     if not found:
         return None
-    some = functools.reduce(operator.or_, (condition for _, condition in found))
-    paths = F.array_compact(F.array(*(F.when(condition, F.lit(dotted(path))) for path, condition in found)))
-    return F.when(some, _cleared(column, kind, placeholder)).otherwise(column), F.when(some, paths)
+    some = " OR ".join(condition for _, condition in found)
+    paths = ", ".join(f"CASE WHEN {condition} THEN {text_sql(dotted(path))} END" for path, condition in found)
+    cleared = f"CASE WHEN {some} THEN {_cleared(column, kind, placeholder)} ELSE {column} END"
+    return cleared, f"CASE WHEN {some} THEN array_compact(array({paths})) END"
 
 
 def _fields(
-    column: Column, kind: StructType, path: tuple[str, ...], placeholder: str
-) -> Iterator[tuple[tuple[str, ...], Column]]:
+    column: str, kind: StructType, path: tuple[str, ...], placeholder: str
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Path and condition of each field that can hold the placeholder, at any depth of structs."""
     from pyspark.sql.types import StructType
 
     for item in kind:
-        inner, name = column.getField(item.name), (*path, item.name)
+        inner, name = f"{column}.{name_sql(item.name)}", (*path, item.name)
         if isinstance(item.dataType, StructType):
             yield from _fields(inner, item.dataType, name, placeholder)
         elif (condition := _is_placeholder(inner, item.dataType, placeholder)) is not None:
             yield name, condition
 
 
-def _cleared(column: Column, kind: StructType, placeholder: str) -> Column:
-    from pyspark.sql import functions as F
+def _cleared(column: str, kind: StructType, placeholder: str) -> str:
     from pyspark.sql.types import StructType
 
-    parts: list[Column] = []
+    parts: list[str] = []
     for item in kind:
-        inner = column.getField(item.name)
+        inner = f"{column}.{name_sql(item.name)}"
         condition = _is_placeholder(inner, item.dataType, placeholder)
         if isinstance(item.dataType, StructType):
             inner = _cleared(inner, item.dataType, placeholder)
         elif condition is not None:
-            inner = F.when(~condition, inner)
-        parts.append(inner.alias(item.name))
-    return F.when(column.isNotNull(), F.struct(*parts))
+            inner = f"CASE WHEN NOT {condition} THEN {inner} END"
+        parts.append(f"{text_sql(item.name)}, {inner}")
+    return f"CASE WHEN {column} IS NOT NULL THEN named_struct({', '.join(parts)}) END"
 
 
-def _is_placeholder(column: Column, kind: DataType, placeholder: str) -> Column | None:
-    """False, not null, for a null value; None for a type that can't hold the placeholder."""
-    from pyspark.sql import functions as F
+def _is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
+    """A condition that is false, not null, for a null value; None for a type that can't hold the placeholder."""
     from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType
 
     raw = placeholder_bytes(placeholder)
     text = raw.decode(errors="replace")
     if isinstance(kind, StringType):
         as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
-        return F.coalesce(column.isin(text, as_hstore), F.lit(False))
+        return f"coalesce({column} IN ({text_sql(text)}, {text_sql(as_hstore)}), false)"
     if isinstance(kind, BinaryType):
-        return column.eqNullSafe(F.lit(raw))
+        return f"({column} <=> X'{raw.hex()}')"
     if isinstance(kind, ArrayType):
-        forms = _arrays(kind, raw, text)
-        return functools.reduce(operator.or_, (column.eqNullSafe(form) for form in forms)) if forms else None
+        forms = " OR ".join(f"{column} <=> {form}" for form in _arrays(kind.elementType, raw, text))
+        return f"({forms})" if forms else None
     if isinstance(kind, MapType) and isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType):
-        held = (F.size(column) == 1) & F.try_element_at(column, F.lit(text)).eqNullSafe(text)
-        return F.coalesce(held, F.lit(False))
+        held = f"try_element_at({column}, {text_sql(text)}) <=> {text_sql(text)}"
+        return f"coalesce(size({column}) = 1 AND {held}, false)"
     return None
 
 
-def _arrays(kind: DataType, raw: bytes, text: str) -> list[Column]:
-    from pyspark.sql import functions as F
+def _arrays(inner: DataType, raw: bytes, text: str) -> list[str]:
+    """The forms that an array of such elements may have as the placeholder."""
     from pyspark.sql import types as T
 
-    assert isinstance(kind, T.ArrayType)
-    inner = kind.elementType
     numbers = [int.from_bytes([one], "big", signed=True) for one in raw]
+
+    def array(elements: Iterable[object]) -> str:
+        return f"array({', '.join(map(str, elements))})"
+
     if isinstance(inner, T.StringType):
         md5 = str(_uuid(raw))
-        return [F.array(*map(F.lit, each)) for each in ([text], [md5], [str(one) for one in numbers])]
+        return [array(map(text_sql, each)) for each in ([text], [md5], map(str, numbers))]
     if isinstance(inner, T.BinaryType):
-        return [F.array(F.lit(raw))]
+        return [f"array(X'{raw.hex()}')"]
     if isinstance(inner, T.DecimalType):
         if inner.precision < 3:
             return []
-        return [F.array(*(F.lit(Decimal(one).scaleb(-inner.scale)).cast(inner) for one in numbers))]
+        return [array(f"CAST({Decimal(one).scaleb(-inner.scale):f}BD AS {type_sql(inner)})" for one in numbers)]
     if isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
-        return [F.array(*(F.lit(one).cast(inner) for one in numbers))]
+        return [f"CAST({array(numbers)} AS array<{type_sql(inner)}>)"]
     if isinstance(inner, T.DateType):
-        return [F.array(*(F.date_from_unix_date(F.lit(one)) for one in numbers))]
+        return [array(f"date_from_unix_date({one})" for one in numbers)]
     if isinstance(inner, T.TimestampType):
-        units = (F.timestamp_millis, F.timestamp_micros)
-        return [F.array(*(of(F.lit(one)) for one in numbers)) for of in units]
+        return [array(f"{made}({one})" for one in numbers) for made in ("timestamp_millis", "timestamp_micros")]
     return []
 
 

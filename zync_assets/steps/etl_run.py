@@ -202,8 +202,6 @@ class EtlRun:
         outputs: Mapping[tuple[str, int], OutputPosition],
         types: Mapping[str, OutputType],
     ) -> tuple[list[DataFile], dict[str, int]]:
-        from pyspark.sql import functions as F
-
         files: list[DataFile] = []
         ends: dict[str, int] = {}
         buckets = 1 + max((row.bucket for row in found), default=0)
@@ -219,25 +217,22 @@ class EtlRun:
             folder = f"{self.folder}/topic={topic}"
             sides = types[topic].columns
             numbered = numbering.numbered(rows, topic, firsts)
-            # The cast makes every field one that may be null in the file too.
             kinds = {name: spark_type(kind) for name, kind in sides.items()}
-            values = {name: F.expr(f"CAST({name_sql(name)} AS {type_sql(kind)})") for name, kind in kinds.items()}
-            paths = F.expr("CAST(NULL AS array<string>)")
+            values, paths = {name: name_sql(name) for name in kinds}, "CAST(NULL AS array<string>)"
             value = staging.value_column(topic)
-            if value in sides:
+            if value in kinds:
                 made = unavailable.left_out(values[value], kinds[value], "value", self.pipeline.unavailable_value)
                 values[value], paths = made or (values[value], paths)
             columns = [
                 "kafka",
                 "rule",
-                F.expr(
-                    "transform(source, of -> struct(of.topic AS topic, of.partition AS partition, of.offset AS offset))"
-                ).alias("source"),
+                "transform(source, of -> struct(of.topic AS topic, of.partition AS partition, of.offset AS offset)) AS source",
                 "schema",
-                paths.alias("left_out"),
-                *(column.alias(name) for name, column in values.items()),
+                f"{paths} AS left_out",
+                # The cast makes every field one that may be null in the file too.
+                *(f"CAST({values[name]} AS {type_sql(kind)}) AS {name_sql(name)}" for name, kind in kinds.items()),
             ]
-            _write(numbered.select(*columns), storage.join(self.uri, folder))
+            _write(numbered.selectExpr(*columns), storage.join(self.uri, folder))
             found_paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
             made = [staging.staged_file(self.uri, f"{folder}/{path}", topic) for path in found_paths]
             files += [item for item in made if item.records]

@@ -47,10 +47,10 @@ def spark_struct(ddl: str) -> StructType:
 def made(spark: SparkSession, ddl: str, value: str, placeholder: str | None = HOLDER) -> Any:
     """(value, left_out) of one struct; None where nothing is looked for."""
     frame = spark.sql(f"SELECT CAST({value} AS STRUCT<{ddl}>) AS value")
-    found = left_out(frame["value"], frame.schema["value"].dataType, "value", placeholder)
+    found = left_out("value", frame.schema["value"].dataType, "value", placeholder)
     if found is None:
         return None
-    row = frame.select(found[0].alias("value"), found[1].alias("paths")).collect()[0]
+    row = frame.selectExpr(f"{found[0]} AS value", f"{found[1]} AS paths").collect()[0]
     return row["value"].asDict(recursive=True) if row["value"] is not None else None, row["paths"]
 
 
