@@ -134,7 +134,6 @@ CASES: dict[str, Case] = {
     "ingest:table-created": Case(at_first),
     "ingest:columns-added": Case(later),
     "ingest:committed": Case(later),
-    "ingest:quarantine-settled": Case(at_first),
     "etl:outputs-written": Case(at_first),
     "etl:ledger-written": Case(later),
     "etl:ledger-folded": Case(with_many_ledger_files),

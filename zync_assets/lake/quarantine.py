@@ -1,14 +1,19 @@
 """The side table of a raw table: records that could not be decoded, whole, offsets that retention took, and those that the
 input's shape left out.
 
-It is committed before the raw table. An entry counts once the raw table's next offset has passed it; entries at or past
-the next offset are left over from a writer that did not get to commit, and the next writer replaces them. It stops counting
-when the raw table has its offset: then it was replayed.
+It is committed before the raw table, each file under the number of the attempt that wrote it (``attempt-<number>-…``). An
+entry counts once the raw table's next offset has passed it, and while the raw table has no record at its offset: that is
+one that was replayed. Of the offsets of a partition's last batch only the files of the attempt that was committed count,
+which the raw table names in that same commit: others were left by writers that came second or died, and what they say
+of a record is the same or out of date. The next attempt, whoever makes it, takes them out before it commits itself, so that none
+is below an older batch. Nobody takes out what has not been passed yet: its writer may be about to commit.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -22,20 +27,26 @@ from zync_assets.lake.tables import DataFile
 from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 
 _NUMBER = "zync:quarantine"
+_ATTEMPT = "attempt-"
 
 
-def replace_uncounted(
-    lake: str,
-    pool: str,
-    topic: str,
-    upcoming: Mapping[int, int],
-    files: Sequence[DataFile],
-    check: Callable[[], None] = lambda: None,
-) -> list[DataFile]:
-    """Commit quarantine files, in place of those at or past the raw table's next offsets (``upcoming``).
+def new_attempt() -> int:
+    """A number for one attempt at ingesting a batch, as good as unique."""
+    return secrets.randbits(62) + 1
 
-    ``check`` is called once the table is opened, and raises CommitConflict if the raw table's next offsets are others by
-    now: a writer that comes after that conflicts here, since ``settle`` commits too. Returns the files taken out.
+
+def file_name(attempt: int) -> str:
+    """What the names of an attempt's files begin with."""
+    return f"{_ATTEMPT}{attempt:016x}"
+
+
+def add(
+    lake: str, pool: str, topic: str, state: RawState | None, files: Sequence[DataFile], check: Callable[[], None]
+) -> None:
+    """Commit an attempt's files, and take out what other attempts at the raw table's last batches left.
+
+    ``state``: the raw table that the attempt was planned on. ``check`` is called once the side table is opened, and raises
+    CommitConflict if the raw table is another one by now.
     """
     uri = storage.quarantine_uri(lake, pool, topic)
     opened = tables.open_table(uri)
@@ -43,39 +54,45 @@ def replace_uncounted(
     if opened is None:
         if files:
             tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1})
-        return []
-    stale = [item for item in tables.list_files(opened) if (item.first or 0) >= upcoming.get(item.partition or 0, 0)]
-    if files or stale:
-        tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=stale)
-    return stale
+        return
+    left = [item for item in tables.list_files(opened) if _is_left_over(item, state)]
+    if files or left:
+        tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=left)
 
 
-def settle(lake: str, pool: str, topic: str, kept: Sequence[DataFile], dropped: Sequence[DataFile]) -> None:
-    """After the race for the raw table: make sure that ``kept`` is there and ``dropped`` is not.
-
-    The winner keeps its own files, which a loser may have taken out a moment before; a loser puts back what it took out
-    and counts by now, and drops its own.
-    """
+def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> None:
+    """Take out the files of an attempt that can't be committed any more. Whoever dies before leaves that to others."""
     while True:
         opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
-        if opened is None:
+        present = {item.path for item in tables.list_files(opened)} if opened else set[str]()
+        own = [item for item in files if item.path in present]
+        if opened is None or not own:
             return
-        present = {item.path for item in tables.list_files(opened)}
-        absent = [item for item in kept if item.path not in present]
-        wrong = [item for item in dropped if item.path in present]
-        try:
-            tables.commit(opened, absent, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=wrong)
+        with suppress(CommitConflict):  # another writer of the side table was first; look again
+            tables.commit(opened, [], {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=own)
             return
-        except CommitConflict:
-            continue  # another writer of the side table was first; look again
+
+
+def _is_left_over(item: DataFile, state: RawState | None) -> bool:
+    """Whether a file lies within a partition's last batch and another attempt than its own was committed."""
+    partition, first = item.partition or 0, item.first or 0
+    if state is None or partition not in state.began or not state.began[partition] <= first < state.next[partition]:
+        return False
+    return not item.path.startswith(file_name(state.attempt[partition]))
 
 
 def quarantine_files(lake: str, pool: str, topic: str, upcoming: Mapping[int, int]) -> list[DataFile]:
-    """The files whose entries count, sorted by partition and offset."""
+    """The files whose entries count, where the raw table's next offsets are ``upcoming``; sorted by partition and offset."""
+    # The raw table first: what is left over of its last batches is then told from what came after.
+    state = raw.open_raw(lake, pool, topic)
     opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
     if opened is None:
         return []
-    counted = [item for item in tables.list_files(opened) if (item.first or 0) < upcoming.get(item.partition or 0, 0)]
+    counted = [
+        item
+        for item in tables.list_files(opened)
+        if (item.first or 0) < upcoming.get(item.partition or 0, 0) and not _is_left_over(item, state)
+    ]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))
 
 

@@ -6,7 +6,10 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:first:<partition>   the offset where the first ingest of the partition began
     zync:bad:<partition>     how many records of it were quarantined, ever
     zync:left-out:<partition>  how many records of it an input's shape left out, ever
-    zync:partitions          how many partitions have the two above
+    zync:began:<partition>   where the last batch that took offsets of it began
+    zync:attempt:<partition> which attempt at that batch was committed, of those in the quarantine (``quarantine``); 0: one
+                             that put nothing there
+    zync:partitions          how many partitions have those above
     zync:schemas:<side>      how many writer schemas of keys or of values have the four below
     zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order in which they came; -1: it has none
     …:partition, …:offset    the first record that it came with
@@ -69,6 +72,10 @@ class RawState:
     """How many replays were committed."""
     left_out: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that the input's shape left out, ever."""
+    began: Mapping[int, int] = field(default_factory=dict)
+    """Partition → where its last batch began."""
+    attempt: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the attempt that was its last batch."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -101,18 +108,13 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     if opened is None:
         return None
     count = opened.number("zync:partitions") or 0
-    found = {
-        name: {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
-        for name in ("first", "next", "bad", "left-out")
-    }
-    return RawState(
-        opened,
-        {p: n for p, n in found["first"].items() if n is not None},
-        {p: n for p, n in found["next"].items() if n is not None},
-        {p: n or 0 for p, n in found["bad"].items()},
-        opened.number("zync:replay") or 0,
-        {p: n for p, n in found["left-out"].items() if n},
-    )
+
+    def of(name: str) -> dict[int, int]:
+        numbers = {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
+        return {p: n for p, n in numbers.items() if n is not None}
+
+    bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
+    return RawState(opened, of("first"), of("next"), bad, replays, of("left-out"), of("began"), of("attempt"))
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
@@ -177,12 +179,14 @@ def commit_raw(
     bad: Mapping[int, int],
     writers: Sequence[WriterSchema] = (),
     left_out: Mapping[int, int] | None = None,
+    attempt: int = 0,
 ) -> None:
     """Commit files and next offsets together.
 
     ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
     each partition's next offset after this batch; ``bad`` and ``left_out`` how many records of it were quarantined,
-    and left out by a shape, in this batch; ``writers`` the writer schemas that are new.
+    and left out by a shape, in this batch; ``writers`` the writer schemas that are new; ``attempt`` the one whose files in
+    the side table count from now on, 0 if it has none.
     Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
     """
     uri = storage.raw_uri(lake, pool, topic)
@@ -193,6 +197,8 @@ def commit_raw(
         numbers["zync:partitions"] = max([*first, *known]) + 1
     old_bad = before.bad if before else {}
     numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
+    position = {**(before.next if before else {}), **first}
+    numbers |= {f"zync:began:{p}": position[p] for p in until} | {f"zync:attempt:{p}": attempt for p in until}
     numbers |= _writer_numbers(before, writers)
     old_out = before.left_out if before else {}
     numbers |= {f"zync:left-out:{p}": old_out.get(p, 0) + count for p, count in (left_out or {}).items()}

@@ -81,7 +81,7 @@ class RawBatch:
         """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
         source, parts, now = self.source, _tasks(self.plan.ranges), _now()
         if self.plan.input.shape is not None:
-            reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()))
+            reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
             return shaped_records(reading)
         if source.key_type is None and source.value_type is None:
             raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
@@ -192,7 +192,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     plan, item = batch.plan, batch.plan.input
     lake, pool, topic = pipeline.lake, item.pool, item.topic
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
-    reading = Reading(batch.spark, lake, item, batch.source, _tasks(plan.ranges), _now(), known)
+    attempt = quarantine.new_attempt()
+    reading = Reading(batch.spark, lake, item, batch.source, _tasks(plan.ranges), _now(), known, attempt)
     made = write_plain(reading) if item.shape is None else write_shaped(reading)
     lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
@@ -214,8 +215,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
                 f"table {storage.raw_uri(lake, pool, topic)}: another writer committed first; run again"
             )
 
-    removed = quarantine.replace_uncounted(lake, pool, topic, before, bad, still_first)
-    if bad or removed:
+    quarantine.add(lake, pool, topic, plan.state, bad, still_first)
+    if bad:
         crash_point("ingest:quarantine-written")
     try:
         raw.commit_raw(
@@ -231,15 +232,11 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             bad_counts,
             writers,
             made.left_out,
+            attempt if bad else 0,
         )
     except CommitConflict:
-        now = raw.open_raw(lake, pool, topic)
-        counted = [item for item in removed if now and (item.first or 0) < now.next.get(item.partition or 0, 0)]
-        quarantine.settle(lake, pool, topic, counted, bad)
+        quarantine.withdraw(lake, pool, topic, bad)
         raise
-    if bad:
-        quarantine.settle(lake, pool, topic, bad, [])
-        crash_point("ingest:quarantine-settled")
     keep_up(batch.spark, plan.state.opened if plan.state else None)
     return RawCommit(
         topic,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.kafka.source import Arrived, Source, read_chunks
-from zync_assets.lake import storage
+from zync_assets.lake import quarantine, storage
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Reading:
     """What of a topic is to be read, and as what: a Spark task for each of ``parts``. ``now``: the time of ingest,
-    milliseconds since the epoch; ``table``: the raw table's columns so far."""
+    milliseconds since the epoch; ``table``: the raw table's columns so far; ``attempt``: the number that side files carry."""
 
     spark: SparkSession = field(repr=False)
     lake: str
@@ -35,6 +35,7 @@ class Reading:
     parts: Sequence[OffsetRange]
     now: int
     table: pa.Schema = field(repr=False)
+    attempt: int
 
     @property
     def uri(self) -> str:
@@ -43,6 +44,11 @@ class Reading:
     @property
     def side_uri(self) -> str:
         return storage.quarantine_uri(self.lake, self.item.pool, self.item.topic)
+
+    @property
+    def side_name(self) -> str:
+        """What the names of side files begin with."""
+        return quarantine.file_name(self.attempt)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
     """Files of the side table with what retention took."""
     files: list[DataFile] = []
     for row in lost_rows(reading.item.topic, lost, reading.now):
-        with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py()) as writer:
+        with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.side_name) as writer:
             writer.write(row)
         files += [found for found, _ in writer.files]
     return files
@@ -103,12 +109,13 @@ class _Written:
 
 def _write(reading: Reading) -> tuple[list[DataFile], list[pa.Schema], list[DataFile], list[Arrived]]:
     """Read, decode and write in one Spark job. Returns data files, their schemas, quarantine files, and new schemas."""
-    source, parts, now, uri, side_uri = reading.source, reading.parts, reading.now, reading.uri, reading.side_uri
+    source, parts, now, uri = reading.source, reading.parts, reading.now, reading.uri
+    side_uri, side_name = reading.side_uri, reading.side_name
 
     def work(index: int) -> _Written:
         part = parts[index]
         arrived: list[Arrived] = []
-        data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition)
+        data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition, side_name)
         with data, side:
             for chunk in read_chunks(source, part, now):
                 data.write(chunk.records)

@@ -151,7 +151,7 @@ class _Job:
     def run(self) -> list[TaskEnd]:
         """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
         reading = self.reading
-        writer = Writer(reading.uri, reading.side_uri, self.schema(), reading.now)
+        writer = Writer(reading.uri, reading.side_uri, reading.side_name, self.schema(), reading.now)
         rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:
@@ -257,7 +257,7 @@ def shaped_records(reading: Reading) -> DataFrame:
 
 
 def _decoded(reading: Reading, refused: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
-    reader = Reader(reading.source, reading.parts, reading.now, refused, side_uri)
+    reader = Reader(reading.source, reading.parts, reading.now, refused, side_uri, reading.side_name)
     schema = spark_schema(decoded_schema(reading.source))
     return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
 

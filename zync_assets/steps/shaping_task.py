@@ -67,6 +67,8 @@ class Reader:
     refused: Mapping[tuple[int, int], str]
     side_uri: str | None
     """Where quarantine files go; None: nowhere, since this is a trial."""
+    side_name: str
+    """What their names begin with."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index in indexes(batches):
@@ -77,7 +79,7 @@ class Reader:
         refused = {offset: text for (partition, offset), text in self.refused.items() if partition == part.partition}
         wider: Types | None = None
         arrived: list[Arrived] = []
-        writer = RangeWriter(self.side_uri, part.partition) if self.side_uri is not None else None
+        writer = RangeWriter(self.side_uri, part.partition, self.side_name) if self.side_uri is not None else None
         found = ReadEnd()
         try:
             with ExitStack() as stack:
@@ -124,6 +126,7 @@ class Writer:
 
     uri: str
     side_uri: str
+    side_name: str
     schema: pa.Schema
     now: int
 
@@ -148,7 +151,7 @@ class Writer:
             kafka = rows.column("kafka").cast(KAFKA_TYPE)
             if data is None or side is None:
                 partition = kafka[0]["partition"].as_py()
-                data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition)
+                data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition, self.side_name)
             kept = rows.column(KEPT)
             out = kafka.filter(pc.invert(kept))
             left_out += len(out)

@@ -34,7 +34,8 @@ class RawFile:
 class Raw:
     """A raw table. ``first`` and ``next``: partition → where ingest began, and the next offset to ingest.
 
-    ``quarantine``: entries of the side table that count: below the next offset, and not replayed, which is to be in a
+    ``quarantine``: entries of the side table that count: below the next offset; in the last batch's offsets, of the attempt
+    that the raw table names; and not replayed, which is to be in a
     data file named ``replay-…`` by now. ``entered``: partition → how many there were ever.
     """
 
@@ -113,8 +114,14 @@ def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
 
     upcoming = of("next")
     aside = open_table(lake / "~quarantine" / pool / topic)
-    entries = [row for item in aside.files for row in item.rows()] if aside else []
-    counted = [row for row in entries if row["kafka"]["offset"] < upcoming.get(row["kafka"]["partition"], 0)]
+    began, attempt = of("began"), of("attempt")
+    counted: list[Row] = []
+    for item in aside.files if aside else ():
+        rows = item.rows()
+        partition, low = rows[0]["kafka"]["partition"], rows[0]["kafka"]["offset"]
+        last = partition in began and began[partition] <= low < upcoming[partition]
+        if not last or item.path.name.startswith(f"attempt-{attempt[partition]:016x}-"):
+            counted += [row for row in rows if row["kafka"]["offset"] < upcoming.get(partition, 0)]
     files = [RawFile(item, item.rows()) for item in table.files]
     files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))
     replayed = {_place(row) for item in files if item.replayed for row in item.rows}

@@ -176,14 +176,14 @@ def ingest_by_hand(pipeline: Pipeline, offsets: list[int], lost: OffsetRange | N
         writer.write(pa.RecordBatch.from_pylist(rows, schema=raw_schema(pa.string(), pa.string())))
     if lost is not None:
         entry = {"kafka": {**place, "offset": lost.first}, "stage": "lost", "end": lost.end}
-        with RangeWriter(storage.quarantine_uri(lake, "Raw", topic), 0) as side:
+        with RangeWriter(storage.quarantine_uri(lake, "Raw", topic), 0, quarantine.file_name(7)) as side:
             side.write(pa.RecordBatch.from_pylist([entry], schema=BAD_SCHEMA))
-        quarantine.replace_uncounted(lake, "Raw", topic, {0: 0}, [found for found, _ in side.files])
+        quarantine.add(lake, "Raw", topic, None, [found for found, _ in side.files], lambda: None)
     schema = raw_schema(pa.string(), pa.string())
     topic_id = topic_state(pipeline.kafka, topic).topic_id
     bad = {0: 1 if lost else 0}
     files = [found for found, _ in writer.files]
-    raw.commit_raw(lake, "Raw", topic, topic_id, None, schema, files, {0: 0}, {0: 10}, bad)
+    raw.commit_raw(lake, "Raw", topic, topic_id, None, schema, files, {0: 0}, {0: 10}, bad, attempt=7)
     return topic
 
 

@@ -43,9 +43,9 @@ def bad_records(offsets: Sequence[int], partition: int = 0) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, schema=BAD_SCHEMA)
 
 
-def file(uri: str, batch: pa.RecordBatch) -> DataFile:
+def file(uri: str, batch: pa.RecordBatch, name: str = "part") -> DataFile:
     """The batch as one file of a table, not yet committed."""
     partition = batch.column("kafka")[0]["partition"].as_py()
-    with RangeWriter(uri, partition) as writer:
+    with RangeWriter(uri, partition, name) as writer:
         writer.write(batch)
     return writer.files[0][0]

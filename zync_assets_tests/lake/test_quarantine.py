@@ -1,4 +1,4 @@
-"""Quarantine: entries count once the raw table has passed them; what an unfinished ingest left is replaced."""
+"""Quarantine: which entries count is decided by the raw table's commit, whatever other writers left beside."""
 
 from __future__ import annotations
 
@@ -7,75 +7,119 @@ from pathlib import Path
 import pytest
 
 from zync_assets.errors import CommitConflict
-from zync_assets.lake.quarantine import quarantine_files, replace_uncounted, settle
-from zync_assets.lake.storage import quarantine_uri
-from zync_assets.lake.tables import DataFile
-from zync_assets_tests.lake.rows import bad_records, file
+from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
+from zync_assets.lake.raw import RawState, commit_raw, open_raw
+from zync_assets.lake.storage import quarantine_uri, raw_uri
+from zync_assets.lake.tables import DataFile, list_files, open_table
+from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 PLACE = ("Raw", "shop.public.orders")
 
 
-def written(lake: Path, *offsets: int, partition: int = 0) -> DataFile:
-    return file(quarantine_uri(str(lake), *PLACE), bad_records(offsets, partition))
+def written(lake: Path, attempt: int, *offsets: int, partition: int = 0) -> DataFile:
+    return file(quarantine_uri(str(lake), *PLACE), bad_records(offsets, partition), file_name(attempt))
 
 
-def counted(lake: Path, upcoming: dict[int, int]) -> list[tuple[int | None, int | None]]:
-    return [(item.partition, item.first) for item in quarantine_files(str(lake), *PLACE, upcoming)]
+def state(lake: Path) -> RawState | None:
+    return open_raw(str(lake), *PLACE)
 
 
-def replace(lake: Path, upcoming: dict[int, int], *files: DataFile) -> list[DataFile]:
-    return replace_uncounted(str(lake), *PLACE, upcoming, files)
+def put(lake: Path, *files: DataFile) -> None:
+    """The first half of an attempt."""
+    add(str(lake), *PLACE, state(lake), files, lambda: None)
+
+
+def commit(lake: Path, attempt: int, until: dict[int, int]) -> None:
+    """The second half: the raw table goes on up to ``until``."""
+    before = state(lake)
+    known = before.next if before else {}
+    first = {partition: 0 for partition in until if partition not in known}
+    data = [
+        file(raw_uri(str(lake), *PLACE), records([known.get(partition, 0)], partition=partition)) for partition in until
+    ]
+    commit_raw(str(lake), *PLACE, "id-1", before, SCHEMA, data, first, until, {}, attempt=attempt)
+
+
+def counted(lake: Path, upcoming: dict[int, int] | None = None) -> list[tuple[int | None, int | None]]:
+    found = state(lake)
+    known = found.next if found else {}
+    files = quarantine_files(str(lake), *PLACE, known if upcoming is None else upcoming)
+    return [(item.partition, item.first) for item in files]
+
+
+def listed(lake: Path) -> list[int | None]:
+    opened = open_table(quarantine_uri(str(lake), *PLACE))
+    assert opened is not None
+    return sorted(item.first or 0 for item in list_files(opened))
 
 
 def test_nothing_quarantined_makes_no_table(tmp_path: Path) -> None:
-    assert replace(tmp_path, {0: 0}) == []
+    put(tmp_path)
     assert not Path(quarantine_uri(str(tmp_path), *PLACE)).exists()
     assert counted(tmp_path, {0: 9}) == []
 
 
 def test_an_entry_counts_from_the_raw_table_s_commit_on(tmp_path: Path) -> None:
-    replace(tmp_path, {0: 0}, written(tmp_path, 3))
-    assert counted(tmp_path, {0: 0}) == []
-    assert counted(tmp_path, {0: 10}) == [(0, 3)]
+    put(tmp_path, written(tmp_path, 1, 3))
+    assert counted(tmp_path) == []
+    commit(tmp_path, 1, {0: 10})
+    assert counted(tmp_path) == [(0, 3)]
+    assert counted(tmp_path, {0: 2}) == []
 
 
-def test_what_a_killed_ingest_left_is_replaced_and_what_counts_stays(tmp_path: Path) -> None:
-    replace(tmp_path, {0: 0, 1: 0}, written(tmp_path, 3), written(tmp_path, 4, partition=1))
-    # Partition 0 was committed up to 10, partition 1 never: then another attempt finds other bad records.
-    replace(tmp_path, {0: 10, 1: 0}, written(tmp_path, 11), written(tmp_path, 7, partition=1))
-    assert counted(tmp_path, {0: 20, 1: 20}) == [(0, 3), (0, 11), (1, 7)]
+def test_what_a_killed_attempt_left_never_counts_and_what_counts_stays(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3), written(tmp_path, 1, 4, partition=1))
+    put(tmp_path, written(tmp_path, 2, 3))
+    commit(tmp_path, 2, {0: 10})
+    # Partition 1 went on later, by an attempt that found another bad record.
+    put(tmp_path, written(tmp_path, 3, 11), written(tmp_path, 3, 7, partition=1))
+    commit(tmp_path, 3, {0: 20, 1: 20})
+    assert counted(tmp_path) == [(0, 3), (0, 11), (1, 7)]
 
 
-def test_an_attempt_without_bad_records_clears_what_the_one_before_left(tmp_path: Path) -> None:
-    replace(tmp_path, {0: 0}, written(tmp_path, 3))
-    replace(tmp_path, {0: 0})
-    assert counted(tmp_path, {0: 10}) == []
+def test_an_attempt_without_bad_records_leaves_none_of_another_s(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3, 12))
+    put(tmp_path)
+    commit(tmp_path, 0, {0: 10})
+    assert counted(tmp_path) == []
 
 
-def test_the_loser_of_a_race_puts_back_what_counts_by_now_and_takes_its_own_out(tmp_path: Path) -> None:
-    replace(tmp_path, {0: 0}, written(tmp_path, 3))
-    mine = written(tmp_path, 2, 5)
-    removed = replace(tmp_path, {0: 0}, mine)
-    assert [item.first for item in removed] == [3]
-    # The other one's raw commit came first, up to offset 4: its entry counts.
-    settle(str(tmp_path), *PLACE, removed, [mine])
-    assert counted(tmp_path, {0: 4}) == [(0, 3)]
+def test_nobody_takes_out_what_may_be_committed_yet(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3))
+    put(tmp_path, written(tmp_path, 2, 2, 5))
+    put(tmp_path)
+    # The first one was slow, not dead.
+    commit(tmp_path, 1, {0: 4})
+    assert counted(tmp_path) == [(0, 3)]
 
 
-def test_the_winner_finds_its_entries_again_where_a_killed_loser_took_them_out(tmp_path: Path) -> None:
-    mine = written(tmp_path, 3)
-    replace(tmp_path, {0: 0}, mine)
-    replace(tmp_path, {0: 0})
-    settle(str(tmp_path), *PLACE, [mine], [])
-    assert counted(tmp_path, {0: 4}) == [(0, 3)]
+def test_what_was_left_over_is_taken_out_before_the_next_batch(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3))
+    put(tmp_path, written(tmp_path, 2, 2, 5))
+    put(tmp_path, written(tmp_path, 4, 6))
+    commit(tmp_path, 1, {0: 4})
+    assert listed(tmp_path) == [2, 3, 6]
+    put(tmp_path, written(tmp_path, 3, 5))
+    assert listed(tmp_path) == [3, 5, 6]
+    commit(tmp_path, 3, {0: 8})
+    assert counted(tmp_path) == [(0, 3), (0, 5)]
+    put(tmp_path)
+    assert listed(tmp_path) == [3, 5]
 
 
-def test_a_writer_that_opened_the_table_before_the_winner_settled_conflicts(tmp_path: Path) -> None:
-    """The winner commits to the side table once more after its raw commit, so nobody can take its entries out late."""
-    mine = written(tmp_path, 3)
-    replace(tmp_path, {0: 0}, mine)
+def test_the_loser_of_a_race_takes_its_own_out(tmp_path: Path) -> None:
+    mine = written(tmp_path, 2, 2, 5)
+    put(tmp_path, written(tmp_path, 1, 3))
+    put(tmp_path, mine)
+    commit(tmp_path, 1, {0: 4})
+    for _ in range(2):
+        withdraw(str(tmp_path), *PLACE, [mine])
+        assert listed(tmp_path) == [3]
+
+
+def test_of_two_that_add_at_once_one_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3))
     with pytest.raises(CommitConflict):
-        replace_uncounted(
-            str(tmp_path), *PLACE, {0: 0}, [written(tmp_path, 4)], lambda: settle(str(tmp_path), *PLACE, [mine], [])
-        )
-    assert counted(tmp_path, {0: 9}) == [(0, 3)]
+        add(str(tmp_path), *PLACE, None, [written(tmp_path, 2, 4)], lambda: put(tmp_path, written(tmp_path, 3, 4)))
+    commit(tmp_path, 1, {0: 10})
+    assert counted(tmp_path) == [(0, 3)]

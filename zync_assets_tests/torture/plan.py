@@ -16,7 +16,6 @@ POINTS: dict[str, tuple[str, ...]] = {
         "ingest:table-created",
         "ingest:columns-added",
         "ingest:committed",
-        "ingest:quarantine-settled",
     ),
     "etl": (
         "etl:outputs-written",
