@@ -158,7 +158,7 @@ def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
     can't be resolved, or the two of an equality have different types.
     """
     found: list[DataType] = []
-    for pair in rule.join_on:
+    for pair in rule.join_on if frames else ():
         kinds = [
             expression_type({side: frames[side]}, f"({sql})", rule.name, "join-on")
             for side, sql in zip(("left", "right"), pair, strict=True)

@@ -15,10 +15,10 @@ from typing import TypeVar
 from zync_assets_tests.torture import plan, report
 from zync_assets_tests.torture.children import Instance
 from zync_assets_tests.torture.faults import Faults
-from zync_assets_tests.torture.judgement import drain, verdict, warming_run
+from zync_assets_tests.torture.judgement import drain, verdict
 from zync_assets_tests.torture.report import FILE, History, Tally, read_history
 from zync_assets_tests.torture.traffic import Traffic
-from zync_assets_tests.torture.world import World, close, make_world, up_again, warm_up
+from zync_assets_tests.torture.world import World, close, make_world, up_again
 
 T = TypeVar("T")
 
@@ -46,7 +46,6 @@ def _run(chosen: argparse.Namespace, folder: Path, *, keep: bool) -> int:
     history.save()
     tally = Tally()
     try:
-        warm_up(world, warming_run(world))
         _trouble(chosen, world, tally, history)
         drain(world, tally)
         verdict(world, tally)

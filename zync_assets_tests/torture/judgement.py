@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 from zync_assets_tests.checker.evidence import Evidence, gather
 from zync_assets_tests.checker.outputs import sources, staged_sides
@@ -18,17 +17,6 @@ from zync_assets_tests.torture.report import Tally
 from zync_assets_tests.torture.world import World
 
 ATTEMPTS = 3
-
-
-def warming_run(world: World) -> Callable[[Path], None]:
-    """Runs a pipeline file to idle, in peace."""
-
-    def run(pipeline: Path) -> None:
-        log = world.folder / "warming.log"
-        code = start(pipeline, "run", log, world.folder / "warming.ready", {}, "--until-idle").wait()
-        assert code == 0, log.read_text()
-
-    return run
 
 
 def drain(world: World, tally: Tally) -> None:

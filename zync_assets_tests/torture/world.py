@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +12,10 @@ import psutil
 from zync_assets.errors import SetupError
 from zync_assets.local import processes
 from zync_assets.local.services import Services, down, status, up
-from zync_assets.steps.session import spark_settings
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.statement import Statement
 from zync_assets_tests.services import HASTY
-from zync_assets_tests.shop import Shop, changes, make_shop
+from zync_assets_tests.shop import Shop, make_shop
 
 SETTLE = "12"
 """Seconds that a publisher waits after an unclean stop. A live one may pause for as long as the broker takes to come back."""
@@ -72,28 +69,6 @@ def up_again(world: World, attempts: int = 30) -> Services:
                 raise
             world.stopping.wait(1.0)
     raise AssertionError
-
-
-def warm_up(world: World, run: Callable[[Path], None]) -> None:
-    """Have the JVM write down its loaded classes once, so that each process starts in a third of the time: kills are to hit
-    work and not starts. ``run`` takes a pipeline file and runs it to idle."""
-    archive = world.folder / "spark.jsa"
-    text = world.pipeline.read_text()
-    if not archive.exists():
-        world.shop.produce(changes(world.shop, range(-20, 0), seed=0, sticky=True))
-        warming = world.folder / "warming.yaml"
-        warming.write_text(_with_option(text, f"-XX:ArchiveClassesAtExit={archive}"))
-        run(warming)
-        # The JVM ends some seconds after the command.
-        deadline = time.monotonic() + 120
-        while not archive.exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-    world.pipeline.write_text(_with_option(text, f"-XX:SharedArchiveFile={archive} -Xshare:auto"))
-
-
-def _with_option(text: str, option: str) -> str:
-    ours = spark_settings({})["spark.driver.extraJavaOptions"]
-    return text.replace("spark: {", f'spark: {{spark.driver.extraJavaOptions: "{ours} {option}", ', 1)
 
 
 def close(world: World, *, clean: bool) -> None:
