@@ -22,7 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import zync_assets
-from zync_assets.lake import fold, staging, tables
+from zync_assets.lake import cleaning, compaction, fold, staging, tables
+from zync_assets.lake.raw import open_raw
+from zync_assets.lake.storage import raw_uri
+from zync_assets.lake.writer import RangeWriter
 from zync_assets.local.services import Services
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
@@ -109,6 +112,35 @@ def with_many_ledger_files(rig: Rig) -> None:
     tables.commit(state.opened, made, {}, removed=state.ledger_files, partition_by=["topic"])
 
 
+def with_many_raw_files(rig: Rig) -> None:
+    """As after many batches: small files are due to become one."""
+    whole = list(changes(rig.shop, range(3 * ORDERS), seed=7))
+    rig.produce(whole[:-20])
+    rig.run_here()
+    state = open_raw(rig.shop.pipeline.lake, "Raw", rig.shop.status)
+    assert state is not None
+    item = next(item for item in state.opened.files if item.partition == 0)
+    rows = pq.ParquetFile(Path(state.opened.uri, item.path)).read()
+    assert rows.num_rows >= compaction.FILES
+    made = []
+    for place in range(rows.num_rows):
+        with RangeWriter(state.opened.uri, 0) as writer:
+            [batch] = rows.slice(place, 1).to_batches()
+            writer.write(batch)
+        made += [found for found, _ in writer.files]
+    tables.commit(state.opened, made, {}, removed=[item], rewritten=True)
+    rig.produce(whole[-20:])
+
+
+def after_many_commits(rig: Rig) -> None:
+    """What no commit names is due to be looked for."""
+    later(rig)
+    for number in range(cleaning.COMMITS):
+        opened = tables.open_table(raw_uri(rig.shop.pipeline.lake, "Raw", rig.shop.status))
+        assert opened is not None
+        tables.commit(opened, [], {"tests": number})
+
+
 def after_a_crash(rig: Rig) -> None:
     """A publisher died with records in the topic that the next one must verify."""
     at_first(rig)
@@ -141,6 +173,9 @@ CASES: dict[str, Case] = {
     "etl:table-created": Case(at_first),
     "etl:columns-added": Case(later),
     "etl:committed": Case(with_many_ledger_files),
+    "compact:written": Case(with_many_raw_files),
+    "compact:committed": Case(with_many_raw_files),
+    "clean:done": Case(after_many_commits),
     "publish:topic-created": Case(at_first),
     "publish:window-announced": Case(later),
     "publish:produced": Case(later, count=2),

@@ -16,6 +16,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "ingest:table-created",
         "ingest:columns-added",
         "ingest:committed",
+        "compact:written",
+        "compact:committed",
     ),
     "etl": (
         "etl:outputs-written",
@@ -25,6 +27,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "etl:table-created",
         "etl:columns-added",
         "etl:committed",
+        "compact:written",
+        "compact:committed",
     ),
     "to-kafka": (
         "publish:topic-created",
@@ -36,9 +40,17 @@ POINTS: dict[str, tuple[str, ...]] = {
     ),
 }
 RARE = frozenset(
-    {"ingest:table-created", "ingest:columns-added", "etl:table-created", "etl:columns-added", "publish:topic-created"}
+    {
+        "ingest:table-created",
+        "ingest:columns-added",
+        "etl:table-created",
+        "etl:columns-added",
+        "publish:topic-created",
+        "compact:written",
+        "compact:committed",
+    }
 )
-"""Points that are passed once in a pipeline's life."""
+"""Points that are passed once in a pipeline's life, or once in many batches."""
 
 
 @dataclass(frozen=True)
