@@ -83,9 +83,12 @@ def _wheres(rule: Rule, topic: str) -> list[str | None]:
 def _condition(frame: DataFrame, rule: Rule, where: str | None) -> str:
     if where is None:
         return "value IS NOT NULL"
-    if not has_schema(frame):
-        return "false"
-    kind = expression_type({"": frame}, f"({where})", rule.name, "where")
+    try:
+        kind = expression_type({"": frame}, f"({where})", rule.name, "where")
+    except EtlError:
+        if has_schema(frame):
+            raise
+        return "false"  # it asks for a field of a value, and all that came are tombstones
     if kind.simpleString() != "boolean":
         raise EtlError(f"rule {rule.name}, where: {where} is {kind.simpleString()}; it must be a condition")
     return f"({where})"

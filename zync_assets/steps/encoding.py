@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
 
 import pyarrow as pa
@@ -105,15 +104,24 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
         )
 
 
-def first_difference(ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordBatch]) -> tuple[int | None, int]:
+def first_difference(
+    ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordBatch], *, compacted: bool = False
+) -> tuple[int | None, int]:
     """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
-    they don't) and how many are equal before it."""
-    equal = 0
-    for mine, other in zip_longest(_single_rows(ours), _single_rows(theirs)):
+    they don't) and how many are equal before it.
+
+    ``compacted``: Kafka may lack records, since it keeps only the last of a key.
+    """
+    staged, equal = _single_rows(ours), 0
+    for other in _single_rows(theirs):
+        mine = next(staged, None)
+        while compacted and mine is not None and mine[0] < other[0]:
+            mine = next(staged, None)
         if mine != other:
             return min(row[0] for row in (mine, other) if row is not None), equal
         equal += 1
-    return None, equal
+    left = None if compacted else next(staged, None)
+    return (None if left is None else left[0]), equal
 
 
 def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:

@@ -26,7 +26,7 @@ from zync_assets.etl.shapes import expression_type, own_type, shape_sql, unify, 
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Output, Pipeline, Rule, Stateless
+from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
 from zync_assets.records import HEADERS_TYPE
 
 if TYPE_CHECKING:
@@ -76,7 +76,18 @@ def _output_type(
     from pyspark.sql.pandas.types import to_arrow_type
 
     rules = {rule.name: rule for rule in pipeline.rules if rule.out == item.topic}
-    made = {name: found for name, rule in rules.items() if (found := _rule_types(rule, frames)) is not None}
+    made: dict[str, tuple[DataType, DataType]] = {}
+    unknown: dict[str, str] = {}
+    for name, rule in rules.items():
+        try:
+            if (found := _rule_types(rule, frames)) is not None:
+                made[name] = found
+        except EtlError as error:
+            if matching.has_schema(frames[rule.topics[0]]):
+                raise
+            unknown[name] = (
+                f"{error} No value has come yet, only tombstones; a rule for these can use their keys alone."
+            )
     names = (staging.key_column(item.topic), staging.value_column(item.topic))
     have = {field.name: field.type for field in state.schema} if state else {}
     table = [spark_type(have[column]) if column in have else None for column in names]
@@ -116,7 +127,7 @@ def _output_type(
             for column, kind, all_ in zip(names, kinds, whole, strict=True)
         ]
         targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers)
-    return OutputType(item.topic, columns, targets, texts, untyped)
+    return OutputType(item.topic, columns, targets, texts, untyped | unknown)
 
 
 def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
@@ -138,8 +149,10 @@ def fingerprint(topic: str, text: str) -> str:
 
 
 def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, DataType] | None:
-    """The types of a rule's key and value; None while an input has no schema."""
-    if any(topic not in frames or not matching.has_schema(frames[topic]) for topic in rule.topics):
+    """The types of a rule's key and value; None while an input has no table, or one side of a join no schema."""
+    if any(topic not in frames for topic in rule.topics):
+        return None
+    if isinstance(rule, Denorm) and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
         return None
     if isinstance(rule, Stateless):
         sides = {"in": frames[rule.input]}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, topic_states
+from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, is_compacted, topic_states
 from zync_assets.kafka.writer import high_watermark, write_in_order
 from zync_assets.lake import reading, staging
 from zync_assets.lake.published import Published, commit_published, open_published
@@ -256,14 +256,15 @@ class _Publisher:
 
     def verify(self, first: int, high: int) -> int:
         """Compare what lies in the topic from the last verified offset on; returns how many records that were. What
-        retention took meanwhile can't be compared; that it was there, the offsets say."""
+        retention and compaction took meanwhile can't be compared; that it was there, the offsets say."""
         first = max(first, min(self.low, high))
         if first < high:
             staged, kafka, topic = self.staged, self.kafka, self.topic
+            compacted = is_compacted(kafka, topic)
 
             def compare(_: int) -> tuple[int | None, int]:
                 theirs = read_range(kafka, topic, 0, first, high)
-                return first_difference(encoded_rows(staged, first, high), theirs)
+                return first_difference(encoded_rows(staged, first, high), theirs, compacted=compacted)
 
             offset, equal = run_tasks(self.spark, 1, compare)[0]
             if offset is not None:

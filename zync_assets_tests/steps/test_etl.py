@@ -331,3 +331,24 @@ def test_a_backlog_goes_in_batches_and_gives_the_same(make: Make) -> None:
     assert made == [{"pending": 2}, {"pending": 1, "outputs": 1, "done": 2}, {"outputs": 2, "done": 4}]
     assert [value["id"] for value in it.values()] == [0, 1, 2]
     assert it.classes(it.left) == it.classes(it.right) == {"done": 3}
+
+
+UNTYPED = BOTH.replace('value-format: json, schema: "op string, id bigint, v string"', "value-format: avro")
+"""Inputs whose values have no type before the first one comes with its schema."""
+
+
+def test_tombstones_that_come_before_the_first_value_are_taken_by_a_rule_for_them(make: Make) -> None:
+    """What such a rule needs of the key is known; the other rules take none of them."""
+    it = make(UNTYPED + RULES)
+    it.send(it.left, ("gone", None), ("other", None))
+    it.step()
+    assert [(found["key"], found["value"]) for found in it.staged()] == [("gone", None)]
+    assert it.classes(it.left) == {"done": 1, "dropped": 1}
+
+
+def test_a_rule_that_takes_such_tombstones_and_needs_their_values_is_an_error(make: Make) -> None:
+    rule = "{type: stateless, name: gone, in: $left, where: value IS NULL, out: $out, key: in.value.id, value: null}"
+    it = make(UNTYPED + "\ntransforms:\n  - " + rule)
+    it.send(it.left, ("gone", None))
+    with pytest.raises(EtlError, match=r"rule gone, key: .*only tombstones"):
+        it.step()

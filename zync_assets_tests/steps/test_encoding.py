@@ -1,0 +1,40 @@
+"""What staging holds against what the topic holds, record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+
+from zync_assets.steps.encoding import ENCODED_SCHEMA, first_difference
+
+
+def batches(*rows: tuple[int, str], size: int = 2) -> Iterator[pa.RecordBatch]:
+    made = [{"offset": offset, "key": b"k", "value": value.encode(), "headers": None} for offset, value in rows]
+    for at in range(0, len(made), size):
+        yield pa.RecordBatch.from_pylist(made[at : at + size], schema=ENCODED_SCHEMA)
+
+
+STAGED = ((5, "a"), (6, "b"), (7, "c"), (8, "d"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "differs", "compacted"),
+    [
+        (STAGED, (None, 4), (None, 4)),
+        (((5, "a"), (6, "x"), (7, "c"), (8, "d")), (6, 1), (6, 1)),
+        (((5, "a"), (8, "d")), (6, 1), (None, 2)),
+        (((7, "c"),), (5, 0), (None, 1)),
+        (((5, "a"), (7, "x")), (6, 1), (7, 1)),
+        (((5, "a"), (6, "b"), (7, "c")), (8, 3), (None, 3)),
+        ((*STAGED, (9, "e")), (9, 4), (9, 4)),
+        ((), (5, 0), (None, 0)),
+    ],
+)
+def test_the_first_record_that_differs_is_found(
+    theirs: tuple[tuple[int, str], ...], differs: tuple[int | None, int], compacted: tuple[int | None, int]
+) -> None:
+    """Of a compacted topic a record may be gone; one that is there must be staging's."""
+    assert first_difference(batches(*STAGED), batches(*theirs, size=3)) == differs
+    assert first_difference(batches(*STAGED), batches(*theirs, size=3), compacted=True) == compacted
