@@ -92,14 +92,24 @@ def branch_names(node: Node) -> tuple[str, ...]:
     )
 
 
+MAX_DEPTH = 100
+MAX_NODES = 50_000
+
+
 @lru_cache(maxsize=512)
 def parse(schema_json: str) -> Node:
-    """The tree of an Avro schema; SchemaError names what is wrong and where. A JSON list is a union, as in Avro."""
+    """The tree of an Avro schema; SchemaError names what is wrong and where. A JSON list is a union, as in Avro.
+
+    A schema may be MAX_DEPTH deep and have MAX_NODES types, those of a named type counted wherever it is used: thirty
+    records that use the one before twice would be a column of a thousand million fields.
+    """
     try:
         document = json.loads(schema_json)
+        return _Parser().node(document, "", "schema", ())
     except ValueError as error:
         raise SchemaError(f"the Avro schema is not JSON: {error}") from None
-    return _Parser().node(document, "", "schema", ())
+    except RecursionError:
+        raise SchemaError(f"the Avro schema is nested deeper than {MAX_DEPTH} levels") from None
 
 
 def full_name(schema: Mapping[str, Any], namespace: str) -> str:
@@ -115,8 +125,24 @@ def full_name(schema: Mapping[str, Any], namespace: str) -> str:
 class _Parser:
     def __init__(self) -> None:
         self.named: dict[str, Node] = {}
+        self.extents: dict[int, tuple[Node, int, int]] = {}
+        """Depth and number of types of each node, by its identity: a node's hash would visit all that is in it."""
 
     def node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
+        found = self._node(schema, namespace, path, open_records)
+        if id(found) not in self.extents:
+            inner = [*found.branches, *(child for _, child in found.fields), *([found.items] if found.items else [])]
+            extents = [self.extents.get(id(child), (child, 1, 1)) for child in inner]
+            depth = 1 + max((each[1] for each in extents), default=0)
+            count = 1 + sum(each[2] for each in extents)
+            if depth > MAX_DEPTH:
+                raise SchemaError(f"{path[:100]}: the schema is nested deeper than {MAX_DEPTH} levels")
+            if count > MAX_NODES:
+                raise SchemaError(f"{path[:100]}: the schema has more than {MAX_NODES} types")
+            self.extents[id(found)] = (found, depth, count)
+        return found
+
+    def _node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
         if isinstance(schema, str):
             return self._by_name(schema, namespace, path, open_records)
         if isinstance(schema, list):

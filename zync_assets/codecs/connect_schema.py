@@ -44,7 +44,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.avro_schema import Node
+from zync_assets.codecs.avro_schema import MAX_DEPTH, Node
 from zync_assets.codecs.avro_types import MAX_DECIMAL
 from zync_assets.codecs.avro_types import lake_type as avro_lake_type
 from zync_assets.errors import SchemaError
@@ -117,12 +117,16 @@ def parse_connect(schema_json: str) -> Connect:
     """The tree of a Connect schema; SchemaError names what is wrong and where."""
     try:
         document = json.loads(schema_json)
+        return _parse(document, "schema")
     except ValueError as error:
         raise SchemaError(f"the Connect schema is not JSON: {error}") from None
-    return _parse(document, "schema")
+    except RecursionError:
+        raise SchemaError(f"the Connect schema is nested deeper than {MAX_DEPTH} levels") from None
 
 
-def _parse(schema: Any, path: str) -> Connect:
+def _parse(schema: Any, path: str, depth: int = 1) -> Connect:
+    if depth > MAX_DEPTH:
+        raise SchemaError(f"{path[:100]}: the schema is nested deeper than {MAX_DEPTH} levels")
     if not isinstance(schema, dict):
         raise SchemaError(f"{path}: {json.dumps(schema)[:40]} is no Connect schema")
     kind = _OTHER_SPELLINGS.get(str(schema.get("type")), schema.get("type"))
@@ -131,20 +135,21 @@ def _parse(schema: Any, path: str) -> Connect:
         raise SchemaError(f"{path}: 'optional' is {json.dumps(optional)[:40]}, not true or false")
     text = None if default is None else json.dumps(default)
     if kind == "struct":
-        fields = _fields(schema.get("fields"), path)
+        fields = _fields(schema.get("fields"), path, depth)
         variable = schema.get("name") == VARIABLE_DECIMAL and _is_variable_decimal(fields)
         return Connect("variable-decimal" if variable else "struct", optional, text, fields=fields)
     if kind == "array":
-        return Connect("array", optional, text, items=_parse(schema.get("items"), f"{path}[]"))
+        return Connect("array", optional, text, items=_parse(schema.get("items"), f"{path}[]", depth + 1))
     if kind == "map":
-        keys, items = _parse(schema.get("keys"), f"{path} (key)"), _parse(schema.get("values"), f"{path}{{}}")
+        keys = _parse(schema.get("keys"), f"{path} (key)", depth + 1)
+        items = _parse(schema.get("values"), f"{path}{{}}", depth + 1)
         return Connect("map", optional, text, keys=keys, items=items)
     if not isinstance(kind, str) or kind not in _SIMPLE:
         raise SchemaError(f"{path}: {json.dumps(kind)[:40]} is no type of Connect")
     return Connect(kind, optional, text, _logical(kind, schema, path))
 
 
-def _fields(given: Any, path: str) -> tuple[tuple[str, Connect], ...]:
+def _fields(given: Any, path: str, depth: int) -> tuple[tuple[str, Connect], ...]:
     if not isinstance(given, list):
         raise SchemaError(f"{path}: a struct without 'fields'")
     fields: list[tuple[str, Connect]] = []
@@ -156,7 +161,7 @@ def _fields(given: Any, path: str) -> tuple[tuple[str, Connect], ...]:
             raise SchemaError(
                 f"{path}: Delta tables can't hold a column called {name!r}; rename it on the way to Kafka"
             )
-        fields.append((name, _parse(field, f"{path}.{name}")))
+        fields.append((name, _parse(field, f"{path}.{name}", depth + 1)))
     _check_names([name for name, _ in fields], path)
     return tuple(fields)
 

@@ -25,10 +25,12 @@ def inline(schema: str, referenced: Sequence[str]) -> str:
     try:
         documents = [json.loads(text) for text in referenced]
         main = json.loads(schema)
+        known = {name: item for document in documents for name, item in _definitions(document, "")}
+        return json.dumps(_Inliner(known).schema(main, ""))
     except ValueError as error:
         raise SchemaError(f"a schema that is no JSON: {error}; register it again") from None
-    known = {name: item for document in documents for name, item in _definitions(document, "")}
-    return json.dumps(_Inliner(known).schema(main, ""))
+    except RecursionError:
+        raise SchemaError("a schema that is nested too deep") from None
 
 
 def full_name(name: str, namespace: str) -> str:
