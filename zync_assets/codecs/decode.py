@@ -16,7 +16,7 @@ from zync_assets.codecs.avro_decode import AvroDecoder
 from zync_assets.codecs.batch import BadRecord, Decoded, bad_records
 from zync_assets.codecs.connect_decode import ConnectDecoder
 from zync_assets.codecs.ddl import parse_ddl
-from zync_assets.codecs.json_values import json_reader
+from zync_assets.codecs.json_columns import columns_reader
 from zync_assets.codecs.merge import conform, merge_types
 from zync_assets.codecs.nested import isolate
 from zync_assets.pipeline import SideFormat
@@ -61,7 +61,7 @@ def make_decoder(
         return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), closed)
     if side.format == "json" and side.ddl is not None:
         type = parse_ddl(side.ddl)
-        return _PlainDecoder(merge_types(target, type), json_reader(type))
+        return _PlainDecoder(merge_types(target, type), columns_reader(type))
     if side.format in ("json", "string"):
         return _PlainDecoder(merge_types(target, pa.string()), _text)
     return _PlainDecoder(merge_types(target, pa.binary()), lambda payloads: (payloads.cast(pa.binary()), {}))

@@ -88,6 +88,11 @@ def _reader_of_known(type: pa.DataType) -> Read:
         return _integer_reader(type)
     if kinds.is_decimal(type):
         return _decimal_reader(type)
+    return scalar_reader(type)
+
+
+def scalar_reader(type: pa.DataType) -> Read:
+    """For a value of a type that has nothing inside, that is no null: ValueError says what is wrong with it."""
     for check, reader in _SCALARS:
         if check(type):
             return reader

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 import pyarrow as pa
 
 from zync_assets.codecs.avro_schema import Node, is_recursive, parse
+from zync_assets.codecs.ddl import parse_ddl
+from zync_assets.codecs.json_columns import has_columns
 from zync_assets.pipeline import SideFormat
 
 SWITCH = "ZYNC_NATIVE"
@@ -34,7 +36,7 @@ def decode_way(schema_json: str) -> Way:
 def plain_way(side: SideFormat, column: pa.DataType | None) -> Way:
     """Which way records of another format take. ``column``: the lake's type, as far as it is known."""
     if side.format == "json" and side.ddl is not None:
-        return "python"
+        return "native" if has_columns(parse_ddl(side.ddl)) else "python"
     if side.format == "connect-json" and column is not None and _has_map(column):
         return "python"
     return "native"
