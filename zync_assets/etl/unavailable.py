@@ -15,11 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.shapes import dotted, name_sql, text_sql, type_sql
+from zync_assets.etl.shapes import dotted, name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -33,7 +33,7 @@ def placeholder_bytes(text: str) -> bytes:
 
 
 def left_out(column: str, kind: DataType, side: str, placeholder: str | None) -> tuple[str, str] | None:
-    """A column, given as SQL, with null for unavailable fields, and the paths of these (null: none) beneath ``side``.
+    """A column's SQL with null for unavailable fields, and the SQL of their paths beneath ``side`` (null: none).
 
     None where no field of the type can hold the placeholder, which then costs nothing.
     """
@@ -44,24 +44,29 @@ def left_out(column: str, kind: DataType, side: str, placeholder: str | None) ->
     found = list(_fields(column, kind, (side,), placeholder))
     if not found:
         return None
-    some = " OR ".join(condition for _, condition in found)
-    paths = ", ".join(f"CASE WHEN {condition} THEN {text_sql(dotted(path))} END" for path, condition in found)
-    cleared = f"CASE WHEN {some} THEN {_cleared(column, kind, placeholder)} ELSE {column} END"
-    return cleared, f"CASE WHEN {some} THEN array_compact(array({paths})) END"
+    # Short, since every batch plans it: IF takes null for false, and one IN looks at all strings.
+    texts = [inner for _, inner, _, is_text in found if is_text]
+    some = " OR ".join(
+        [f"{form} IN ({', '.join(texts)})" for form in _texts(placeholder) if texts]
+        + [condition for _, _, condition, is_text in found if not is_text]
+    )
+    paths = ", ".join(f"IF({condition}, {text_sql(dotted(path))}, NULL)" for path, _, condition, _ in found)
+    value = f"IF({some}, {_cleared(column, kind, placeholder)}, {column})"
+    return value, f"IF({some}, array_compact(array({paths})), NULL)"
 
 
 def _fields(
     column: str, kind: StructType, path: tuple[str, ...], placeholder: str
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Path and condition of each field that can hold the placeholder, at any depth of structs."""
-    from pyspark.sql.types import StructType
+) -> Iterator[tuple[tuple[str, ...], str, str, bool]]:
+    """Path, SQL, condition of each field that can hold the placeholder, and whether it is a string; at any depth of structs."""
+    from pyspark.sql.types import StringType, StructType
 
     for item in kind:
         inner, name = f"{column}.{name_sql(item.name)}", (*path, item.name)
         if isinstance(item.dataType, StructType):
             yield from _fields(inner, item.dataType, name, placeholder)
         elif (condition := _is_placeholder(inner, item.dataType, placeholder)) is not None:
-            yield name, condition
+            yield name, inner, condition, isinstance(item.dataType, StringType)
 
 
 def _cleared(column: str, kind: StructType, placeholder: str) -> str:
@@ -74,56 +79,60 @@ def _cleared(column: str, kind: StructType, placeholder: str) -> str:
         if isinstance(item.dataType, StructType):
             inner = _cleared(inner, item.dataType, placeholder)
         elif condition is not None:
-            inner = f"CASE WHEN NOT {condition} THEN {inner} END"
+            inner = f"IF({condition}, NULL, {inner})"
         parts.append(f"{text_sql(item.name)}, {inner}")
-    return f"CASE WHEN {column} IS NOT NULL THEN named_struct({', '.join(parts)}) END"
+    return f"IF({column} IS NULL, NULL, named_struct({', '.join(parts)}))"
 
 
 def _is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
-    """A condition that is false, not null, for a null value; None for a type that can't hold the placeholder."""
+    """A condition, which may be null for a null value; None for a type that can't hold the placeholder."""
     from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType
 
     raw = placeholder_bytes(placeholder)
     text = raw.decode(errors="replace")
     if isinstance(kind, StringType):
-        as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
-        return f"coalesce({column} IN ({text_sql(text)}, {text_sql(as_hstore)}), false)"
+        return f"{column} IN ({', '.join(_texts(placeholder))})"
     if isinstance(kind, BinaryType):
-        return f"({column} <=> X'{raw.hex()}')"
+        return f"{column} <=> {_binary(raw)}"
     if isinstance(kind, ArrayType):
-        forms = " OR ".join(f"{column} <=> {form}" for form in _arrays(kind.elementType, raw, text))
-        return f"({forms})" if forms else None
+        return " OR ".join(f"{column} <=> {form}" for form in _arrays(kind.elementType, raw, text)) or None
     if isinstance(kind, MapType) and isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType):
-        held = f"try_element_at({column}, {text_sql(text)}) <=> {text_sql(text)}"
-        return f"coalesce(size({column}) = 1 AND {held}, false)"
+        held = f"try_element_at({column}, {text_sql(text)}) = {text_sql(text)}"
+        return f"(size({column}) = 1 AND {held})"
     return None
 
 
+def _texts(placeholder: str) -> tuple[str, str]:
+    """What a string is: the placeholder, or an hstore as JSON that maps it to itself."""
+    text = placeholder_bytes(placeholder).decode(errors="replace")
+    as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
+    return text_sql(text), text_sql(as_hstore)
+
+
 def _arrays(inner: DataType, raw: bytes, text: str) -> list[str]:
-    """The forms that an array of such elements may have as the placeholder."""
     from pyspark.sql import types as T
 
-    numbers = [int.from_bytes([one], "big", signed=True) for one in raw]
-
-    def array(elements: Iterable[object]) -> str:
-        return f"array({', '.join(map(str, elements))})"
-
+    numbers = [str(int.from_bytes([one], "big", signed=True)) for one in raw]
+    forms: list[list[str]] = []
     if isinstance(inner, T.StringType):
-        md5 = str(_uuid(raw))
-        return [array(map(text_sql, each)) for each in ([text], [md5], map(str, numbers))]
-    if isinstance(inner, T.BinaryType):
-        return [f"array(X'{raw.hex()}')"]
-    if isinstance(inner, T.DecimalType):
-        if inner.precision < 3:
-            return []
-        return [array(f"CAST({Decimal(one).scaleb(-inner.scale):f}BD AS {type_sql(inner)})" for one in numbers)]
-    if isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
-        return [f"CAST({array(numbers)} AS array<{type_sql(inner)}>)"]
-    if isinstance(inner, T.DateType):
-        return [array(f"date_from_unix_date({one})" for one in numbers)]
-    if isinstance(inner, T.TimestampType):
-        return [array(f"{made}({one})" for one in numbers) for made in ("timestamp_millis", "timestamp_micros")]
-    return []
+        forms = [[text_sql(text)], [text_sql(str(_uuid(raw)))], [text_sql(one) for one in numbers]]
+    elif isinstance(inner, T.BinaryType):
+        forms = [[_binary(raw)]]
+    elif isinstance(inner, T.DecimalType) and inner.precision >= 3:
+        # The unscaled number is the byte.
+        digits = [f"{Decimal(one).scaleb(-inner.scale):f}" for one in numbers]
+        forms = [[f"CAST('{one}' AS {inner.simpleString()})" for one in digits]]
+    elif isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
+        forms = [[f"CAST({one} AS {inner.simpleString()})" for one in numbers]]
+    elif isinstance(inner, T.DateType):
+        forms = [[f"date_from_unix_date({one})" for one in numbers]]
+    elif isinstance(inner, T.TimestampType):
+        forms = [[f"{unit}({one})" for one in numbers] for unit in ("timestamp_millis", "timestamp_micros")]
+    return [f"array({', '.join(form)})" for form in forms]
+
+
+def _binary(raw: bytes) -> str:
+    return f"X'{raw.hex()}'"
 
 
 def _uuid(raw: bytes) -> uuid.UUID:
