@@ -103,6 +103,8 @@ class Output:
     """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
     provenance: bool = False
     """Whether each record says in headers which raw records made it."""
+    shape: RecordShape | None = None
+    """What is made of every record of the topic. The rules have it in them already."""
     key_subject: SubjectNameStrategy = "topic"
     value_subject: SubjectNameStrategy = "topic"
     """How the subject is called that an Avro schema is registered under."""
@@ -121,6 +123,8 @@ class Stateless:
     key: Shape
     value: Shape
     headers: Headers | None = None
+    keep: str | None = None
+    """The output's own condition: what the rule makes of records for which it does not hold is dropped."""
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -144,6 +148,8 @@ class Denorm:
     key: Shape
     value: Shape
     headers: Headers | None = None
+    keep: str | None = None
+    """The output's own condition: what the rule makes of records for which it does not hold is dropped."""
 
     @property
     def topics(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from zync_assets.compute import pc
 from zync_assets.lake.staging import StagingState
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
-DONE, PENDING, NONE = CLASSES.index("done"), CLASSES.index("pending"), 255
+DONE, DROPPED, PENDING, NONE = *(CLASSES.index(name) for name in ("done", "dropped", "pending")), 255
 _KINDS = pa.array([*CLASSES, "completed"], pa.string())
 _COMPLETED = len(CLASSES)
 
@@ -33,6 +33,8 @@ class Facts:
     end: np.ndarray
     kind: np.ndarray
     completed: np.ndarray
+    became: np.ndarray
+    """What each of ``completed`` is now: an index of CLASSES."""
 
     def classes(self, offsets: np.ndarray) -> np.ndarray:
         """The class of each offset now, an index of CLASSES; NONE where the ledger says nothing."""
@@ -42,7 +44,11 @@ class Facts:
         found = np.full(len(offsets), NONE, np.uint8)
         found[known] = self.kind[at[known]]
         waits = found == PENDING
-        found[waits] = np.where(np.isin(offsets[waits], self.completed), DONE, PENDING)
+        asked = offsets[waits]
+        now = np.full(len(asked), PENDING, np.uint8)
+        met = np.isin(asked, self.completed)
+        now[met] = self.became[np.searchsorted(self.completed, asked[met])]
+        found[waits] = now
         return found
 
     @cached_property
@@ -79,21 +85,23 @@ class _Parts:
         first, end, kind = (np.concatenate(item) for item in (self.first, self.end, self.kind))
         order = np.lexsort((end, first))
         first, end, kind = first[order], end[order], kind[order].astype(np.uint8)
-        done_late = kind == _COMPLETED
-        return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late])
+        done_late = kind >= _COMPLETED
+        became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
+        return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became)
 
 
 def read_facts(state: StagingState) -> tuple[dict[tuple[str, int], Facts], Counter[tuple[str, str]]]:
     """The facts by (input topic, partition), and how many records wait by (rule, input topic). Raises DamagedFile."""
     parts: dict[tuple[str, int], _Parts] = {}
     waiting: Counter[tuple[str, str]] = Counter()
-    names = ("kind", "topic", "partition", "first", "end", "rule")
+    names = ("kind", "topic", "partition", "first", "end", "rule", "text")
     for item in state.ledger_files:
         for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
             rows = pa.Table.from_batches([batch]).flatten()
             rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
             _count_waiting(rows, waiting)
             codes = integers(pc.index_in(rows["kind"], _KINDS))
+            codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
             partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
             for topic in rows["topic"].unique().to_pylist():
                 of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())

@@ -58,11 +58,16 @@ def _cases(topic: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
 def _stateless(rule: Stateless) -> str:
     return "\n".join(
         [
-            f"-- {rule.name}: one output for each record that it takes",
+            f"-- {rule.name}: one output for each record that it takes{_dropping(rule)}",
             f"SELECT {_made(rule)}",
             f"FROM (SELECT struct(kafka, key, value) AS in FROM {_taken(rule.input)} WHERE rule = '{rule.name}')",
+            *([] if rule.keep is None else [f"WHERE {rule.keep}"]),
         ]
     )
+
+
+def _dropping(rule: Rule) -> str:
+    return "" if rule.keep is None else "; those that the output's condition does not hold for are dropped"
 
 
 def _denorm(rule: Denorm) -> str:
@@ -78,11 +83,12 @@ def _denorm(rule: Denorm) -> str:
 
     return "\n".join(
         [
-            f"-- {rule.name}: the k-th left record of a join key with the k-th right one; the others wait",
+            f"-- {rule.name}: the k-th left record of a join key with the k-th right one; the others wait{_dropping(rule)}",
             f"SELECT {_made(rule)}",
             f"FROM {ranked('left', rule.left)} AS l",
             f"JOIN {ranked('right', rule.right)} AS r",
             f"ON {equal} AND l.k = r.k",
+            *([] if rule.keep is None else [f"WHERE {rule.keep}"]),
         ]
     )
 

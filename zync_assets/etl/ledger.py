@@ -34,31 +34,32 @@ def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, 
 
 def exceptions(rows: DataFrame) -> DataFrame:
     """New records that made no output: kind, topic, partition, first, end, rule, hash."""
-    from pyspark.sql import functions as F
-
-    of = F.col("source").getItem(0)
-    return rows.filter("kind <> 'out'").select(
+    each = rows.where("kind <> 'out'").selectExpr("kind", "rule", "hash", "explode(source) AS of").where("NOT of.old")
+    return each.selectExpr(
         "kind",
-        of.getField("topic").alias("topic"),
-        of.getField("partition").alias("partition"),
-        of.getField("offset").alias("first"),
-        (of.getField("offset") + 1).alias("end"),
+        "of.topic AS topic",
+        "of.partition AS partition",
+        "of.offset AS first",
+        "of.offset + 1 AS end",
         "rule",
         "hash",
     )
 
 
 def completed(rows: DataFrame) -> DataFrame:
-    """Records that were pending and are done by this batch, a ledger row each."""
-    from pyspark.sql import functions as F
-
-    each = rows.filter("kind = 'out'").select("rule", F.explode("source").alias("of")).filter("of.old")
-    place = [
-        F.col("of.topic").alias("topic"),
-        F.col("of.partition").alias("partition"),
-        F.col("of.offset").alias("first"),
-    ]
-    return _ledger(each.select(F.lit("completed").alias("kind"), *place, (F.col("of.offset") + 1).alias("end"), "rule"))
+    """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
+    each = rows.where("kind IN ('out', 'dropped')").selectExpr("kind", "rule", "explode(source) AS of").where("of.old")
+    return _ledger(
+        each.selectExpr(
+            "'completed' AS kind",
+            "of.topic AS topic",
+            "of.partition AS partition",
+            "of.offset AS first",
+            "of.offset + 1 AS end",
+            "rule",
+            "CASE WHEN kind = 'dropped' THEN kind END AS text",
+        )
+    )
 
 
 def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:

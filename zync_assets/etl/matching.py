@@ -41,6 +41,10 @@ _NONE = {
 }
 
 
+KEPT = "kept"
+"""The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
+
+
 @dataclass(frozen=True)
 class Target:
     """How the outputs of one rule go into its topic's columns. A None column: neither rule nor topic has that side."""
@@ -266,6 +270,14 @@ def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFram
     )
 
 
+def without_dropped(results: DataFrame) -> DataFrame:
+    """The results, those outputs dropped that the output's own condition does not hold for."""
+    if KEPT not in results.columns:
+        return results
+    names = [name_sql(name) for name in results.columns if name not in ("kind", KEPT)]
+    return results.selectExpr(f"CASE WHEN kind = 'out' AND NOT {KEPT} THEN 'dropped' ELSE kind END AS kind", *names)
+
+
 def union(frames: Iterable[DataFrame]) -> DataFrame:
     """All rows of result frames; a column that one lacks is null there."""
     first, *others = frames
@@ -292,4 +304,6 @@ def _columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
     if target.headers:
         own = "NULL" if rule.headers is None else headers_sql(rule.headers)
         made.append(("headers", f"CAST({own} AS {HEADERS})"))
+    if rule.keep is not None:
+        made.append((KEPT, f"coalesce({rule.keep}, false)"))
     return made

@@ -44,11 +44,12 @@ def fold(rows: pa.Table) -> pa.Table:
     pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)
     place = ["topic", "partition", "first"]
     numbered = pending.append_column("at", pa.array(range(pending.num_rows), pa.int64())).select([*place, "at"])
-    met = numbered.join(completed.select(place), place, join_type="inner")["at"].combine_chunks()
+    joined = numbered.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
+    met, became = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
     done = pending.take(met)
     open_pending = pending.filter(_mask(pending.num_rows, met)).sort_by("hash")
     unmet = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
-    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", pa.repeat("done", done.num_rows))
+    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", became)
     ranges = _merged(pa.concat_tables([settled, now_done]))
     return pa.concat_tables([open_pending, unmet, ranges])
 

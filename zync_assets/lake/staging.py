@@ -20,7 +20,7 @@ The account column:
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known
     pending      input              one offset                    rule, hash of the join key (null: a null key)
-    completed    input              one offset that was pending and is done since
+    completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
 
 All but the first five are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """

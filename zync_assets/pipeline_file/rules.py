@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline import Denorm, Input, Output, Rule, Shape, SideFormat, Stateless
+from zync_assets.pipeline_file.compose import Missing, composed, unmade
 from zync_assets.pipeline_file.fields import Fields, listed, suggestion
 from zync_assets.pipeline_file.join_on import split_join
 from zync_assets.pipeline_file.reach import leaves_nothing
@@ -57,7 +58,33 @@ def read_rules(
         if found is not None:
             placed.append(found)
     _check_reach(placed)
-    return tuple(item.rule for item in placed)
+    return tuple(_composed(placed, outputs))
+
+
+def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
+    """The rules with the shapes of their outputs in them."""
+    made: dict[str, list[tuple[_Placed, Rule]]] = {}
+    for item in placed:
+        output, rule = outputs.get(item.rule.out), item.rule
+        if output is not None and output.shape is not None:
+            try:
+                rule = composed(rule, output.shape)
+            except Missing as error:
+                item.fields.problem(
+                    "out",
+                    f"`{rule.out}` has a shape that needs `{error}`, which this rule does not make; make it, or change the"
+                    " shape",
+                )
+            made.setdefault(rule.out, []).append((item, rule))
+        yield rule
+    for topic, rules in made.items():
+        output = outputs.get(topic)
+        assert output is not None and output.shape is not None
+        for path in unmade(output.shape, [rule for _, rule in rules]):
+            message = (
+                f"`{topic}` has a shape whose `{path}` needs what no rule makes; make it, or take it out of the shape"
+            )
+            rules[0][0].fields.problem("out", message)
 
 
 def _read_rule(

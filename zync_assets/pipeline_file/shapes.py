@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zync_assets.errors import Problem
 from zync_assets.pipeline import SOURCE_HEADER, Headers, RecordShape, Shape
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
@@ -79,8 +81,11 @@ def read_headers(fields: Fields, roots: tuple[str, ...], provenance: bool) -> He
     return headers
 
 
-def read_record_shape(item: Fields, roots: tuple[str, ...]) -> RecordShape | None:
-    """The ``shape`` of an input or an output: a filter and a mapping for all of its records."""
+def read_record_shape(
+    item: Fields, roots: tuple[str, ...], formats: Mapping[str, str] | None = None
+) -> RecordShape | None:
+    """The ``shape`` of an input or an output: a filter and a mapping for all of its records. ``formats``: an output's, by
+    side."""
     table = item.table("shape")
     if table is None:
         return None
@@ -94,5 +99,8 @@ def read_record_shape(item: Fields, roots: tuple[str, ...]) -> RecordShape | Non
             continue
         if side == "value" and isinstance(node, Scalar) and node.value is None:
             fields.problem("value", "would make every record a tombstone; name the fields to keep, or leave it out")
+        form = (formats or {}).get(side)
+        if isinstance(node, Table) and form in ("string", "bytes"):
+            fields.problem(side, f"must be one expression, not a mapping: the output's {side} format is {form}")
         sides[side] = read_shape(node, fields.key(side), fields.line_of(side), roots, item.problems)
     return RecordShape(read_condition(fields, "where", roots), sides)

@@ -29,7 +29,7 @@ _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", 
 _LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
 _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape")
 _SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
-_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", *_SUBJECT_KEYS)
+_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", "shape", *_SUBJECT_KEYS)
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
@@ -115,6 +115,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         create = _create(item)
         start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
         provenance = item.flag("provenance")
+        shape = read_record_shape(item, ("key", "value"), {"key": key.format, "value": value.format})
         subjects = _subjects(item, key, value)
         namespace = _namespace(item, key, value)
         _one_spelling(item, pool, pools)
@@ -140,7 +141,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
         outputs[topic] = (
-            Output(topic, pool or "", key, value, create, start_at or "empty", provenance, *subjects, namespace)
+            Output(topic, pool or "", key, value, create, start_at or "empty", provenance, shape, *subjects, namespace)
             if good
             else None
         )

@@ -101,7 +101,7 @@ def new_counts(found: Sequence[Row]) -> dict[str, int]:
             counts["outputs"] += row.rows
             counts["done"] += row.entries
         else:
-            counts[row.kind] += row.rows
+            counts[row.kind] += row.entries
     return dict(counts)
 
 

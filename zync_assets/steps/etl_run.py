@@ -99,7 +99,7 @@ class EtlRun:
         ]
         for index, rule in joins.items():
             parts += self._denorm(rule, index, frames, taken, types)
-        return matching.union(parts)
+        return matching.without_dropped(matching.union(parts))
 
     def _denorm(
         self,

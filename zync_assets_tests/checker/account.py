@@ -23,6 +23,7 @@ class Account:
     spans: list[tuple[int, int, str, Row]] = field(default_factory=list)
     pending: dict[int, Row] = field(default_factory=dict)
     completed: Counter[int] = field(default_factory=Counter)
+    became: dict[int, str] = field(default_factory=dict)
     twice: list[int] = field(default_factory=list)
 
     def kind(self, offset: int) -> str | None:
@@ -31,7 +32,7 @@ class Account:
         if at < 0 or offset >= self.spans[at][1]:
             return None
         kind = self.spans[at][2]
-        return "done" if kind == "pending" and offset in self.completed else kind
+        return self.became.get(offset, "done") if kind == "pending" and offset in self.completed else kind
 
 
 def read_accounts(staging: Staging) -> tuple[dict[tuple[str, int], Account], list[str]]:
@@ -49,6 +50,8 @@ def read_accounts(staging: Staging) -> tuple[dict[tuple[str, int], Account], lis
             account.spans.append((row["first"], row["end"], "pending", row))
         elif row["kind"] == "completed":
             account.completed[row["first"]] += 1
+            if row["text"] is not None:
+                account.became[row["first"]] = row["text"]
         else:
             strange.add(row["kind"])
     for account in accounts.values():

@@ -153,6 +153,9 @@ def test_a_shape_is_a_filter_and_a_mapping(tmp_path: Path) -> None:
     assert (made.where, made.sides) == ("value.a > 1", {"key": None, "value": {"a": "value.a", "deep": {"b": "key.b"}}})
     assert pipeline.input("B").shape is None
     assert "CASE WHEN value IS NOT NULL THEN named_struct('a', (value.a)" in explain_rules(pipeline)
+    shaped = GOOD.replace("C, pool: Staging}", "C, pool: Staging, shape: {where: key is not null, key: {k: key}}}")
+    assert [rule.keep for rule in read(tmp_path, shaped).rules] == ["(left.key) is not null", "(in.key) is not null"]
+    assert "named_struct('k', ((in.key))) AS key" in explain_rules(read(tmp_path, shaped))
 
 
 def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:
@@ -261,6 +264,16 @@ ERRORS = [
         5,
         "outputs[0].key-subject-name-strategy",
         "the key format is string",
+    ),
+    ("C, pool: Staging", "C, pool: S, shape: {where: kafka.offset > 1}", 5, "outputs[0].shape.where", "not known here"),
+    ("C, pool: Staging", "C, pool: S, shape: {where: value.z = 1}", 12, "transforms[0].out", "needs `value.z`"),
+    ("C, pool: Staging", "C, pool: S, shape: {value: {a: value.a, z: value.z}}", 12, "transforms[0].out", "`value.z`"),
+    (
+        "C, pool: Staging",
+        "C, pool: S, format: string, shape: {key: {a: key}}",
+        5,
+        "outputs[0].shape.key",
+        "not a mapping",
     ),
     ("A, pool: Raw}", "A, pool: Raw, shape: {}}", 2, "inputs[0].shape", "is empty; write where:, key: or value:"),
     ("A, pool: Raw}", "A, pool: Raw, shape: [x]}", 2, "inputs[0].shape", "must be a mapping"),
