@@ -25,7 +25,7 @@ from confluent_kafka.admin import (
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from zync_assets.errors import KafkaError, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
 from zync_assets.kafka.client import Connection, missing
 
 T = TypeVar("T")
@@ -220,11 +220,13 @@ _BETWEEN_LEADERS = {
     ClientError.LEADER_NOT_AVAILABLE,
     ClientError.FENCED_LEADER_EPOCH,
     ClientError.UNKNOWN_LEADER_EPOCH,
+    # librdkafka's "No leaders found": of none of the partitions that were asked for, as while a lone broker comes back.
+    ClientError._NOENT,
 }
 
 
-class _NoLeader(KafkaError):
-    """A partition has no leader at this moment."""
+class _NoLeader(BrokerUnavailable):
+    """A partition has no leader at this moment; who waits for brokers waits for this too."""
 
 
 class _Question:

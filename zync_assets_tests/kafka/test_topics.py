@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
@@ -138,3 +141,25 @@ def test_nothing_is_written_to_stderr_when_the_broker_is_gone(capfd: pytest.Capt
 
 def test_the_version_of_the_library_below() -> None:
     assert librdkafka_version().count(".") >= 2
+
+
+def test_a_topic_without_a_leader_is_asked_again_and_then_waited_for(
+    kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As librdkafka says it of a lone broker that is coming back."""
+    real, refusals = AdminClient.list_offsets, [2]
+
+    def refused(client: AdminClient, request: dict[Any, Any], **named: Any) -> dict[Any, Any]:
+        if not refusals[0]:
+            return real(client, request, **named)
+        refusals[0] -= 1
+        answers: dict[Any, Any] = {place: Future() for place in request}
+        for answer in answers.values():
+            answer.set_exception(KafkaException(ClientError(ClientError._NOENT, "No leaders found")))
+        return answers
+
+    monkeypatch.setattr(AdminClient, "list_offsets", refused)
+    assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 0),)
+    refusals[0] = 1_000_000
+    with pytest.raises(BrokerUnavailable, match="No leaders found"):
+        topic_states(kafka, [topic], timeout=0.3)

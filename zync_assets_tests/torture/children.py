@@ -45,7 +45,7 @@ EXPECTED: dict[str, str] = {
     "another writer was first": r"another writer (committed|changed)|was created by another writer",
     "a Spark task was killed": r"a Spark task failed|the Spark task that published was lost",
     "foreign record": r"holds a record at offset|is not staging's",
-    "broker between two leaders": r"NOT_LEADER|LEADER_NOT_AVAILABLE|NOT_COORDINATOR|_TRANSPORT|NOT_ENOUGH_REPLICAS",
+    "broker between two leaders": r"No leaders found|NOT_LEADER|LEADER_NOT_AVAILABLE|NOT_COORDINATOR|_TRANSPORT|NOT_ENOUGH_REPLICAS",
 }
 """What a command may say while others are at work and services are down; anything else is a finding."""
 
