@@ -19,7 +19,8 @@ from zync_assets.compute import pc
 from zync_assets.lake.staging import StagingState
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
-DONE, DROPPED, PENDING, NONE = *(CLASSES.index(name) for name in ("done", "dropped", "pending")), 255
+DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dropped", "pending", "expired"))
+NONE = 255
 _KINDS = pa.array([*CLASSES, "completed"], pa.string())
 _COMPLETED = len(CLASSES)
 
@@ -55,6 +56,10 @@ class Facts:
     def waiting(self) -> np.ndarray:
         """The offsets that are pending now, sorted."""
         return np.setdiff1d(self.first[self.kind == PENDING], self.completed)
+
+    def offsets_in(self, kind: int) -> int:
+        """How many offsets the ranges of a class span."""
+        return int((self.end - self.first)[self.kind == kind].sum())
 
     def problems(self, first: int, seen: int) -> Iterator[str]:
         """Why the facts don't cover ``first <= offset < seen`` exactly once."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.account import CLASSES, DONE, PENDING, Facts, read_facts
+from zync_assets.checks.account import CLASSES, DONE, EXPIRED, PENDING, Facts, read_facts
 from zync_assets.checks.columns import HeldOffsets, integers, read_columns
 from zync_assets.checks.marks import CHUNK, Marks
 from zync_assets.checks.quarantined import read_quarantine, touches
@@ -134,6 +134,8 @@ class _Input:
                 if kind not in said:
                     said.add(kind)
                     yield f"{name}: {text}"
+        # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
+        counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
         if whole:
             yield from (f"{name}: {text}" for text in self._counter_problems(counts))
         totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
@@ -178,7 +180,8 @@ class _Input:
         if len(gone):
             yield "gone", f"offset {gone[0]} is pending and not in the raw pool"
         undecoded = self.facts.classes(quarantined)
-        taken = quarantined[undecoded != CLASSES.index("quarantined")]
+        aside = (CLASSES.index("quarantined"), CLASSES.index("dropped"))  # dropped: given up by hand
+        taken = quarantined[~np.isin(undecoded, aside)]
         if len(taken):
             found = self.facts.classes(taken[:1])[0]
             yield "undecoded", f"offset {taken[0]} is in quarantine and the account says {_class_name(found)}"

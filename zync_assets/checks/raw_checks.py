@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, positions, read_columns
-from zync_assets.checks.quarantined import Quarantined, read_quarantine
+from zync_assets.checks.quarantined import Quarantined, read_quarantine, touches
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
 from zync_assets.errors import DataLoss, LakeError
@@ -19,6 +19,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps.quarantined import Selection, held
 
 MONOTONIC = "monotonic_offsets"
 NO_LOSS = "no_unexplained_loss"
@@ -137,7 +138,8 @@ def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] 
 
 
 def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """Warns where a record is in quarantine, or where a loss by retention was accepted."""
+    """Warns where a record is in quarantine, since it could not be decoded or since a rule failed on it, or where a loss by
+    retention was accepted."""
     state = _state(pipeline, topic)
     if state is None:
         return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
@@ -146,17 +148,21 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
         side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state, _ingested(state, ranges))
     except DamagedFile as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
+    parts = _ingested(state, ranges)
+    everything = held(pipeline, Selection((topic,)))
+    inside = [item for item in everything if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
+    undecoded = [item for item in inside if item.stage != "etl"]
+    failed = [item for item in inside if item.stage == "etl"]
     problems: list[str] = []
-    if len(side.records):
-        partition, offset = side.records[0].tolist()
-        problems.append(
-            f"{len(side.records)} of the records could not be decoded, the first at {partition}:{offset}:"
-            f" {side.first_error}"
-        )
+    for found, what in ((undecoded, "could not be decoded"), (failed, "could not be transformed")):
+        if found:
+            first = found[0]
+            place_of_first = f"{first.partition}:{first.offset}: {first.error}"
+            problems.append(f"{len(found)} of the records {what}, the first at {place_of_first}")
     if side.lost:
         problems.append(f"retention took {', '.join(map(str, side.lost))} before they were ingested")
     numbers = {
-        "quarantined": len(side.records),
+        "quarantined": len(inside),
         "lost_offsets": sum(part.end - part.first for part in side.lost),
     }
     return conclude(QUARANTINE_SIZE, place, "warn", problems, "nothing in quarantine", numbers)

@@ -35,9 +35,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "check": Lazy("zync_assets.cli.check:check", "Verify the pools and the output topics."),
     "query": Lazy("zync_assets.cli.query:query", "SQL over the pools."),
     "pending": Lazy("zync_assets.cli.trace:pending", "The raw records that wait, and why."),
-    "quarantine": Lazy(
-        "zync_assets.cli.quarantine:quarantine", "Records that could not be decoded or transformed: list, show."
-    ),
+    "quarantine": Lazy("zync_assets.cli.quarantine:quarantine", "Bad records: list, show, replay, drop."),
     "trace": Lazy("zync_assets.cli.trace:trace", "The raw records that made an output."),
     "ls": Lazy("zync_assets.cli.topics:ls", "The subjects of the schema registry."),
     "info": Lazy("zync_assets.cli.topics:info", "The watermarks of a topic."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets.steps.loops import drop_all, replay_all
 from zync_assets.steps.quarantined import Held, Selection, held
+from zync_assets.steps.replay import ReplayCommit
+from zync_assets.steps.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
 
@@ -81,6 +85,58 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
             print_json(whole)
         else:
             print_rows([{"field": name, "is": value} for name, value in whole.items()], ("field", "is"), fmt)
+
+
+@quarantine.command()
+@_pipeline
+@_topics
+@_ranges
+@format_option
+def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+    """Try the records of quarantine again, all or those that the options name, after what was wrong is mended.
+
+    What can be decoded now goes to its place in the raw pool, and what a rule failed on goes through the rules once more;
+    what is wrong still stays where it is, and then the exit code is 1.
+    """
+    loaded = load(pipeline)
+    asked = selection(loaded, topics, ranges)
+    session = partial(spark_session, loaded.spark)
+    before = {record.place for record in held(loaded, asked)}
+    for topic in sorted({topic for topic, *_ in before if loaded.input(topic).shape is not None}):
+        click.echo(f"note: {topic} has a shape: what could not be decoded or shaped of it is not replayed", err=True)
+    for made in replay_all(loaded, session, asked):
+        if isinstance(made, ReplayCommit) and made.still_bad:
+            click.echo(
+                f"{made.topic}: {made.still_bad} still can't be decoded; the first: {made.first_error}", err=True
+            )
+    left = {record.place for record in held(loaded, asked)}
+    _say({"replayed": len(before - left), "left": len(left)}, fmt)
+    if left:
+        raise click.exceptions.Exit(1)
+
+
+@quarantine.command()
+@_pipeline
+@_topics
+@_ranges
+@click.option("--all", "everything", is_flag=True, help="Every record of quarantine.")
+@format_option
+def drop(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], everything: bool, fmt: Format) -> None:
+    """Give up the records of quarantine that the options name: the account has them as dropped.
+
+    Starts no JVM.
+    """
+    if not (topics or ranges or everything):
+        raise ZyncError("say which records are to be dropped: --topic, --offsets or --all.")
+    loaded = load(pipeline)
+    _say({"dropped": drop_all(loaded, selection(loaded, topics, ranges))}, fmt)
+
+
+def _say(numbers: Mapping[str, int], fmt: Format) -> None:
+    if fmt == "json":
+        print_json(dict(numbers))
+    else:
+        click.echo(", ".join(f"{count} {name}" for name, count in numbers.items()))
 
 
 def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...]) -> Selection:

@@ -24,6 +24,7 @@ from zync_assets.steps.ingest import RawCommit
 from zync_assets.steps.loops import Progress as Told
 from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets.steps.publish import PublishCommit, PublishPlan
+from zync_assets.steps.reopened import Retry
 from zync_assets.steps.session import spark_session
 
 if TYPE_CHECKING:
@@ -53,8 +54,20 @@ def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
 @click.command()
 @_pipeline
 @click.option("--explain", is_flag=True, help="Print the Spark SQL of every rule and run nothing.")
+@click.option(
+    "--retry-unmatched",
+    is_flag=True,
+    help="Look again at the records that no rule took, and at those that wait for a rule that is no more.",
+)
+@click.option(
+    "--retry-pending",
+    "waiting",
+    metavar="RULE",
+    multiple=True,
+    help="Look again at the records that wait for this rule, after its join-on was changed; may be given again.",
+)
 @format_option
-def etl(pipeline: Path, explain: bool, fmt: Format) -> None:
+def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str, ...], fmt: Format) -> None:
     """Transform new raw records of PIPELINE into the staging pools, until nothing new is found."""
     loaded = load(pipeline)
     if explain:
@@ -62,7 +75,8 @@ def etl(pipeline: Path, explain: bool, fmt: Format) -> None:
 
         click.echo(explain_rules(loaded))
         return
-    _report([_row(made) for made in etl_all(loaded, _session(loaded))], fmt)
+    retry = Retry(unmatched=retry_unmatched, waiting=waiting)
+    _report([_row(made) for made in etl_all(loaded, _session(loaded), retry)], fmt)
 
 
 @click.command()
@@ -184,6 +198,7 @@ def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
             "offsets": " ".join(f"{topic} {part}" for topic, parts in made.outputs.items() for part in parts),
             "records": made.counts.get("outputs", 0),
             "pending": made.counts.get("pending", 0),
+            "quarantined": made.counts.get("quarantined", 0),
             "seconds": round(made.seconds, 2),
         }
     return {

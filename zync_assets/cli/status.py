@@ -14,7 +14,8 @@ from zync_assets.cli.ways import input_way, output_way, quick_registry
 from zync_assets.errors import BrokerUnavailable, LakeError
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, topic_states
-from zync_assets.lake import raw, staging
+from zync_assets.lake import quarantine, raw, staging
+from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.pipeline import Input, Output, Pipeline
 from zync_assets.pipeline_file import load
@@ -76,6 +77,7 @@ def input_rows(
     table = raw.open_raw(pipeline.lake, item.pool, item.topic)
     way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
+    aside = _aside(pipeline, item, table)
     if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
         click.echo(
             f"note: topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from",
@@ -97,11 +99,23 @@ def input_rows(
                 row["lag"] = max(0, mark.end - (mark.low if upcoming is None else upcoming))
             if upcoming is not None and table is not None:
                 row["new"] = upcoming - (position.seen if position else table.first.get(partition, upcoming))
-                row["quarantined"] = table.bad.get(partition, 0)
+                # What ETL has seen of it is in the account, what a rule failed on with it.
+                below = position.seen if position else 0
+                row["quarantined"] = head.counts.get((item.topic, partition, "quarantined"), 0) + sum(
+                    each == partition and offset >= below for each, offset in aside
+                )
             if position:
                 row |= {"seen": position.seen, "cursor": cursors.get(partition, position.seen)}
                 row |= {name: head.counts.get((item.topic, partition, name), 0) for name in CLASSES}
             yield row
+
+
+def _aside(pipeline: Pipeline, item: Input, table: RawState | None) -> list[tuple[int, int]]:
+    """Partition and offset of the records that could not be decoded."""
+    if table is None or not any(table.bad.values()):
+        return []
+    rows = quarantine.held_entries(pipeline.lake, item.pool, item.topic, table)
+    return list(zip(rows["partition"].to_pylist(), rows["offset"].to_pylist(), strict=True))
 
 
 def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingState | None) -> Iterator[Row]:

@@ -6,10 +6,10 @@ right is checked by counting before the commit: new records = sources of outputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zync_assets.offsets import OffsetRange, split
+from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 STRIDE = 1_000_000
 """Offsets of one partition that are made into ranges together, in one task."""
 
+_EDGES = ("open", "close")
 _FIELDS = (
     "kind string, topic string, partition int, first long, end long, rule string, hash long, count long, text string"
 )
@@ -27,14 +28,15 @@ def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, 
     return [
         {"kind": "done", "topic": topic, "partition": part.partition, "first": part.first, "end": part.end}
         for topic, parts in sorted(ranges.items())
-        for part in parts
-        if not part.empty
+        for part in normalize(parts)
     ]
 
 
 def exceptions(rows: DataFrame) -> DataFrame:
-    """New records that made no output: kind, topic, partition, first, end, rule, hash."""
-    each = rows.where("kind <> 'out'").selectExpr("kind", "rule", "hash", "explode(source) AS of").where("NOT of.old")
+    """New records that made no output: kind, topic, partition, first, end, rule, hash. Those that a rule failed on are not
+    among them: ``failed`` has them."""
+    others = rows.where("kind NOT IN ('out', 'quarantined')")
+    each = others.selectExpr("kind", "rule", "hash", "explode(source) AS of").where("NOT of.old")
     return each.selectExpr(
         "kind",
         "of.topic AS topic",
@@ -43,6 +45,14 @@ def exceptions(rows: DataFrame) -> DataFrame:
         "of.offset + 1 AS end",
         "rule",
         "hash",
+    )
+
+
+def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]]) -> DataFrame:
+    """Records that a rule failed on, as in ``exceptions``, with ``text``. ``records``: (topic, partition, offset, rule, why)."""
+    rows = [("quarantined", topic, part, offset, offset + 1, rule, why) for topic, part, offset, rule, why in records]
+    return spark.createDataFrame(
+        rows, "kind string, topic string, partition int, first long, end long, rule string, text string"
     )
 
 
@@ -65,34 +75,36 @@ def completed(rows: DataFrame) -> DataFrame:
 def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:
     """Ledger rows that cover ``ranges``: what is in ``found`` (from ``exceptions``), and done ranges between.
 
-    Neighbouring unmatched, dropped or quarantined offsets become one range.
+    Neighbouring unmatched, dropped or quarantined offsets become one range, but for those that have a text. ``found`` may
+    have a column ``records``: how many there are in an entry, one by default.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F
 
-    pieces = [
-        (topic, piece.partition, piece.first, piece.end)
+    # Each piece is opened by an edge and closed by one: what lies between two of them is in no range.
+    edges = [
+        (kind, topic, piece.partition, at, at, piece.first // STRIDE)
         for topic, parts in sorted(ranges.items())
-        for part in parts
+        for part in normalize(parts)
         for piece in _pieces(part)
+        for kind, at in (("open", piece.first), ("close", piece.end))
     ]
-    edges = spark.createDataFrame(pieces, "topic string, partition int, first long, stop long")
-    edges = edges.withColumn("kind", F.lit("edge")).withColumn("end", F.col("first"))
-    marked = found.withColumn("stride", F.floor(F.col("first") / STRIDE)).unionByName(
-        edges.withColumn("stride", F.floor(F.col("first") / STRIDE)), allowMissingColumns=True
-    )
+    frame = spark.createDataFrame(edges, "kind string, topic string, partition int, first long, end long, stride long")
+    for name, kind in (("text", "string"), ("records", "long")):
+        found = found if name in found.columns else found.withColumn(name, F.lit(None).cast(kind))
+    marked = found.withColumn("stride", F.floor(F.col("first") / STRIDE)).unionByName(frame, allowMissingColumns=True)
     own = Window.partitionBy("topic", "partition", "stride").orderBy("first", "end")
     upto = own.rowsBetween(Window.unboundedPreceding, Window.currentRow)
     before, previous = F.lag("kind").over(own), F.lag("end").over(own)
-    joins = (F.col("kind") == before) & (F.col("first") == previous) & ~F.col("kind").isin("pending", "edge")
+    silent = F.col("text").isNull() & F.lag("text").over(own).isNull()
+    joins = (F.col("kind") == before) & (F.col("first") == previous) & ~F.col("kind").isin("pending", *_EDGES) & silent
     rows = (
         marked.withColumn("fresh", (~F.coalesce(joins, F.lit(False))).cast("int"))
         .withColumn("next", F.lead("first").over(own))
-        .withColumn("limit", F.max("stop").over(Window.partitionBy("topic", "partition", "stride")))
         .withColumn("island", F.sum("fresh").over(upto))
     )
     classes = (
-        rows.filter("kind <> 'edge'")
+        rows.filter(~F.col("kind").isin(*_EDGES))
         .groupBy("topic", "partition", "stride", "island")
         .agg(
             F.first("kind").alias("kind"),
@@ -100,12 +112,12 @@ def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]]
             F.max("end").alias("end"),
             F.first("rule").alias("rule"),
             F.first("hash").alias("hash"),
-            F.count("*").alias("count"),
+            F.sum(F.coalesce("records", F.lit(1))).alias("count"),
+            F.first("text").alias("text"),
         )
     )
-    until = F.coalesce(F.col("next"), F.col("limit"))
-    done = rows.filter(until > F.col("end")).select(
-        F.lit("done").alias("kind"), "topic", "partition", F.col("end").alias("first"), until.alias("end")
+    done = rows.filter((F.col("kind") != "close") & (F.col("next") > F.col("end"))).select(
+        F.lit("done").alias("kind"), "topic", "partition", F.col("end").alias("first"), F.col("next").alias("end")
     )
     return _ledger(classes.drop("stride", "island")).unionByName(_ledger(done))
 

@@ -4,7 +4,7 @@ A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never ru
 (false: new in this batch; true: it was pending). A result frame has one row an output, and one row a new record that
 makes none, with the columns
 
-    kind     out, pending, unmatched, dropped, or untyped (no such batch is committed)
+    kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), or untyped (no such batch is committed)
     out      output topic, null where there is none
     rule     the rule that took the record, if one did
     schema   fingerprint of the output schema
@@ -20,9 +20,9 @@ would spend more time on building its plan than on running it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
@@ -43,6 +43,8 @@ _NONE = {
 
 KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
+FAILED = -1
+"""In place of a rule's index: an expression fails on the record."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Target:
     """Whether one of the topic's rules gives its records headers."""
 
 
+Made: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
+"""Columns of a rule's results, each with its expression: ``columns``, or what looks whether these fail."""
+
+
 @dataclass(frozen=True)
 class Taken:
     """A topic's new records, each with the index of the rule that takes it (``taken``; null: none)."""
@@ -66,18 +72,29 @@ class Taken:
     frame: DataFrame
 
 
-def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule]) -> Taken:
-    """Give each record to the first rule that names its topic and whose ``where`` holds."""
-    cases = [
-        f"WHEN coalesce({_condition(frame, rule, where)}, false) THEN {index}"
-        for index, rule in enumerate(rules)
-        for where in _wheres(rule, item.topic)
-    ]
+def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Taken:
+    """Give each record to the first rule that names its topic and whose ``where`` holds.
+
+    ``failed``: a condition for the records of which it is known that an expression fails on them; they go to no rule
+    (FAILED), and none looks at them.
+    """
+    cases = [] if failed is None else [f"WHEN {failed} THEN {FAILED}"]
+    cases += [f"WHEN {condition} THEN {index}" for index, condition in conditions(item, frame, rules)]
     chosen = f"CASE {' '.join(cases)} END" if cases else "NULL"
     return Taken(item, place, frame.selectExpr("*", f"CAST({chosen} AS int) AS taken"))
 
 
-def _wheres(rule: Rule, topic: str) -> list[str | None]:
+def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
+    """The rules that name a topic, by index, each with its condition, in the order in which they are asked."""
+    return [
+        (index, f"coalesce({_condition(frame, rule, where)}, false)")
+        for index, rule in enumerate(rules)
+        for where in wheres(rule, item.topic)
+    ]
+
+
+def wheres(rule: Rule, topic: str) -> list[str | None]:
+    """The conditions of a rule for a topic: none, or one, which may be absent."""
     if isinstance(rule, Stateless):
         return [rule.where] if rule.input == topic else []
     sides = ((rule.left, rule.where_left), (rule.right, rule.where_right))
@@ -104,19 +121,25 @@ def has_schema(frame: DataFrame) -> bool:
 
 
 def singles(
-    taken: Taken, rules: Sequence[Rule], targets: Mapping[int, Target], joined: Sequence[int], untyped: Sequence[int]
+    taken: Taken,
+    rules: Sequence[Rule],
+    targets: Mapping[int, Target],
+    joined: Sequence[int],
+    untyped: Sequence[int],
+    made_by: Made,
 ) -> DataFrame:
     """What becomes of a topic's new records, but for those that a denorm rule takes; all in one pass over them.
 
     ``targets``: the pool's stateless rules, by index; ``joined``: its denorm rules, whose records are not in the result;
     ``untyped``: rules whose types can't be told yet, so that they must take no record (kind ``untyped``). Records of other
     pools' rules are dropped here. What no rule takes is unmatched, or dropped where the file says so; so is a tombstone
-    that no rule takes, since Debezium writes one after each delete.
+    that no rule takes, since Debezium writes one after each delete. ``made_by``: as in ``columns``.
     """
     fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
     kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped")
     fates = (
-        f"CASE {_cases({index: text_sql(name) for index, name in kinds.items()})}"
+        f"CASE WHEN taken = {FAILED} THEN 'quarantined'"
+        f" {_cases({index: text_sql(name) for index, name in kinds.items()})}"
         f" WHEN taken IS NOT NULL OR in.value IS NULL THEN 'dropped' ELSE '{fate}' END"
     )
     texts = {
@@ -124,10 +147,10 @@ def singles(
         "rule": {index: rules[index].name for index in kinds},
         "schema": {index: target.fingerprint for index, target in targets.items()},
     }
-    columns: dict[str, dict[int, str]] = {}
+    sides: dict[str, dict[int, str]] = {}
     for index, target in targets.items():
-        for name, made in _columns(rules[index], target):
-            columns.setdefault(name, {})[index] = made
+        for name, made in made_by(rules[index], target):
+            sides.setdefault(name, {})[index] = made
     frame = taken.frame
     if joined:
         frame = frame.where(f"taken IS NULL OR taken NOT IN ({', '.join(map(str, joined))})")
@@ -140,7 +163,7 @@ def singles(
         f"{_order('time', taken.place, 'in.kafka')} AS ord",
         f"array({_source('in.kafka', 'false')}) AS source",
         _NONE["hash"],
-        *(f"{_chosen(choice)} AS {name_sql(name)}" for name, choice in columns.items()),
+        *(f"{_chosen(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
 
 
@@ -212,11 +235,13 @@ def key_names(rule: Denorm) -> list[str]:
     return [f"k{number}" for number in range(len(rule.join_on))]
 
 
-def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target) -> DataFrame:
+def paired(
+    rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target, made_by: Made
+) -> DataFrame:
     """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
 
     ``left`` and ``right`` are from ``keyed``, new and old records together. New records without a counterpart, and those
-    with a null key, are pending; old ones without one stay as they are and give no row.
+    with a null key, are pending; old ones without one stay as they are and give no row. ``made_by``: as in ``columns``.
     """
     keys = [*key_names(rule), "lone", "rank"]
     sides = [
@@ -237,7 +262,7 @@ def paired(rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str,
             "CASE WHEN left_ord IS NULL OR right_ord > left_ord THEN right_ord ELSE left_ord END AS ord",
             f"CASE WHEN both THEN {two} ELSE array({one}) END AS source",
             "CASE WHEN NOT both THEN coalesce(left_hash, right_hash) END AS hash",
-            *(f"CASE WHEN both THEN {made} END AS {name_sql(name)}" for name, made in _columns(rule, target)),
+            *(f"CASE WHEN both THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
         )
     )
 
@@ -294,7 +319,7 @@ def _source(kafka: str, old: str) -> str:
     return f"struct({kafka}.topic AS topic, {kafka}.partition AS partition, {kafka}.offset AS offset, {old} AS old)"
 
 
-def _columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
+def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
     """The columns that a rule's key, value and headers go to, each with what the rule makes for it."""
     made = [
         (side[0], made_sql(shape, side[1], side[2]))

@@ -76,20 +76,27 @@ def arranged(results: DataFrame, bounds: Sequence[int]) -> DataFrame:
     )
 
 
-def facts(rows: DataFrame) -> list[Row]:
+def facts(rows: DataFrame, suspect: str = "false") -> list[Row]:
     """Counts of what is in arranged rows, small whatever their number: by kind, out, rule, bucket and source partition.
 
-    Columns kind, out, rule, bucket, topic, partition, old, ``entries`` (sources) and ``rows`` (rows, counted at their
-    first source).
+    Columns kind, out, rule, bucket, topic, partition, old, ``entries`` (sources), ``rows`` (rows, counted at their first
+    source) and ``suspects`` (whether the condition ``suspect`` holds for any, 0 or 1).
     """
+    from pyspark.sql import functions as F
+
     names = ["kind", "out", "rule", "bucket"]
-    each = rows.selectExpr(*names, "posexplode(source) AS (place, of)").selectExpr(
-        *names, "of.topic AS topic", "of.partition AS partition", "of.old AS old", "CAST(place = 0 AS bigint) AS row"
+    doubt = f"CAST({suspect} AS int) AS suspect"
+    each = rows.selectExpr(*names, doubt, "posexplode(source) AS (place, of)").selectExpr(
+        *names,
+        "suspect",
+        "of.topic AS topic",
+        "of.partition AS partition",
+        "of.old AS old",
+        "CAST(place = 0 AS bigint) AS row",
     )
     grouped = each.groupBy(*names, "topic", "partition", "old")
-    return (
-        grouped.agg({"*": "count", "row": "sum"}).toDF(*names, "topic", "partition", "old", "entries", "rows").collect()
-    )
+    sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
+    return grouped.agg(*(F.expr(text) for text in sums)).collect()
 
 
 def numbered(rows: DataFrame, topic: str, firsts: Sequence[int]) -> DataFrame:

@@ -66,14 +66,21 @@ def read_chunks(
 
     Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
     """
-    registry = Registry(source.registry) if source.registry else None
-    schema_of = registry.schema if registry else _no_registry
-    key = make_decoder(source.key, schema_of, source.key_type, known=source.key_schemas, closed=source.closed)
-    value = make_decoder(source.value, schema_of, source.value_type, known=source.value_schemas, closed=source.closed)
+    key, value = make_decoders(source)
     highest = 0
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
         chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now, refused or {})
         yield chunk
+
+
+def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
+    """The decoders of keys and of values."""
+    registry = Registry(source.registry) if source.registry else None
+    schema_of = registry.schema if registry else _no_registry
+    return (
+        make_decoder(source.key, schema_of, source.key_type, known=source.key_schemas, closed=source.closed),
+        make_decoder(source.value, schema_of, source.value_type, known=source.value_schemas, closed=source.closed),
+    )
 
 
 def _no_registry(schema_id: int) -> str:
@@ -123,14 +130,19 @@ def _decode(
     )
     records = record_batch(kafka, keys, values)
     reached = int(times[-1])
-    arrivals = tuple(
-        Arrived(side, partition, batch.column("offset")[found.index].as_py(), found)
-        for side, decoded in (("key", keys), ("value", values))
-        for found in decoded.arrivals
-    )
+    arrivals = arrived(partition, batch.column("offset"), keys, values)
     if not errors:
         return Chunk(records, _no_rows(), arrivals), reached
     return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), arrivals), reached
+
+
+def arrived(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[Arrived, ...]:
+    """The writer schemas that came for the first time, with their places."""
+    return tuple(
+        Arrived(side, partition, offsets[found.index].as_py(), found)
+        for side, decoded in (("key", keys), ("value", values))
+        for found in decoded.arrivals
+    )
 
 
 def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:

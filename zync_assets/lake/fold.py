@@ -50,8 +50,9 @@ def fold(rows: pa.Table) -> pa.Table:
     open_pending = pending.filter(_mask(pending.num_rows, met)).sort_by("hash")
     unmet = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
     now_done = done.set_column(done.schema.get_field_index("kind"), "kind", became)
-    ranges = _merged(pa.concat_tables([settled, now_done]))
-    return pa.concat_tables([open_pending, unmet, ranges])
+    told = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
+    ranges = _merged(pa.concat_tables([settled.filter(pc.is_null(settled["text"])), now_done]))
+    return pa.concat_tables([open_pending, unmet, told, ranges])
 
 
 def _mask(length: int, without: pa.Array) -> pa.Array:

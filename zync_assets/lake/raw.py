@@ -19,7 +19,8 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
 
 A replay adds files of its own, named ``replay-<its number>-…``. Their offsets lie between those of the other files, which
 overlap nowhere; no offset is in two files. That an offset is in such a file is what takes it out of quarantine: the side
-table keeps its entry, so that there is no moment in which a record is in both places or in neither.
+table keeps its entry, so that there is no moment in which a record is in both places or in neither. So these files must
+keep their names.
 """
 
 from __future__ import annotations
@@ -146,24 +147,45 @@ def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[n
     found: dict[int, list[npt.NDArray[np.int64]]] = {}
     for item in raw_files(state):
         if is_replay(item) and int(item.path.split("-")[1]) > since:
-            system, path = storage.filesystem(storage.join(state.opened.uri, item.path))
-            try:
-                offsets = pq.read_table(path, filesystem=system, columns=["kafka.offset"]).flatten().column(0)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
-            found.setdefault(item.partition or 0, []).append(offsets.to_numpy())
+            found.setdefault(item.partition or 0, []).append(_offsets(state, item))
     return {partition: np.sort(np.concatenate(parts)) for partition, parts in found.items()}
 
 
-def commit_replay(before: RawState, schema: pa.Schema, files: Sequence[DataFile]) -> None:
-    """Commit the files of a replay, made for number ``before.replays + 1``.
+def is_held(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of some offsets, sorted, the table has a record of. Only files with gaps are read, one column of them."""
+    held = np.zeros(len(offsets), dtype=np.bool_)
+    if not len(offsets):
+        return held
+    for item in raw_files(state, [OffsetRange(partition, int(offsets[0]), int(offsets[-1]) + 1)]):
+        low, high = item.first or 0, item.last or 0
+        one, other = np.searchsorted(offsets, [low, high + 1])
+        if one < other and item.records == high - low + 1:
+            held[one:other] = True
+        elif one < other:
+            held[one:other] |= np.isin(offsets[one:other], _offsets(state, item))
+    return held
+
+
+def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
+    system, path = storage.filesystem(storage.join(state.opened.uri, item.path))
+    try:
+        table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"])
+    except (OSError, pa.ArrowInvalid) as error:
+        raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
+    return table.flatten().column(0).to_numpy()
+
+
+def commit_replay(
+    before: RawState, schema: pa.Schema, files: Sequence[DataFile], writers: Sequence[WriterSchema]
+) -> None:
+    """Commit the files of a replay, made for number ``before.replays + 1``; ``writers``: the writer schemas that are new.
 
     Raises CommitConflict if another replay came first; nothing of this one is visible then.
     """
     opened = tables.widen(before.opened, schema)
     if opened is not before.opened and (opened.number("zync:replay") or 0) != before.replays:
         raise CommitConflict(f"table {opened.uri}: another replay was committed first; run again")
-    tables.commit(opened, files, {"zync:replay": before.replays + 1})
+    tables.commit(opened, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
 
 
 def commit_raw(

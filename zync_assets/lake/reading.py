@@ -17,11 +17,13 @@ from zync_assets.lake.widening import by_own_types
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
 SPAN = 4096
 """Offsets of one partition that are looked up together when records are sought by their places."""
+MANY_RANGES = 32
+"""More ranges than these are joined with, rather than written into a condition."""
 
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
@@ -89,16 +91,19 @@ def _sides(frame: DataFrame) -> DataFrame:
 
 
 def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
-    from pyspark.sql import functions as F
+    if len(parts) > MANY_RANGES:
+        spans = frame.sparkSession.createDataFrame(
+            [(part.partition, part.first, part.end) for part in parts], "at_partition int, low long, high long"
+        ).selectExpr("*", f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span")
+        here = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
+        from pyspark.sql import functions as F
 
-    condition: Column = F.lit(False)
-    for part in parts:
-        condition = condition | (
-            (F.col("kafka.partition") == part.partition)
-            & (F.col("kafka.offset") >= part.first)
-            & (F.col("kafka.offset") < part.end)
-        )
-    return frame.filter(condition)
+        return frame.join(spans, F.expr(f"{here} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
+    within = " OR ".join(
+        f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
+        for part in parts
+    )
+    return frame.where(within or "false")
 
 
 def _with_time(

@@ -17,12 +17,14 @@ The account column:
     waiting      input                                            rule, count: records pending for the rule
     output       output             base, next offset             text: the topic's id when numbering began, count: partitions
     schema       output                                           rule: the fingerprint, text: the output schema
+    replayed     input, none                                      count: replays of the raw table that were looked at
     done, unmatched, dropped, quarantined, expired
-                 input              offsets of the class          count: records, where it is known
+                 input              offsets of the class          count: records, where it is known; of a quarantined
+                                                                  one that ETL failed on, rule and text: why
     pending      input              one offset                    rule, hash of the join key (null: a null key)
     completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
 
-All but the first five are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+All but the first six are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations
@@ -127,6 +129,8 @@ class Head:
     """(rule, input topic) → records that are pending for the rule."""
     schemas: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Fingerprint → (output topic, output schema as JSON)."""
+    replayed: Mapping[str, int] = field(default_factory=dict)
+    """Input topic → how many replays of its raw table were looked at: what they brought below seen is no more quarantined."""
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -315,6 +319,8 @@ def _head_rows(head: Head) -> list[dict[str, object]]:
     for (topic, partition), out in sorted(head.outputs.items()):
         place = {"topic": topic, "partition": partition, "first": out.base, "end": out.next}
         rows.append({"kind": "output", **place, "text": out.topic_id, "count": out.partitions})
+    for topic, count in sorted(head.replayed.items()):
+        rows.append({"kind": "replayed", "topic": topic, "count": count})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -334,4 +340,5 @@ def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {(r["topic"], r["partition"], r["rule"]): r["count"] for r in of("counted")},
         {(r["rule"], r["topic"]): r["count"] for r in of("waiting")},
         {r["rule"]: (r["topic"], r["text"]) for r in of("schema")},
+        {r["topic"]: r["count"] for r in of("replayed")},
     )

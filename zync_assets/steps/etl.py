@@ -12,9 +12,13 @@ import time
 
 from zync_assets.errors import EtlError
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
 from zync_assets.steps.etl_run import EtlRun
+from zync_assets.steps.etl_search import find_failures
+from zync_assets.steps.etl_unfit import Unfit
 from zync_assets.steps.failures import spark_failures
+from zync_assets.steps.quarantined import Held, admit
 
 __all__ = [
     "EtlBatch",
@@ -27,15 +31,67 @@ __all__ = [
     "transform",
 ]
 
+ROUNDS = 20
+"""How often a batch is tried, each time without the records that the attempt before failed on."""
+
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
-    """The commit half. Raises CommitConflict if another batch was committed since the plan, EtlError if an expression
-    fails; nothing of the batch is visible then."""
+    """The commit half. Records that a rule fails on, or that make an output which can't be encoded, go into quarantine,
+    and the rest of the batch is committed without them.
+
+    Raises CommitConflict if another batch was committed since the plan, BadRecords where the file does not let such
+    records pass, EtlError if something else fails; nothing of the batch is visible then.
+    """
     started = time.monotonic()
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
+    failures = NONE
     with spark_failures(
         lambda text: EtlError(
             f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
-        return EtlRun(pipeline, batch).commit(started)
+        for _ in range(ROUNDS):
+            found = _attempt(pipeline, batch, failures, started)
+            if isinstance(found, EtlCommit):
+                return found
+            failures = Failures({**failures.found, **found})
+            _admit(pipeline, batch, failures, place)
+    raise EtlError(
+        f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
+        f" {len(failures.found)} of them, and still more. Nothing was committed; mend the rule."
+    )
+
+
+def _attempt(
+    pipeline: Pipeline, batch: EtlBatch, failures: Failures, started: float
+) -> EtlCommit | dict[Place, Failure]:
+    """The commit, or the records that stand in its way."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
+    try:
+        return EtlRun(pipeline, batch, failures).commit(started)
+    except Unfit as found:
+        return dict(found.failures)
+    except AnalysisException:
+        raise
+    except (PySparkException, Py4JError) as error:
+        found = find_failures(pipeline, batch, failures)
+        if not found:
+            raise error
+        return found
+
+
+def _admit(pipeline: Pipeline, batch: EtlBatch, failures: Failures, doing: str) -> None:
+    """BadRecords where an input does not let its failing records pass."""
+    for item in pipeline.inputs:
+        mine = [failure for place, failure in sorted(failures.found.items()) if place[0] == item.topic]
+        # What is replayed lies there already.
+        there = sum(
+            taken.records
+            for taken in batch.plan.reopening.taken
+            if (taken.topic, taken.kind) == (item.topic, "quarantined")
+        )
+        if mine:
+            first = Held(batch.plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].said, None, True)
+            admit(pipeline, item, batch.plan.raw[item.topic], len(mine) - there, first, doing)

@@ -11,8 +11,9 @@ from zync_assets.etl.batches import BATCH_RECORDS, first_batch
 from zync_assets.lake import raw, reading, staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
-from zync_assets.offsets import OffsetRange, new_ranges
+from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -27,10 +28,21 @@ class EtlPlan:
     raw: Mapping[str, RawState | None] = field(repr=False)
     ranges: Mapping[str, tuple[OffsetRange, ...]]
     """Input topic → new offsets of this batch, from seen on."""
+    reopening: Reopening = field(default_factory=Reopening, repr=False)
+    """What is looked at again below seen."""
 
     @property
     def nothing_to_do(self) -> bool:
-        return not any(self.ranges.values())
+        return not any(self.ranges.values()) and not self.reopening.taken
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether no record goes through the rules, and there is something to do all the same."""
+        return not any(self.reads(topic) for topic in self.ranges)
+
+    def reads(self, topic: str) -> tuple[OffsetRange, ...]:
+        """The offsets of an input that go through the rules: new ones, and what is looked at again."""
+        return tuple(normalize([*self.reopening.ranges(topic), *self.ranges[topic]]))
 
     @property
     def head(self) -> Head:
@@ -39,7 +51,7 @@ class EtlPlan:
 
 @dataclass(frozen=True)
 class RawSlice:
-    """The new records of one input, lazily."""
+    """The records of one input that a batch looks at, lazily: new ones, and those of before that it looks at again."""
 
     topic: str
     plan: EtlPlan = field(repr=False)
@@ -48,7 +60,7 @@ class RawSlice:
     def dataframe(self) -> DataFrame | None:
         """The records with ``kafka``, ``key``, ``value`` and ``time``; None where the topic has no table yet."""
         state = self.plan.raw[self.topic]
-        return None if state is None else reading.record_frame(self.spark, state, self.plan.ranges[self.topic])
+        return None if state is None else reading.record_frame(self.spark, state, self.plan.reads(self.topic))
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,9 @@ class EtlCommit:
     seconds: float
 
 
-def plan_etl(pipeline: Pipeline, pool: str, limit: int = BATCH_RECORDS) -> EtlPlan:
-    """What is new for a staging pool, about ``limit`` records of it, the earliest; the next batch takes the rest.
+def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int = BATCH_RECORDS) -> EtlPlan:
+    """What is new for a staging pool, about ``limit`` records of it, the earliest; the next batch takes the rest. And all
+    that is to be looked at again: replays, and what ``retry`` asks for.
 
     Raises EtlError if a raw table is another one than the account's.
     """
@@ -93,7 +106,7 @@ def plan_etl(pipeline: Pipeline, pool: str, limit: int = BATCH_RECORDS) -> EtlPl
         for topic, found in states.items()
         if found is not None
     }
-    return EtlPlan(pool, state, states, first_batch(ranges, files, limit))
+    return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopen(pipeline, pool, state, states, retry))
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:

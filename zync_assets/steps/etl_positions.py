@@ -12,6 +12,7 @@ import pyarrow as pa
 from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
+from zync_assets.lake.reopen import Taken
 from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.steps.etl_plan import EtlPlan
@@ -59,10 +60,22 @@ def next_head(
     ends: Mapping[str, int],
     types: Mapping[str, OutputType],
     quarantined: Mapping[tuple[str, int], int],
+    failed: Sequence[Taken],
 ) -> Head:
+    """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
+    records that waited and go into quarantine."""
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
     records = Counter[tuple[str, int]](quarantined)
+    records.subtract(plan.reopening.records())
+    for item in (*plan.reopening.taken, *failed):
+        counts[item.topic, item.part.partition, item.kind] -= item.records
+        if item.rule is not None:
+            waiting[item.rule, item.topic] -= item.records
+    for item in failed:
+        counts[item.topic, item.part.partition, "quarantined"] += item.records
+    for item in plan.reopening.gone:
+        counts[item.topic, item.part.partition, "expired"] += item.records
     for (topic, partition), count in quarantined.items():
         counts[topic, partition, "quarantined"] += count
     for row in found:
@@ -86,7 +99,8 @@ def next_head(
     used = {row.rule for row in found if row.kind == "out"}
     for topic, kind in types.items():
         schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
-    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas)
+    replayed = {**head.replayed, **(plan.reopening.replays or {})}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed)
 
 
 def _table_id(plan: EtlPlan, topic: str) -> str | None:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import spark_type
@@ -13,15 +14,18 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering, unavailable
 from zync_assets.etl.shapes import name_sql, text_sql, type_sql
-from zync_assets.lake import quarantine, raw, reading, staging, storage
+from zync_assets.lake import raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
+from zync_assets.lake.reopen import carve
 from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
-from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
+from zync_assets.steps.etl_failures import NONE, Failures
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
+from zync_assets.steps.etl_undecoded import quarantined, undecoded_rows
+from zync_assets.steps.etl_unfit import check_outputs, suspect_sql
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.upkeep import keep_up
 
@@ -33,8 +37,9 @@ if TYPE_CHECKING:
 class EtlRun:
     """One batch on its way into the table; the steps share much, so it is an object."""
 
-    def __init__(self, pipeline: Pipeline, batch: EtlBatch) -> None:
-        self.pipeline, self.batch = pipeline, batch
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch, failures: Failures = NONE) -> None:
+        """``failures``: records that a rule is known to fail on, and that go into quarantine."""
+        self.pipeline, self.batch, self.failures = pipeline, batch, failures
         self.plan, self.spark = batch.plan, batch.spark
         self.rules = pipeline.rules
         self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
@@ -45,20 +50,26 @@ class EtlRun:
     def commit(self, started: float) -> EtlCommit:
         head, plan = self.plan.head, self.plan
         outputs = output_positions(self.pipeline, plan.pool, head)
-        frames = self._frames()
+        frames = self.frames()
         types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
-        rows = numbering.arranged(self._results(frames, types), numbering.time_bounds(self._spans())).persist()
+        rows = numbering.arranged(
+            self.results(frames, types, matching.columns), numbering.time_bounds(self._spans())
+        ).persist()
         try:
-            found = numbering.facts(rows)
+            suspect = suspect_sql(self.pipeline, types, rows.columns)
+            found = numbering.facts(rows, suspect)
             self._check(found, rows, types)
+            if any(row.kind == "out" and row.suspects for row in found):
+                check_outputs(self.pipeline, types, rows, suspect)
             files, ends = self._write_outputs(rows, found, outputs, types)
             crash_point("etl:outputs-written")
-            bad = self._quarantine_frame()
+            bad = undecoded_rows(self.spark, self.pipeline, plan)
             files += self._write_ledger(rows, found, bad)
+            files += self._write_settled()
             crash_point("etl:ledger-written")
-            done = next_head(plan, found, outputs, ends, types, _quarantined(bad))
+            done = next_head(plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan))
             schema = table_schema(plan.state, types)
-            folded, removed = fold_ledger(plan.state) if plan.state else ([], [])
+            folded, removed = self._tidied()
             if folded:
                 crash_point("etl:ledger-folded")
             staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
@@ -72,15 +83,28 @@ class EtlRun:
         }
         return EtlCommit(plan.pool, done.batch, made, plan.ranges, new_counts(found), time.monotonic() - started)
 
-    def _frames(self) -> dict[str, DataFrame]:
+    def _tidied(self) -> tuple[list[DataFile], list[DataFile]]:
+        """Ledger files to add and to remove besides the batch's own: what leaves its class is taken out of them, else they
+        are folded when they are many."""
+        state, taken = self.plan.state, [*self.plan.reopening.taken, *self.failures.waited(self.plan)]
+        if state is None:
+            return [], []
+        return carve(state, taken) if taken else fold_ledger(state)
+
+    def frames(self) -> dict[str, DataFrame]:
         frames = {topic: part.dataframe() for topic, part in self.batch.slices.items()}
         return {topic: frame.selectExpr("*", "false AS old") for topic, frame in frames.items() if frame is not None}
 
-    def _results(self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType]) -> DataFrame:
+    def results(
+        self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType], made_by: matching.Made
+    ) -> DataFrame:
+        """What becomes of the batch's records (see ``matching``); ``made_by`` gives the columns of outputs."""
         taken = {
-            topic: matching.assign(self.pipeline.input(topic), self.places[topic], frame, self.rules)
+            topic: matching.assign(
+                self.pipeline.input(topic), self.places[topic], frame, self.rules, self.failures.condition(topic)
+            )
             for topic, frame in frames.items()
-            if self.plan.ranges[topic]
+            if self.plan.reads(topic) or self.plan.reads_nothing
         }
         own = {index: rule for index, rule in enumerate(self.rules) if self.ours[index]}
         untyped = [index for index, rule in own.items() if rule.name in types[rule.out].untyped]
@@ -94,11 +118,12 @@ class EtlRun:
                 {index: target for index, target in targets.items() if topic in self.rules[index].topics},
                 [index for index, rule in joins.items() if topic in rule.topics],
                 [index for index in untyped if topic in self.rules[index].topics],
+                made_by,
             )
             for topic, item in taken.items()
         ]
         for index, rule in joins.items():
-            parts += self._denorm(rule, index, frames, taken, types)
+            parts += self._denorm(rule, index, frames, taken, types, made_by)
         return matching.without_dropped(matching.union(parts))
 
     def _denorm(
@@ -108,6 +133,7 @@ class EtlRun:
         frames: Mapping[str, DataFrame],
         taken: Mapping[str, matching.Taken],
         types: Mapping[str, OutputType],
+        made_by: matching.Made,
     ) -> list[DataFrame]:
         sides = {"left": rule.left, "right": rule.right}
         known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
@@ -128,7 +154,8 @@ class EtlRun:
         if len(new) < 2:
             return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
         whole = {side: matching.union([frame, *self._waiting(rule, side, new, kinds)]) for side, frame in new.items()}
-        return [matching.paired(rule, whole["left"], whole["right"], self.places, types[rule.out].target(rule.name))]
+        target = types[rule.out].target(rule.name)
+        return [matching.paired(rule, whole["left"], whole["right"], self.places, target, made_by)]
 
     def _waiting(
         self, rule: Denorm, side: str, new: Mapping[str, DataFrame], kinds: Sequence[DataType]
@@ -138,7 +165,9 @@ class EtlRun:
         other = "right" if side == "left" else "left"
         topic, state, raw_state = sides[side], self.plan.state, self.plan.raw[sides[side]]
         counted = self.plan.head.waiting.get((rule.name, topic), 0)
-        if not counted or state is None or raw_state is None or not self.plan.ranges[sides[other]]:
+        if rule.name in self.plan.reopening.rules:
+            return []  # all that waited for it is looked at again
+        if not counted or state is None or raw_state is None or not self.plan.reads(sides[other]):
             return []
         entries = reading.ledger_frame(self.spark, state).where(f"topic = {text_sql(topic)}")
         pending = entries.where(f"kind = 'pending' AND rule = {text_sql(rule.name)} AND hash IS NOT NULL")
@@ -149,13 +178,14 @@ class EtlRun:
             .join(completed.select("partition", "first"), ["partition", "first"], "left_anti")
         )
         found = reading.records_at(self.spark, raw_state, met).selectExpr("*", "true AS old")
+        failed = self.failures.condition(topic)
+        found = found if failed is None else found.where(f"NOT ({failed})")
         return [matching.keyed(rule, side, matching.in_frame(found, side), kinds)]
 
     def _spans(self) -> list[numbering.TimeSpan]:
         spans: list[numbering.TimeSpan] = []
-        for topic, ranges in self.plan.ranges.items():
-            state = self.plan.raw[topic]
-            for item in raw.raw_files(state, ranges) if state else ():
+        for topic, state in self.plan.raw.items():
+            for item in raw.raw_files(state, self.plan.reads(topic)) if state else ():
                 spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
         return spans
 
@@ -182,10 +212,10 @@ class EtlRun:
         for row in found:
             if not row.old:
                 counted[row.topic] += row.entries
-        for topic, ranges in self.plan.ranges.items():
-            state = self.plan.raw[topic]
+        for topic, state in self.plan.raw.items():
             if state is None:
                 continue
+            ranges = self.plan.reads(topic)
             files = raw.raw_files(state, ranges)
             inside = all(reading.is_inside(item, ranges) for item in files)
             expected = sum(item.records for item in files) if inside else self.batch.slices[topic].dataframe().count()  # type: ignore[union-attr]
@@ -240,15 +270,18 @@ class EtlRun:
 
     def _write_ledger(self, rows: DataFrame, found: Sequence[Row], bad: DataFrame | None) -> list[DataFile]:
         folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
+        covered = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
         plain = bad is None and all(row.kind == "out" for row in found)
         waited = any(row.old for row in found)
         if plain and not waited:
-            entries = ledger.whole_ranges(self.plan.ranges)
+            entries = ledger.whole_ranges(covered)
             return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
         others = ledger.exceptions(rows)
         if bad is not None:
             others = others.unionByName(bad, allowMissingColumns=True)
-        entries_frame = ledger.ledger_rows(self.spark, self.plan.ranges, others)
+        if failed := self.failures.of(self.plan, old=False):
+            others = others.unionByName(ledger.failed(self.spark, map(astuple, failed)), allowMissingColumns=True)
+        entries_frame = ledger.ledger_rows(self.spark, covered, others)
         if waited:
             entries_frame = entries_frame.unionByName(ledger.completed(rows))
         _write(entries_frame.selectExpr("struct(*) AS account"), storage.join(self.uri, folder))
@@ -256,47 +289,12 @@ class EtlRun:
         made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
         return [item for item in made if item.records]
 
-    def _quarantine_frame(self) -> DataFrame | None:
-        """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``."""
-        frames: list[DataFrame] = []
-        for topic, ranges in self.plan.ranges.items():
-            state = self.plan.raw[topic]
-            if state is None or not any([*state.bad.values(), *state.left_out.values()]):
-                continue
-            place = (self.pipeline.lake, self.pipeline.input(topic).pool, topic)
-            files = [
-                item
-                for item in quarantine.quarantine_files(*place, state.next)
-                if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges)
-            ]
-            if files:
-                frames.append(self._bad_rows(topic, storage.quarantine_uri(*place), files))
-        return matching.union(frames) if frames else None
-
-    def _bad_rows(self, topic: str, uri: str, files: Sequence[DataFile]) -> DataFrame:
-        from pyspark.sql import functions as F
-
-        frame = reading.parquet_frame(self.spark, uri, files, BAD_SCHEMA).select(
-            F.when(F.col("stage").isin(*RANGE_STAGES), "dropped").otherwise("quarantined").alias("kind"),
-            F.lit(topic).alias("topic"),
-            F.col("kafka.partition").alias("partition"),
-            F.col("kafka.offset").alias("first"),
-            "end",
-        )
-        inside = F.lit(False)
-        for part in self.plan.ranges[topic]:
-            inside = inside | (
-                (F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1)
-            )
-        return ledger.cut_at_strides(frame.filter(inside))
-
-
-def _quarantined(bad: DataFrame | None) -> Counter[tuple[str, int]]:
-    """(topic, partition) → quarantined records in the new ranges; lost ranges hold none."""
-    if bad is None:
-        return Counter()
-    rows = bad.filter("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
-    return Counter({(row["topic"], row["partition"]): row["count"] for row in rows})
+    def _write_settled(self) -> list[DataFile]:
+        """What was to be looked at again and is in the raw table no more, and what waited and made an expression fail."""
+        path = f"{self.folder}/{staging.ACCOUNT_FOLDER}/settled.parquet"
+        entries = [item.entry("expired") for item in self.plan.reopening.gone]
+        entries += [failure.entry() for failure in self.failures.of(self.plan, old=True)]
+        return [staging.write_ledger(self.uri, path, entries)] if entries else []
 
 
 def _write(frame: DataFrame, uri: str) -> None:

@@ -159,16 +159,20 @@ def plan_ingest(
 
 def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
     """The read half: a lazy batch over the plan's ranges."""
-    names = plan.state.schema.names if plan.state else []
+    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), spark)
+
+
+def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:
+    """What a task needs to read a topic into its table."""
+    names = state.schema.names if state else []
 
     def present(side: str) -> pa.DataType | None:
-        return plan.state.schema.field(side).type if plan.state and side in names else None
+        return state.schema.field(side).type if state and side in names else None
 
-    item = plan.input
     key, value = present("key"), present("value")
     if item.shape is not None:
         key, value = known_types(pipeline.lake, item) or (None, None)
-    source = Source(
+    return Source(
         pipeline.kafka,
         pipeline.registry,
         item.topic,
@@ -176,10 +180,9 @@ def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> Raw
         item.value,
         key,
         value,
-        *schema_changes.known_ids(plan.state),
+        *schema_changes.known_ids(state),
         closed=item.on_schema_change != "merge",
     )
-    return RawBatch(plan, source, spark)
 
 
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zync_assets.errors import CommitConflict
 from zync_assets.kafka.topics import TopicState, topic_states
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.steps.drop import drop_once
 from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.publish import PublishCommit, PublishPlan, plan_publish, publish, read_staging
+from zync_assets.steps.quarantined import Selection
+from zync_assets.steps.reopened import NOTHING, Retry
+from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,21 +64,47 @@ def _ingest_once(
     return commit_raw(pipeline, read_input(session(), pipeline, plan)), plan.lag
 
 
-def etl_all(pipeline: Pipeline, session: Session) -> Iterator[EtlCommit]:
-    """Run ETL for every staging pool until nothing new is found."""
+def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Iterator[EtlCommit]:
+    """Run ETL for every staging pool until nothing new is found; what ``retry`` asks for is in the first batch."""
     for pool in pipeline.staging_pools:
-        while (made := _retried(lambda pool=pool: etl_once(pipeline, session, pool))) is not None:
+        asked = retry
+        while (made := _retried(lambda pool=pool, asked=asked: etl_once(pipeline, session, pool, asked))) is not None:
+            asked = NOTHING
             yield made
 
 
-def etl_once(pipeline: Pipeline, session: Session, pool: str) -> EtlCommit | None:
-    """One ETL batch; None if there is nothing new."""
-    plan = plan_etl(pipeline, pool)
+def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlCommit | None:
+    """One ETL batch; None if there is nothing new, nor anything to look at again."""
+    plan = plan_etl(pipeline, pool, retry)
     if plan.nothing_to_do:
         return None
     spark = session()
     slices = {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
     return commit_staging(pipeline, transform(spark, pipeline, plan, slices))
+
+
+def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> Iterator[ReplayCommit | EtlCommit]:
+    """Put the selected records of quarantine into their places: first those that can be decoded now, then, with these,
+    those that a rule failed on go through the rules again."""
+    for item in pipeline.inputs:
+        if not selection.topics or item.topic in selection.topics:
+            made = _retried(lambda item=item: _replay_once(pipeline, session, item, selection))
+            if made is not None:
+                yield made
+    yield from etl_all(pipeline, session, Retry(failed=selection))
+
+
+def _replay_once(pipeline: Pipeline, session: Session, item: Input, selection: Selection) -> ReplayCommit | None:
+    plan = plan_replay(pipeline, item, selection)
+    return None if plan is None else commit_replay(session(), pipeline, plan)
+
+
+def drop_all(pipeline: Pipeline, selection: Selection) -> int:
+    """Turn the selected records of quarantine into dropped ones; how many there were. No JVM."""
+    dropped: set[tuple[str, int, int]] = set()
+    for pool in pipeline.staging_pools:
+        dropped |= _retried(lambda pool=pool: drop_once(pipeline, pool, selection))
+    return len(dropped)
 
 
 def publish_all(

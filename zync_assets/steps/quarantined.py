@@ -150,6 +150,8 @@ def _account(pipeline: Pipeline, pool: str) -> _Account | None:
     if state is None:
         return None
     entries: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    if not any(n for (_, _, kind), n in state.head.counts.items() if kind in ("quarantined", "dropped")):
+        return _Account({place: item.seen for place, item in state.head.inputs.items()}, entries)
     for entry in staging.read_ledger(state, ["quarantined", "dropped"]).sort_by("first").to_pylist():
         entries.setdefault((entry["topic"], entry["partition"]), []).append(entry)
     return _Account({place: item.seen for place, item in state.head.inputs.items()}, entries)

@@ -57,6 +57,31 @@ def test_what_is_between_the_exceptions_is_done(spark: SparkSession) -> None:
     ]
 
 
+def test_what_is_between_two_ranges_is_in_no_entry(spark: SparkSession) -> None:
+    ranges = [OffsetRange(0, 40, 50), OffsetRange(0, 5, 6), OffsetRange(0, 6, 8), OffsetRange(0, 20, 21)]
+    assert entries(spark, {"t": ranges}, ("unmatched", "t", 0, 7, 8), ("unmatched", "t", 0, 40, 41)) == [
+        ("t", 0, 5, 7, "done", None),
+        ("t", 0, 7, 8, "unmatched", 1),
+        ("t", 0, 20, 21, "done", None),
+        ("t", 0, 40, 41, "unmatched", 1),
+        ("t", 0, 41, 50, "done", None),
+    ]
+
+
+def test_each_record_that_a_rule_failed_on_keeps_its_reason(spark: SparkSession) -> None:
+    found = ledger.failed(spark, [("t", 0, 1, "rule", "why"), ("t", 0, 2, "rule", "because")])
+    others = spark.createDataFrame([("quarantined", "t", 0, 3, 4, None, None)], FOUND)
+    rows = ledger_rows(spark, {"t": [OffsetRange(0, 0, 5)]}, found.unionByName(others, allowMissingColumns=True))
+    kept = sorted((row.first, row.end, row.kind, row.rule, row.text) for row in rows.collect())
+    assert kept == [
+        (0, 1, "done", None, None),
+        (1, 2, "quarantined", "rule", "why"),
+        (2, 3, "quarantined", "rule", "because"),
+        (3, 4, "quarantined", None, None),
+        (4, 5, "done", None, None),
+    ]
+
+
 def test_partitions_and_topics_do_not_meet(spark: SparkSession) -> None:
     ranges = {"a": [OffsetRange(0, 0, 2), OffsetRange(1, 2, 4)], "b": [OffsetRange(0, 0, 1)]}
     found = entries(spark, ranges, ("dropped", "a", 0, 1, 2), ("dropped", "a", 1, 2, 3))

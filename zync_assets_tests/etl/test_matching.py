@@ -43,7 +43,7 @@ def taken(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
 def left_over(item: Input, records: DataFrame, ours: list[bool], *rules: Rule) -> list[tuple[int, str]]:
     """(offset, class) of what the rules of this pool leave; ``ours`` says which of the rules these are."""
     own = [index for index, mine in enumerate(ours) if mine]
-    rows = matching.singles(matching.assign(item, 0, records, rules), rules, {}, own, []).collect()
+    rows = matching.singles(matching.assign(item, 0, records, rules), rules, {}, own, [], matching.columns).collect()
     return sorted((row.source[0].offset, row.kind) for row in rows)
 
 

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from zync_assets.errors import CommitConflict, EtlError, KafkaError, TopicMissing
+from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
@@ -234,10 +234,11 @@ def test_join_keys_of_two_types_are_an_error(make: Make) -> None:
         it.step()
 
 
-def test_a_bad_cast_stops_the_batch_and_nothing_is_committed(make: Make) -> None:
-    it = make(one_rule("{n: CAST(in.value.v AS int)}"))
+def test_a_bad_cast_stops_the_batch_where_the_file_says_so_and_nothing_is_committed(make: Make) -> None:
+    strict = one_rule("{n: CAST(in.value.v AS int)}").replace("topic: $left,", "topic: $left, on-bad-record: fail,")
+    it = make(strict)
     it.send(it.left, row(1, "12"), row(2, "twelve"))
-    with pytest.raises(EtlError, match="Nothing was committed") as failed:
+    with pytest.raises(BadRecords, match="nothing was committed") as failed:
         it.step()
     assert "twelve" in str(failed.value)
     assert "\n" not in str(failed.value)

@@ -1,0 +1,122 @@
+"""Which records an expression fails on. Spark says that one does, and not on which; it stops at the first.
+
+``fails`` is a condition that is true where an expression would fail: Spark's ``try_to_binary`` gives NULL for whatever is
+raised below it. So one pass over a batch finds all such records. It needs the settings SETTINGS: otherwise Spark computes
+an expression that occurs twice once, and outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from zync_assets.etl.headers import headers_sql
+from zync_assets.etl.matching import Target, conditions, has_schema, key_types
+from zync_assets.etl.shapes import shape_sql, type_sql
+from zync_assets.pipeline import Denorm, Input, Rule
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SETTINGS: Mapping[str, str] = {
+    "spark.sql.subexpressionElimination.enabled": "false",
+    "spark.sql.legacy.allowHashOnMapType": "true",
+}
+
+
+@contextmanager
+def looking(spark: SparkSession) -> Generator[None]:
+    """The session with SETTINGS."""
+    before = {name: spark.conf.get(name) for name in SETTINGS}
+    try:
+        for name, value in SETTINGS.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, str(value))
+
+
+def fails(sql: str) -> str:
+    """Whether an expression fails. The hash makes Spark compute all of it."""
+    return f"(try_to_binary(CAST(xxhash64({sql}) AS STRING), 'utf-8') IS NULL)"
+
+
+def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
+    """For ``matching.singles`` and ``paired``: the columns ``failed``, the side of an output that can't be made, and
+    ``blamed``: left or right, where an expression fails with that record, whatever the other one is, and not with the other
+    one; null where it takes both or can't be told."""
+    sides = {"key": shape_sql(rule.key), "value": shape_sql(rule.value)}
+    if target.headers and rule.headers is not None:
+        sides["headers"] = headers_sql(rule.headers)
+    if rule.keep is not None:
+        sides["shape"] = rule.keep
+    found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
+    blamed = "CAST(NULL AS STRING)"
+    if isinstance(rule, Denorm):
+        alone = {sql: (_fails_alone(sql, "left"), _fails_alone(sql, "right")) for sql in sides.values()}
+        cases = [
+            f"WHEN {fails(sql)} THEN CASE WHEN {left} AND NOT {right} THEN 'left' WHEN {right} AND NOT {left} THEN 'right' END"
+            for sql, (left, right) in alone.items()
+        ]
+        blamed = f"CASE {' '.join(cases)} END"
+    return [("failed", f"CASE {found} END"), ("blamed", blamed)]
+
+
+def _fails_alone(sql: str, side: str) -> str:
+    """Whether an expression fails with one side's record while the other's is null."""
+    other = "right" if side == "left" else "left"
+    absent = f"CASE WHEN `{other}`.kafka.offset < 0 THEN `{other}` END"
+    return fails(f"transform(array({absent}), `{other}` -> {sql})")
+
+
+def failing_records(
+    item: Input,
+    frame: DataFrame,
+    rules: Sequence[Rule],
+    own: Sequence[int],
+    others: Mapping[str, DataFrame],
+    known: str,
+) -> DataFrame:
+    """The records of a topic that fail in a ``where`` or a ``join-on``: partition, offset, ``rule`` (its index), ``failed``.
+
+    ``own``: indexes of the rules whose ``join-on`` counts; ``others``: the record frames of all topics that have a table;
+    ``known``: a condition for records that are not looked at.
+    """
+    asked = conditions(item, frame, rules)
+    chosen = [
+        f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in asked[: end + 1])} END"
+        for end in range(len(asked))
+    ]
+    # What fails up to a rule and not before it fails at that rule.
+    where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(asked, chosen, strict=True))
+    if not asked or not has_schema(frame):
+        return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")
+    frame = frame.where(f"NOT ({known})").selectExpr("*", f"CASE {where} END AS wrong")
+    frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {chosen[-1]} END AS taken")
+    frame = frame.selectExpr(
+        "kafka", "wrong", "taken", "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
+    )
+    joins: list[str] = []
+    for index in own:
+        rule = rules[index]
+        if not isinstance(rule, Denorm) or item.topic not in rule.topics:
+            continue
+        sides = {"left": rule.left, "right": rule.right}
+        kinds = key_types(
+            rule,
+            {side: others[topic] for side, topic in sides.items() if topic in others and has_schema(others[topic])},
+        )
+        place = 0 if item.topic == rule.left else 1
+        keys = ", ".join(
+            f"CAST(({pair[place]}) AS {type_sql(kind)})" for kind, pair in zip(kinds, rule.join_on, strict=True)
+        )
+        joins.append(f"WHEN taken = {index} AND {fails(keys)} THEN 'join-on'")
+    joined = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
+    return frame.selectExpr(
+        "kafka.partition AS partition",
+        "kafka.offset AS offset",
+        "coalesce(wrong, taken) AS rule",
+        f"CASE WHEN wrong IS NOT NULL THEN 'where' {joined} END AS failed",
+    ).where("failed IS NOT NULL")

@@ -1,0 +1,81 @@
+"""Records of an ETL batch that go into quarantine: an expression fails on them, or what is made of them can't be encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zync_assets.lake.reopen import Taken
+from zync_assets.offsets import OffsetRange
+from zync_assets.steps.etl_plan import EtlPlan
+
+Place = tuple[str, int, int]
+"""Input topic, partition, offset."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A record, the rule that fails on it, and why."""
+
+    topic: str
+    partition: int
+    offset: int
+    rule: str
+    text: str
+
+    @property
+    def place(self) -> Place:
+        return self.topic, self.partition, self.offset
+
+    @property
+    def said(self) -> str:
+        """Rule and reason."""
+        return f"rule {self.rule}, {self.text}"
+
+    @property
+    def part(self) -> OffsetRange:
+        return OffsetRange(self.partition, self.offset, self.offset + 1)
+
+    def entry(self) -> dict[str, object]:
+        """Its ledger row."""
+        taken = Taken(self.topic, "pending", None, self.part)
+        return {**taken.entry("quarantined"), "rule": self.rule, "text": self.text}
+
+
+@dataclass(frozen=True)
+class Failures:
+    """All failures of a batch that are known so far."""
+
+    found: Mapping[Place, Failure] = field(default_factory=dict)
+
+    def condition(self, topic: str) -> str | None:
+        """Whether a record of a topic is one of them, as SQL; None if there are none."""
+        offsets: dict[int, list[int]] = {}
+        for name, partition, offset in sorted(self.found):
+            if name == topic:
+                offsets.setdefault(partition, []).append(offset)
+        parts = [
+            f"(kafka.partition = {partition} AND kafka.offset IN ({', '.join(map(str, places))}))"
+            for partition, places in offsets.items()
+        ]
+        return " OR ".join(parts) or None
+
+    def of(self, plan: EtlPlan, *, old: bool) -> list[Failure]:
+        """Those that waited (``old``), or those that the batch looks at as new ones, by place."""
+        reads = {topic: plan.reads(topic) for topic in plan.ranges}
+        return [
+            failure
+            for _, failure in sorted(self.found.items())
+            if old
+            != any(
+                part.partition == failure.partition and part.first <= failure.offset < part.end
+                for part in reads[failure.topic]
+            )
+        ]
+
+    def waited(self, plan: EtlPlan) -> list[Taken]:
+        """Those that waited, as they leave that class."""
+        return [Taken(one.topic, "pending", one.rule, one.part) for one in self.of(plan, old=True)]
+
+
+NONE = Failures()

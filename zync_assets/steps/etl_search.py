@@ -1,0 +1,164 @@
+"""Search for the records that an ETL batch fails on. See ``etl.failing`` for how.
+
+A search takes one Spark job for the conditions and join keys of each input, then one for the outputs, again for as long as
+it finds some: where one record of a pair is taken out, the other may make another pair. A few jobs more ask Spark for its
+words. Of a pair that can't be made the record is taken out that makes the expression fail by itself; if that can't be told,
+the one that completed the pair, which is the same wherever batches are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zync_assets.errors import EtlError
+from zync_assets.etl import failing, matching
+from zync_assets.etl.shapes import shape_sql, text_sql
+from zync_assets.pipeline import Denorm, Pipeline, Rule
+from zync_assets.steps.etl_failures import Failure, Failures, Place
+from zync_assets.steps.etl_plan import EtlBatch
+from zync_assets.steps.etl_run import EtlRun
+from zync_assets.steps.failures import said
+from zync_assets.steps.outputs import OutputType, output_types
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+MOST_FAILURES = 10_000
+"""Records of one batch that may fail: more are no bad records but a bad rule."""
+MOST_JOBS = 40
+"""Jobs of one search that look for failing outputs."""
+TEXTS = 8
+"""Failures of one search that are told in Spark's own words; each takes a job. The first of each expression is among them."""
+
+
+def find_failures(pipeline: Pipeline, batch: EtlBatch, known: Failures) -> dict[Place, Failure]:
+    """The records that fail, besides those that are known; none if it is something else that fails.
+
+    Raises EtlError where they are too many, or can't be found with MOST_JOBS jobs; what Spark raises, if it can't look.
+    """
+    return _Search(pipeline, batch, known).run()
+
+
+class _Search:
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch, known: Failures) -> None:
+        self.pipeline, self.batch, self.known = pipeline, batch, known
+        self.found: dict[Place, tuple[Rule, str]] = {}
+        """Place → the rule, and what of it fails."""
+        first = EtlRun(pipeline, batch, known)
+        self.frames: Mapping[str, DataFrame] = first.frames()
+        self.types: Mapping[str, OutputType] = output_types(pipeline, batch.plan.pool, batch.plan.state, self.frames)
+
+    def run(self) -> dict[Place, Failure]:
+        with failing.looking(self.batch.spark):
+            self._records()
+            for _ in range(MOST_JOBS):
+                if not self._outputs():
+                    break
+            else:
+                raise EtlError(
+                    f"{self._summary()} Looking for more took {MOST_JOBS} jobs; nothing was committed. Mend the rule."
+                )
+        return self._told()
+
+    def _records(self) -> None:
+        ours = [index for index, own in enumerate(EtlRun(self.pipeline, self.batch).ours) if own]
+        for topic, frame in self.frames.items():
+            if not self.batch.plan.reads(topic):
+                continue
+            item = self.pipeline.input(topic)
+            known = self.known.condition(topic) or "false"
+            rows = failing.failing_records(item, frame, self.pipeline.rules, ours, self.frames, known)
+            for row in rows.limit(MOST_FAILURES + 1).collect():
+                self.found[topic, row["partition"], row["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
+        self._check()
+
+    def _outputs(self) -> bool:
+        """Look for outputs that can't be made; whether there are some."""
+        rows = self._run().results(self.frames, self.types, failing.failing_sides)
+        if "failed" not in rows.columns:
+            return False
+        names = {rule.name: rule for rule in self.pipeline.rules}
+        blame = "CASE blamed WHEN 'left' THEN source[0] WHEN 'right' THEN source[1] END AS blame"
+        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", blame)
+        before = len(self.found)
+        for row in found.limit(MOST_FAILURES + 1).collect():
+            of = row["blame"] or row["ord"]
+            topic = row["blame"]["topic"] if row["blame"] else self.pipeline.inputs[row["ord"]["place"]].topic
+            self.found[topic, of["partition"], of["offset"]] = (names[row["rule"]], row["failed"])
+        self._check()
+        return len(self.found) > before
+
+    def _run(self, without: Place | None = None) -> EtlRun:
+        """The batch without what is known to fail, but for one record."""
+        places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
+        return EtlRun(self.pipeline, self.batch, Failures({**self.known.found, **places}))
+
+    def _check(self) -> None:
+        if len(self.found) > MOST_FAILURES:
+            raise EtlError(f"{self._summary()} Nothing was committed. Mend the rule.")
+
+    def _summary(self) -> str:
+        place = min(self.found)
+        rule, side = self.found[place]
+        return (
+            f"pool {self.batch.plan.pool}: rule {rule.name}, {side} fails on {len(self.found)} records or more, the first"
+            f" at topic {place[0]}, partition {place[1]}, offset {place[2]}."
+        )
+
+    def _told(self) -> dict[Place, Failure]:
+        """The failures with their reasons."""
+        order = sorted(self.found)
+        firsts: dict[tuple[str, str], Place] = {}
+        for place in order:
+            rule, side = self.found[place]
+            firsts.setdefault((rule.name, side), place)
+        asked = list(dict.fromkeys([*firsts.values(), *order]))[:TEXTS]
+        made: dict[Place, Failure] = {}
+        for place in order:
+            rule, side = self.found[place]
+            words = self._words(place, rule, side) if place in asked else "an expression fails on this record."
+            made[place] = Failure(*place, rule.name, f"{side}: {_sql(rule, side, place[0])}: {words}")
+        return made
+
+    def _words(self, place: Place, rule: Rule, side: str) -> str:
+        """What Spark says when it is asked for this record alone."""
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        topic, partition, offset = place
+        here = f"partition = {partition} AND {{}}.offset = {offset}"
+        try:
+            if side in ("where", "join-on"):
+                frame = self.frames[topic].where(f"kafka.{here.format('kafka')}")
+                asked = matching.conditions(self.pipeline.input(topic), frame, self.pipeline.rules)
+                cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
+                sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
+                sql = f"CASE {cases} END" if side == "where" else ", ".join(_keys(rule, topic))
+                frame.selectExpr("*", *sides).selectExpr(f"xxhash64({sql})").collect()
+            else:
+                rows = self._run(without=place).results(self.frames, self.types, matching.columns)
+                mine = f"of.topic = {text_sql(topic)} AND of.{here.format('of')}"
+                rows.where(f"kind = 'out' AND exists(source, of -> {mine})").collect()
+        except (PySparkException, Py4JError) as error:
+            return said(error)
+        return "an expression fails on this record."
+
+
+def _keys(rule: Rule, topic: str) -> list[str]:
+    assert isinstance(rule, Denorm)
+    return [f"({pair[0 if topic == rule.left else 1]})" for pair in rule.join_on]
+
+
+def _sql(rule: Rule, side: str, topic: str) -> str:
+    """The expression that fails, cut where it is long."""
+    if side == "where":
+        wheres = matching.wheres(rule, topic)
+        text = (wheres[0] if wheres else None) or ""
+    elif side == "join-on":
+        text = " AND ".join(_keys(rule, topic))
+    elif side == "shape":
+        text = rule.keep or ""
+    else:
+        text = shape_sql({"key": rule.key, "value": rule.value}.get(side))
+    return text if len(text) <= 200 else f"{text[:200]}…"

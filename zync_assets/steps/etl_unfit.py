@@ -1,0 +1,139 @@
+"""Outputs that can't be encoded, found before they get a number: afterwards the number is theirs, and publishing would stop
+at it for ever.
+
+A cheap condition marks those that may be (``etl.encodable``); these are encoded, in Spark tasks, by the encoders that
+publishing uses. Where there are none, which is nearly always, nothing is encoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.encode import make_encoder
+from zync_assets.etl.encodable import odd_sql, size_sql
+from zync_assets.etl.shapes import name_sql, text_sql
+from zync_assets.kafka.topics import max_message_bytes, topic_states
+from zync_assets.kafka.writer import batch_size
+from zync_assets.lake import staging
+from zync_assets.pipeline import Output, Pipeline
+from zync_assets.steps.etl_failures import Failure, Place
+from zync_assets.steps.outputs import OutputType
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+LARGE = 1_000_000
+"""Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less
+than that, and ``create`` does not say so, a record that is larger than it takes is found when it is published; raising
+``max.message.bytes`` lets it pass."""
+
+
+class Unfit(Exception):
+    """Some outputs can't be encoded: the failures, by the record that completed each."""
+
+    def __init__(self, failures: Mapping[Place, Failure]) -> None:
+        super().__init__(f"{len(failures)} outputs can't be encoded")
+        self.failures = failures
+
+
+def suspect_sql(pipeline: Pipeline, types: Mapping[str, OutputType], present: Collection[str]) -> str:
+    """A condition for result rows (see ``matching``) with the columns ``present``: an output that may be impossible to
+    encode; null or false: it is not."""
+    from zync_assets.codecs.spark_types import spark_type
+
+    cases: list[str] = []
+    for topic, kind in types.items():
+        item = pipeline.output(topic)
+        forms = {staging.key_column(topic): item.key.format, staging.value_column(topic): item.value.format}
+        sides = [
+            (name_sql(name), spark_type(arrow), forms.get(name, "bytes"))
+            for name, arrow in kind.columns.items()
+            if name in present
+        ]
+        odd = [found for sql, type, form in sides if (found := odd_sql(sql, type, form)) is not None]
+        sizes = " + ".join(size_sql(sql, type) for sql, type, _ in sides)
+        if sizes:
+            odd.append(f"{sizes} > {min(LARGE, _created_limit(item) or LARGE)}")
+        if odd:
+            cases.append(f"WHEN {text_sql(topic)} THEN {' OR '.join(f'coalesce({part}, false)' for part in odd)}")
+    return f"CASE out {' '.join(cases)} ELSE false END" if cases else "false"
+
+
+def check_outputs(pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, suspect: str) -> None:
+    """Encode the suspect outputs among result rows. Raises Unfit where some can't be."""
+    found: dict[Place, Failure] = {}
+    present = rows.columns
+    for topic, kind in types.items():
+        texts = {kind.target(rule).fingerprint: text for rule, text in kind.texts.items()}
+        columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
+        limit = _limit(pipeline, pipeline.output(topic))
+        asked = rows.where(f"kind = 'out' AND out = {text_sql(topic)} AND ({suspect})").selectExpr(
+            "ord.place AS at_place",
+            "ord.partition AS at_partition",
+            "ord.offset AS at_offset",
+            "rule",
+            "schema",
+            # Under names without dots, which mapInArrow would take for paths.
+            *(f"{name_sql(name)} AS side{index}" for index, name in enumerate(columns)),
+        )
+
+        def unfit(
+            batches: Iterable[pa.RecordBatch],
+            topic: str = topic,
+            texts: Mapping[str, str] = texts,
+            columns: Mapping[str, pa.DataType] = columns,
+            limit: int | None = limit,
+        ) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                batch = batch.rename_columns([*batch.schema.names[:5], *columns])
+                errors = encoding_errors(topic, texts, columns, limit, batch)
+                kept = batch.select(["at_place", "at_partition", "at_offset", "rule"]).take(pa.array(sorted(errors)))
+                yield kept.append_column("error", pa.array([errors[index] for index in sorted(errors)], pa.string()))
+
+        schema = "at_place int, at_partition int, at_offset long, rule string, error string"
+        for row in asked.mapInArrow(unfit, schema).collect():
+            place = (pipeline.inputs[row["at_place"]].topic, row["at_partition"], row["at_offset"])
+            found[place] = Failure(*place, row["rule"], f"output to {topic}: {row['error']}")
+    if found:
+        raise Unfit(found)
+
+
+def encoding_errors(
+    topic: str, texts: Mapping[str, str], columns: Mapping[str, pa.DataType], limit: int | None, batch: pa.RecordBatch
+) -> dict[int, str]:
+    """Why rows can't be encoded, by index. ``texts``: fingerprint → output schema; ``limit``: bytes of a record batch."""
+    errors: dict[int, str] = {}
+    names = (staging.key_column(topic), staging.value_column(topic))
+    for index, fingerprint in enumerate(batch.column("schema").to_pylist()):
+        schema = json.loads(texts[fingerprint])
+        record: dict[str, object] = {"key": None, "value": None}
+        for side, name in zip(("key", "value"), names, strict=True):
+            text = schema[side]["schema"]
+            if text is None or name not in columns:
+                continue
+            encoder = make_encoder(schema[side]["format"], json.dumps(text), 1)
+            encoded = encoder.encode(batch.column(name).slice(index, 1).cast(columns[name]))
+            if encoded.bad:
+                errors[index] = f"its {side} can't be encoded: {encoded.bad[0].error}"
+            record[side] = encoded.payloads[0].as_py()
+        if staging.HEADERS_COLUMN in columns:
+            record["headers"] = batch.column(staging.HEADERS_COLUMN)[index].as_py()
+        if index not in errors and limit is not None and (size := batch_size(record)) > limit:
+            errors[index] = f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)"
+    return errors
+
+
+def _limit(pipeline: Pipeline, item: Output) -> int | None:
+    """The size that a topic takes; None where it is not there yet and the file does not say it."""
+    if item.topic in topic_states(pipeline.kafka, [item.topic]):
+        return max_message_bytes(pipeline.kafka, item.topic)
+    return _created_limit(item)
+
+
+def _created_limit(item: Output) -> int | None:
+    text = item.create.config.get("max.message.bytes", "") if item.create else ""
+    return int(text) if text.isdigit() else None

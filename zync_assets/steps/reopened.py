@@ -1,0 +1,150 @@
+"""What an ETL batch looks at again below *seen*: records that leave their class of the account, and go through the rules once
+more as if they were new.
+
+    replays          were quarantined since they could not be decoded, and are in the raw table now
+    Retry.failed     were quarantined since a rule failed on them
+    Retry.unmatched  no rule took them, or a rule that is no more has them wait
+    Retry.waiting    wait for a rule whose join-on was changed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zync_assets.lake import raw, staging
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.reopen import Taken
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.steps.quarantined import Selection
+
+
+@dataclass(frozen=True)
+class Retry:
+    """What is asked for besides replays, which need not be asked for."""
+
+    unmatched: bool = False
+    waiting: tuple[str, ...] = ()
+    """Rules."""
+    failed: Selection | None = None
+
+
+NOTHING = Retry()
+
+
+@dataclass(frozen=True)
+class Reopening:
+    """``again``: what leaves its class and is looked at; ``gone``: what leaves it and is in the raw table no more, and so is
+    expired from now on. ``replays``: input topic → how many replays of its table were looked at then."""
+
+    again: tuple[Taken, ...] = ()
+    gone: tuple[Taken, ...] = ()
+    replays: Mapping[str, int] | None = None
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        return (*self.again, *self.gone)
+
+    def ranges(self, topic: str) -> list[OffsetRange]:
+        """The offsets of a topic that are looked at again, sorted."""
+        return sorted(item.part for item in self.again if item.topic == topic)
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """The rules that records leave which waited for them."""
+        return frozenset(item.rule for item in self.taken if item.rule is not None)
+
+    def records(self) -> Counter[tuple[str, int]]:
+        """(topic, partition) → records that are looked at again."""
+        found = Counter[tuple[str, int]]()
+        for item in self.again:
+            found[item.topic, item.part.partition] += item.records
+        return found
+
+
+def reopen(
+    pipeline: Pipeline, pool: str, state: StagingState | None, tables: Mapping[str, RawState | None], retry: Retry
+) -> Reopening:
+    """What is to be looked at again, by one state of the account and of the raw tables. The ledger is read only if there
+    may be something."""
+    if state is None:
+        return Reopening()
+    seen = {topic: state.head.seen(topic) for topic in tables}
+    replays = {
+        topic: table.replays
+        for topic, table in tables.items()
+        if table is not None and table.replays > state.head.replayed.get(topic, 0)
+    }
+    brought: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+    for topic in replays:
+        table = tables[topic]
+        assert table is not None
+        for partition, offsets in raw.replayed_offsets(table, state.head.replayed.get(topic, 0)).items():
+            below = offsets[offsets < seen[topic].get(partition, 0)]
+            if len(below):
+                brought[topic, partition] = below
+    if not brought and retry == NOTHING:
+        return Reopening(replays=replays)
+    kinds = ["quarantined", *(["unmatched"] if retry.unmatched else [])]
+    if retry.unmatched or retry.waiting:
+        kinds += ["pending", "completed"]
+    entries = staging.read_ledger(state, kinds).to_pylist()
+    again: list[Taken] = []
+    gone: list[Taken] = []
+    for item in _chosen(pipeline, pool, entries, brought, retry):
+        table = tables.get(item.topic)
+        if table is None:
+            continue
+        offsets = np.arange(item.part.first, item.part.end)
+        held = raw.is_held(table, item.part.partition, offsets)
+        for into, places in ((again, offsets[held]), (gone, offsets[~held])):
+            into += [Taken(item.topic, item.kind, item.rule, part) for part in runs(item.part.partition, places)]
+    return Reopening(tuple(again), tuple(gone), replays)
+
+
+def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
+    """Sorted offsets as ranges."""
+    if not len(offsets):
+        return []
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    firsts, lasts = offsets[np.append(0, breaks)], offsets[np.append(breaks, len(offsets)) - 1]
+    return [OffsetRange(partition, a, b + 1) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+
+
+def _chosen(
+    pipeline: Pipeline,
+    pool: str,
+    entries: Sequence[Mapping[str, Any]],
+    brought: Mapping[tuple[str, int], npt.NDArray[np.int64]],
+    retry: Retry,
+) -> Iterator[Taken]:
+    rules = {rule.name for rule in pipeline.rules_of(pool) if isinstance(rule, Denorm)}
+    done = {(entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"}
+    for entry in entries:
+        topic, partition, kind = entry["topic"], entry["partition"], entry["kind"]
+        whole = OffsetRange(partition, entry["first"], entry["end"])
+        if kind == "unmatched":
+            yield Taken(topic, kind, None, whole)
+        elif kind == "pending" and (topic, partition, entry["first"]) not in done:
+            if entry["rule"] in retry.waiting or (retry.unmatched and entry["rule"] not in rules):
+                yield Taken(topic, kind, entry["rule"], whole)
+        elif kind == "quarantined" and entry["text"] is not None:
+            if retry.failed is not None and retry.failed.takes(topic, partition, entry["first"]):
+                yield Taken(topic, kind, None, whole)
+        elif kind == "quarantined":
+            yield from (Taken(topic, kind, None, part) for part in met(whole, brought.get((topic, partition))))
+
+
+def met(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[OffsetRange]:
+    """Those of some sorted offsets that lie in a range, as ranges."""
+    if offsets is None:
+        return ()
+    one, other = np.searchsorted(offsets, [whole.first, whole.end])
+    return runs(whole.partition, offsets[one:other])
