@@ -52,17 +52,89 @@ def _cut(neighbours: Sequence[DataFile]) -> Iterator[list[DataFile]]:
     yield run
 
 
+def alike(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:
+    """A run cut wherever a number becomes one of another kind from one file to the next; parts of one file are left out.
+
+    The table's column may be wider, but what is staged is encoded by the schema that it was made for: a long as a double
+    is another value past 2^53 and no long at all for its encoder, and a float as a double has other digits in JSON.
+    """
+    part: list[DataFile] = []
+    types: pa.DataType = pa.null()
+    for item in run:
+        own = _columns(uri, item)
+        both = _joined(types, own)
+        if both is None:
+            if len(part) > 1:
+                yield part
+            part, both = [], own
+        part.append(item)
+        types = both
+    if len(part) > 1:
+        yield part
+
+
+def _columns(uri: str, item: DataFile) -> pa.DataType:
+    return pa.struct(list(_open(uri, item).schema_arrow))
+
+
+def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """A type with the fields of both, and the wider of two integers; None where numbers are of two kinds."""
+    kinds = pa.types
+    if kinds.is_null(one) or kinds.is_null(other):
+        return other if kinds.is_null(one) else one
+    if kinds.is_struct(one) and kinds.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            both = _joined(fields.get(field.name, pa.null()), field.type)
+            if both is None:
+                return None
+            fields[field.name] = both
+        return pa.struct(list(fields.items()))
+    if kinds.is_list(one) and kinds.is_list(other):
+        inner = _joined(one.value_type, other.value_type)
+        return None if inner is None else pa.list_(inner)
+    if kinds.is_map(one) and kinds.is_map(other):
+        key, inner = _joined(one.key_type, other.key_type), _joined(one.item_type, other.item_type)
+        return None if key is None or inner is None else pa.map_(key, inner)
+    if kinds.is_integer(one) and kinds.is_integer(other):
+        return max(one, other, key=lambda kind: kind.bit_width)
+    return None if (_is_number(one) or _is_number(other)) and one != other else one
+
+
+def _narrowed(table: pa.DataType, own: pa.DataType) -> pa.DataType:
+    """The table's type, with numbers as the files have them."""
+    kinds = pa.types
+    if kinds.is_struct(table) and kinds.is_struct(own):
+        types = {field.name: field.type for field in own}
+        return pa.struct([item.with_type(_narrowed(item.type, types.get(item.name, item.type))) for item in table])
+    if kinds.is_list(table) and kinds.is_list(own):
+        return pa.list_(table.value_field.with_type(_narrowed(table.value_type, own.value_type)))
+    if kinds.is_map(table) and kinds.is_map(own):
+        return pa.map_(_narrowed(table.key_type, own.key_type), _narrowed(table.item_type, own.item_type))
+    return own if _is_number(own) else table
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
 def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
-    """Write the records of some files as one; not yet committed. ``schema``: the table's, which all columns get.
+    """Write the records of some files, which are ``alike``, as one; not yet committed. ``schema``: the table's, which all
+    columns get, but for numbers: these keep the types that the files have.
 
     Raises LakeError if the files overlap or hold other than the log says.
     """
+    own: pa.DataType | None = pa.null()
+    for item in run:
+        own = None if own is None else _joined(own, _columns(uri, item))
+    if own is None:
+        raise LakeError(f"table {uri}: files {run[0].path} to {run[-1].path} have numbers of different types")
     name = f"compact-{uuid.uuid4().hex}"
     group = run[0].group
     path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
     storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
-    present = {column for item in run for column in _open(uri, item).schema_arrow.names}
-    kept = pa.schema([field for field in schema if field.name in present])
+    types = {field.name: field.type for field in own}
+    kept = pa.schema([item.with_type(_narrowed(item.type, types[item.name])) for item in schema if item.name in types])
     system, full = storage.filesystem(storage.join(uri, path))
     records, last, reached = 0, -1, None
     with pq.ParquetWriter(full, kept, filesystem=system, compression="snappy") as writer:

@@ -42,7 +42,7 @@ def compact(spark: SparkSession, uri: str) -> int:
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """
     opened = tables.open_table(uri)
-    runs = compaction.due(opened.files) if opened else []
+    runs = [part for run in (compaction.due(opened.files) if opened else []) for part in compaction.alike(uri, run)]
     if opened is None or not runs:
         return 0
     schema = opened.schema

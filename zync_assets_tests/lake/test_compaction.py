@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.errors import LakeError
-from zync_assets.lake.compaction import FILES, SMALL, due, rewrite
+from zync_assets.lake.compaction import FILES, SMALL, alike, due, rewrite
 from zync_assets.lake.raw import carried_times
 from zync_assets.lake.staging import ACCOUNT
 from zync_assets.lake.tables import DataFile
@@ -77,6 +77,35 @@ def test_the_file_holds_the_same_records_with_the_table_s_columns(tmp_path: Path
     assert found.schema.equals(wide)
     assert found["value"].to_pylist() == [{"id": n, "note": None} for n in (0, 1, 7)] + [{"id": 9, "note": "new"}]
     assert (made.partition, made.first, made.last, made.records) == (0, 0, 9, 4)
+
+
+def test_numbers_keep_the_kind_that_they_were_written_with(tmp_path: Path) -> None:
+    """As a double a long past 2^53 is another one, and a float has other digits."""
+    uri, number = str(tmp_path), 2**53 + 1
+    kinds = [
+        pa.int32(),
+        pa.int64(),
+        pa.float64(),
+        pa.float64(),
+        pa.float32(),
+        pa.decimal128(20, 0),
+        pa.decimal128(22, 2),
+    ]
+    files: list[DataFile] = []
+    for offset, kind in enumerate(kinds):
+        column = pa.list_(pa.struct([("n", kind)]))
+        value = number if kind == pa.int64() else 7
+        row = {**records([offset]).to_pylist()[0], "value": {"id": 1, "in": [{"n": value}]}}
+        with RangeWriter(uri, 0) as writer:
+            schema = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("in", column)]))
+            writer.write(pa.RecordBatch.from_pylist([row], schema=schema))
+        files.append(writer.files[0][0])
+    assert list(alike(uri, files)) == [files[:2], files[2:4]]
+    table = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("in", pa.list_(pa.struct([("n", pa.float64())])))]))
+    found = pq.read_table(tmp_path / rewrite(uri, files[:2], table).path)
+    assert found["value"].to_pylist() == [{"id": 1, "in": [{"n": n}]} for n in (7, number)]
+    with pytest.raises(LakeError, match="numbers of different types"):
+        rewrite(uri, files[1:3], table)
 
 
 def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) -> None:

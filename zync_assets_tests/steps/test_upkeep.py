@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 
 from zync_assets.checks.all_checks import run_all
 from zync_assets.errors import CommitConflict
+from zync_assets.kafka.reader import read_range
 from zync_assets.lake import compaction, raw, staging, tables
 from zync_assets.local.services import Services
 from zync_assets.steps import upkeep
@@ -49,6 +51,38 @@ def test_small_files_become_one_by_themselves_and_the_pipeline_goes_on(it: Mini)
     assert [value["id"] for value in it.values()] == [0, 1, 2, 3, 4, 100]
     it.publish()
     assert all(result.passed for result in run_all(it.pipeline))
+
+
+def test_what_was_staged_before_a_column_became_wider_is_published_as_it_was(it: Mini) -> None:
+    """Its long stays a long: as a double it would be another one, and nothing that the record's schema can be written with."""
+    narrow = (
+        BOTH
+        + """
+transforms:
+  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {n: in.value.id}}
+"""
+    )
+    number = 2**53 + 1
+    text = narrow
+    for step in range(6):
+        if step == 3:
+            text = narrow.replace("n: in.value.id", "n: CAST(in.value.id AS DOUBLE)")
+        now = it.edited(text)
+        now.send(now.left, row(number if step < 3 else 1))
+        now.step()
+        if step == 0:
+            now.publish()
+    state = staging.open_staging(it.lake, "Staging")
+    assert state is not None
+    assert len(state.output_files(it.out)) == 3
+    it.publish()
+    assert all(result.passed for result in run_all(it.pipeline))
+    sent = [
+        json.loads(payload)
+        for batch in read_range(it.pipeline.kafka, it.out, 0, 0, 6)
+        for payload in batch.column("value").to_pylist()
+    ]
+    assert sent == [{"n": number}] * 3 + [{"n": 1.0}] * 3
 
 
 def test_of_two_compactions_at_once_one_is_committed(it: Mini) -> None:
