@@ -34,22 +34,22 @@ def widened(have: pa.Schema, wanted: pa.Schema) -> pa.Schema:
             )
         notes = dict(fields[field.name].metadata or {}) if field.name in fields else {}
         notes |= field.metadata or {}
-        if field.name in fields and _has_longs(fields[field.name].type, field.type):
+        if field.name in fields and has_longs(fields[field.name].type, field.type):
             notes[_LONGS] = b"true"
         fields[field.name] = pa.field(field.name, field.type, metadata=notes or None)
     return pa.schema(list(fields.values()))
 
 
-def _has_longs(old: pa.DataType, new: pa.DataType) -> bool:
+def has_longs(old: pa.DataType, new: pa.DataType) -> bool:
     """Whether a long of the first type is a double in the second."""
     kinds = pa.types
     if kinds.is_struct(old) and kinds.is_struct(new):
         types = {item.name: item.type for item in new}
-        return any(item.name in types and _has_longs(item.type, types[item.name]) for item in old)
+        return any(item.name in types and has_longs(item.type, types[item.name]) for item in old)
     if kinds.is_list(old) and kinds.is_list(new):
-        return _has_longs(old.value_type, new.value_type)
+        return has_longs(old.value_type, new.value_type)
     if kinds.is_map(old) and kinds.is_map(new):
-        return _has_longs(old.key_type, new.key_type) or _has_longs(old.item_type, new.item_type)
+        return has_longs(old.key_type, new.key_type) or has_longs(old.item_type, new.item_type)
     return kinds.is_int64(old) and kinds.is_float64(new)
 
 

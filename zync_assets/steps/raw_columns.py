@@ -11,6 +11,7 @@ import pyarrow as pa
 from zync_assets.codecs.merge import holds, merge_types
 from zync_assets.errors import SchemaError
 from zync_assets.kafka.source import Source
+from zync_assets.lake.widening import has_longs
 from zync_assets.records import raw_schema
 
 
@@ -25,9 +26,13 @@ def settled_types(source: Source, schemas: Sequence[pa.Schema]) -> Source:
 
 
 def can_read(source: Source, schema: pa.Schema) -> bool:
-    """Whether a file can be read with the source's types."""
+    """Whether a file can be read with the source's types. A new file has no long where the column is a double: only of a
+    column that was widened later do readers expect that."""
     sides = {"key": source.key_type, "value": source.value_type}
-    return all(holds(kind, schema.field(name).type) for name, kind in sides.items() if name in schema.names)
+    given = [
+        (kind, schema.field(name).type) for name, kind in sides.items() if kind is not None and name in schema.names
+    ]
+    return all(holds(kind, found) and not has_longs(found, kind) for kind, found in given)
 
 
 def table_schema(known: pa.Schema, source: Source) -> pa.Schema:

@@ -222,7 +222,7 @@ transforms:
 )
 
 
-@pytest.mark.parametrize("how", ["renamed", "another join-on"])
+@pytest.mark.parametrize("how", ["renamed", pytest.param("another join-on", marks=pytest.mark.slow)])
 def test_what_waits_for_a_rule_that_is_another_one_now_waits_for_it(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, how: str
 ) -> None:
