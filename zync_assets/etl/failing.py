@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.matching import Target, conditions, has_schema, key_types
+from zync_assets.etl.matching import Target, conditions, has_schema, key_types, wanted
 from zync_assets.etl.shapes import shape_sql, type_sql
 from zync_assets.pipeline import Denorm, Input, Rule
 
@@ -47,11 +47,10 @@ def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
     """For ``matching.singles`` and ``paired``: the columns ``failed``, the side of an output that can't be made, and
     ``blamed``: left or right, where an expression fails with that record, whatever the other one is, and not with the other
     one; null where it takes both or can't be told."""
-    sides = {"key": shape_sql(rule.key), "value": shape_sql(rule.value)}
+    sides = {} if rule.keep is None else {"shape": rule.keep}
+    sides |= {side: wanted(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
     if target.headers and rule.headers is not None:
-        sides["headers"] = headers_sql(rule.headers)
-    if rule.keep is not None:
-        sides["shape"] = rule.keep
+        sides["headers"] = wanted(rule, headers_sql(rule.headers))
     found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
     if isinstance(rule, Denorm):

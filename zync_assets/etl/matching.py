@@ -322,13 +322,18 @@ def _source(kafka: str, old: str) -> str:
 def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
     """The columns that a rule's key, value and headers go to, each with what the rule makes for it."""
     made = [
-        (side[0], made_sql(shape, side[1], side[2]))
+        (side[0], wanted(rule, made_sql(shape, side[1], side[2])))
         for shape, side in ((rule.key, target.key), (rule.value, target.value))
         if side is not None
     ]
     if target.headers:
         own = "NULL" if rule.headers is None else headers_sql(rule.headers)
-        made.append(("headers", f"CAST({own} AS {HEADERS})"))
+        made.append(("headers", wanted(rule, f"CAST({own} AS {HEADERS})")))
     if rule.keep is not None:
         made.append((KEPT, f"coalesce({rule.keep}, false)"))
     return made
+
+
+def wanted(rule: Rule, sql: str) -> str:
+    """What a rule makes, only where the output's own condition holds: of what is dropped nothing is made, nor fails."""
+    return sql if rule.keep is None else f"CASE WHEN {rule.keep} THEN {sql} END"

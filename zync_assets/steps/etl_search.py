@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl import failing, matching
+from zync_assets.etl.headers import headers_sql
 from zync_assets.etl.shapes import shape_sql, text_sql
 from zync_assets.pipeline import Denorm, Pipeline, Rule
 from zync_assets.steps.etl_failures import Failure, Failures, Place
@@ -159,6 +160,8 @@ def _sql(rule: Rule, side: str, topic: str) -> str:
         text = " AND ".join(_keys(rule, topic))
     elif side == "shape":
         text = rule.keep or ""
+    elif side == "headers":
+        text = "" if rule.headers is None else headers_sql(rule.headers)
     else:
         text = shape_sql({"key": rule.key, "value": rule.value}.get(side))
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -5,7 +5,7 @@ stored on its way. What the types are is known from the batches before (a table 
 look at the records; a task that meets others stops, and all begins anew with types that hold both.
 
 Records that the shape leaves out are kept as ranges of offsets beside the raw table. A record that the shape fails on goes to
-quarantine with the bytes that Kafka had: it is found by cutting the range in two again and again.
+quarantine with the bytes that Kafka had: one more job finds all of them (``etl.failing``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
+from zync_assets.etl.failing import fails, looking
 from zync_assets.etl.shapes import shape_sql, short
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import storage, tables
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Shape
 from zync_assets.pipeline_file.expressions import without_root
 from zync_assets.records import raw_schema
@@ -31,14 +33,16 @@ from zync_assets.steps import schema_changes
 from zync_assets.steps.failures import is_of_data, said, spark_failures
 from zync_assets.steps.ingest_files import BatchFiles, Reading
 from zync_assets.steps.raw_columns import table_schema
-from zync_assets.steps.shaping_task import CONTROL, KEPT, ReadEnd, Reader, TaskEnd, Types, Writer, decoded_schema
+from zync_assets.steps.shaping_task import CONTROL, KEPT, Reader, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.steps.tasks import run_tasks, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-TRIALS = 500
-"""Spark jobs that may be spent on finding the records of a batch that a shape fails on."""
+MOST_FAILURES = 10_000
+"""Records of one batch that a shape may fail on: more are no bad records but a bad shape."""
+TEXTS = 8
+"""Failures of one search that are told in Spark's own words; each takes a job."""
 
 
 def known_types(lake: str, item: Input) -> Types | None:
@@ -56,6 +60,27 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 
     SchemaError if Spark can't resolve an expression, or the condition is none.
     """
+    void, where, sides = _expressions(frame, item)
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
+    shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
+    return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id")
+
+
+def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
+    """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
+    ``failing.looking``. Lazy."""
+    void, where, sides = _expressions(frame, item)
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    made = " OR ".join(fails(sql) for sql in sides.values())
+    wrong = f"CASE WHEN {fails(where)} THEN true WHEN {where} THEN {made} ELSE false END"
+    return whole.where(f"CASE WHEN {CONTROL} IS NOT NULL THEN true ELSE {wrong} END").selectExpr(
+        CONTROL, "kafka.partition AS partition", "kafka.offset AS offset"
+    )
+
+
+def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[str, str]]:
+    """The sides that have no type yet, the condition, and what becomes of each side."""
     assert item.shape is not None
     void = [side for side in ("key", "value") if side not in frame.columns]
     place = f"input {item.topic}, shape"
@@ -64,16 +89,14 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
     if kind not in ("boolean", "void"):
         raise SchemaError(f"{place}.where: {item.shape.where} is {kind}; it must be a condition")
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
-    kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
-    sides: list[str] = []
+    sides: dict[str, str] = {}
     for side in ("key", "value"):
         made = side
         if side in item.shape.sides and not (side == "value" and "value" in void):
             made = shape_sql(_shape_without(item.shape.sides[side], void))
             _kind(whole, made, f"{place}.{side}", made)
-        guard = f"{KEPT} AND value IS NOT NULL" if side == "value" else KEPT
-        sides.append(f"CASE WHEN {guard} THEN {made} END AS {side}")
-    return kept.selectExpr(CONTROL, KEPT, "kafka", *sides, "key_schema_id", "value_schema_id")
+        sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
+    return void, where, sides
 
 
 def write_shaped(reading: Reading) -> BatchFiles:
@@ -160,20 +183,26 @@ class _Job:
                     raise error
         return ends
 
-    def fails(self) -> str | None:
-        """What Spark says where an expression fails in these parts, or "" where a task stopped and so can't say; None where
-        none fails. Nothing is written."""
+    def failing(self) -> list[tuple[int, int]]:
+        """Partition and offset of records that the shape fails on, the lowest MOST_FAILURES and one; of a task that stopped,
+        those before that. One job, in which nothing is written."""
+        most = MOST_FAILURES + 1
+        with looking(self.reading.spark):
+            frame = failing_frame(_decoded(self.reading, self.refused, None), self.reading.item)
+            rows = self._collected(frame.limit(most + len(self.reading.parts)))
+        for row in rows:
+            if row[CONTROL] is not None and (end := pickle.loads(bytes(row[CONTROL]))).error is not None:
+                raise end.error
+        return sorted((row["partition"], row["offset"]) for row in rows if row[CONTROL] is None)[:most]
+
+    def fails(self, part: OffsetRange) -> str | None:
+        """What Spark says where an expression fails in this part; None where none fails. Nothing is written."""
+        alone = replace(self, reading=replace(self.reading, parts=[part]))
         try:
-            rows = self._collected(
-                self._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary")
-            )
+            alone._collected(alone._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary"))
         except _FailsOnData as error:
             return str(error)
-        ends: list[ReadEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
-        for end in ends:
-            if end.error is not None:
-                raise end.error
-        return "" if any(end.wider is not None for end in ends) else None
+        return None
 
     def schema(self) -> pa.Schema:
         """The raw table's columns, with what the shape makes."""
@@ -192,7 +221,7 @@ class _Job:
     def _frame(self, side_uri: str | None) -> DataFrame:
         return shaped_frame(_decoded(self.reading, self.refused, side_uri), self.reading.item)
 
-    def _collected(self, frame: DataFrame) -> list[Mapping[str, bytes]]:
+    def _collected(self, frame: DataFrame) -> list[Mapping[str, Any]]:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 
@@ -211,31 +240,20 @@ class _Job:
 
 
 def _failing(job: _Job) -> dict[tuple[int, int], str]:
-    """(partition, offset) of every record that the shape fails on, with what Spark says.
+    """(partition, offset) of every record that the shape fails on, with what Spark says of the first TEXTS.
 
-    SchemaError if there are so many that finding them takes too long.
+    SchemaError if there are more than MOST_FAILURES.
     """
     found: dict[tuple[int, int], str] = {}
-    left = TRIALS
-    waiting = list(job.reading.parts)
-    while waiting:
-        part = waiting.pop()
-        if left == 0:
-            (partition, offset), text = min(found.items()) if found else ((part.partition, part.first), "")
-            raise SchemaError(
-                f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
-                f" {offset}: {text} Nothing was committed; mend the shape (try_cast gives NULL where cast fails)."
-            )
-        left -= 1
-        text = replace(job, reading=replace(job.reading, parts=[part])).fails()
-        if text is None:
-            continue
-        if part.end - part.first == 1:
-            if text:
-                found[part.partition, part.first] = text
-            continue
-        middle = (part.first + part.end) // 2
-        waiting += [replace(part, first=middle), replace(part, end=middle)]
+    for partition, offset in job.failing():
+        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < TEXTS else None
+        found[partition, offset] = words or "an expression fails on this record."
+    if len(found) > MOST_FAILURES:
+        (partition, offset), text = min(found.items())
+        raise SchemaError(
+            f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
+            f" {offset}: {text} Nothing was committed; mend the shape (try_cast gives NULL where cast fails)."
+        )
     return found
 
 

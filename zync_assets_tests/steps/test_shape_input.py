@@ -126,6 +126,23 @@ def test_a_record_that_the_shape_fails_on_costs_only_itself(make: Make) -> None:
     assert all(item.passed for item in run_all(it.pipeline) if item.severity == "error")
 
 
+def test_many_failures_among_many_records_take_few_jobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields that nest and repeat, nulls, and conditions that fail: all are found at once."""
+    runs: list[object] = []
+    collected = shaping._Job._collected  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(shaping._Job, "_collected", lambda job, frame: runs.append(job) or collected(job, frame))  # pyright: ignore[reportPrivateUsage, reportUnknownLambdaType]
+    it = make("{where: CAST(value.op AS INT) = 1, value: {id: value.id, n: {m: CAST(value.v AS INT)}}}")
+    records: list[Any] = [row(number, "1", "1") for number in range(1200)]
+    for number in range(0, 1200, 30):
+        records[number] = row(number, "x", "1") if number % 60 else row(number, "1", "x")
+    records[7], records[8] = row(7, "x", "2"), b"null"
+    it.send(it.left, *records)
+    done = it.ingest()[it.left]
+    assert (done.quarantined, done.records, done.left_out) == (40, 1158, 2)
+    assert [entry["kafka"]["offset"] for entry in quarantine(it)] == list(range(0, 1200, 30))
+    assert len(runs) <= 3 + shaping.TEXTS
+
+
 def quarantine(it: Mini) -> list[dict[str, Any]]:
     from deltalake import DeltaTable
 
@@ -146,7 +163,7 @@ def test_where_bad_records_are_not_let_in_nothing_is_committed_and_the_offset_is
 
 
 def test_too_many_failures_stop_the_run_and_name_the_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shaping, "TRIALS", 6)
+    monkeypatch.setattr(shaping, "MOST_FAILURES", 6)
     it = make("{value: {id: CAST(value.v AS INT)}}")
     it.send(it.left, *[row(number, "x") for number in range(10)])
     with pytest.raises(SchemaError, match=r"too many records, the first at partition 0, offset 0: .*try_cast"):

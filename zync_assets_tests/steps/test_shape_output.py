@@ -12,6 +12,7 @@ import pytest
 from zync_assets.checks.all_checks import run_all
 from zync_assets.lake import fold
 from zync_assets.local.services import Services
+from zync_assets.steps.quarantined import held
 from zync_assets_tests.shop import read_topic
 from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
 
@@ -73,3 +74,23 @@ def test_outputs_are_mapped_and_filtered_and_those_that_waited_are_dropped(
     assert it.ledger("completed") == []
     assert sum(entry["end"] - entry["first"] for entry in it.ledger("dropped") if entry["topic"] == it.left) == 3
     assert all(item.passed for item in run_all(it.pipeline) if item.severity == "error")
+
+
+def test_of_what_is_filtered_nothing_is_mapped_and_so_nothing_fails(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = (
+        BOTH[: BOTH.index("outputs:")]
+        + OUTPUT.lstrip()
+        + """shape: {where: CAST(value.v AS INT) > 5, value: {n: 100 DIV CAST(value.v AS INT)}}
+transforms:
+  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {v: in.value.v},
+     headers: {h: CAST(in.value.id AS STRING)}}
+"""
+    )
+    it = mini(services, spark, tmp_path, unique, text)
+    it.send(it.left, row(1, "10"), row(2, "x"), row(3, "0"), row(4, "50"))
+    it.step()
+    assert it.classes(it.left) == {"done": 2, "dropped": 1, "quarantined": 1}
+    assert [(found.offset, found.error.split(":")[0]) for found in held(it.pipeline)] == [(1, "shape")]
+    assert it.values() == [{"n": 10}, {"n": 2}]
