@@ -107,12 +107,21 @@ def write_shaped(reading: Reading) -> BatchFiles:
     item = reading.item
     assumed: list[Arrived] = []
     first_met: list[Arrived] = []
-    if known_types(reading.lake, item) is None:
+    looked = known_types(reading.lake, item) is None
+    if looked:
         reading, assumed, first_met = _looked_at(reading)
     job = _Job(reading, {})
     while True:
         try:
             ends = job.run()
+        except SchemaError:
+            if looked:
+                raise
+            # The shape may need a field that comes with this batch.
+            looked = True
+            reading, assumed, first_met = _looked_at(reading)
+            job = _Job(reading, {})
+            continue
         except _FailsOnData as error:
             found = _failing(job)
             if not found:

@@ -104,6 +104,26 @@ def test_batches_go_on_and_fields_come_as_the_source_gets_them(make: Make) -> No
     ]
 
 
+def test_a_shape_may_name_a_field_before_the_first_record_that_has_it(make: Make) -> None:
+    shape = "{value: {id: value.id}}"
+    it = make(shape)
+    it.send(it.left, row(1))
+    it.ingest()
+    text = it.pipeline.path.read_text().removeprefix((it.pipeline.path.parent / "header").read_text())
+    now = it.edited(text.replace("v string", "v string, w int").replace(shape, "{value: {id: value.id, w: value.w}}"))
+    now.send(now.left, {**row(2), "w": 5}, row(3))
+    assert now.ingest()[now.left].added_fields == ("value.w",)
+    assert [found["value"] for found in now.raw(now.left)] == [
+        {"id": 1, "w": None},
+        {"id": 2, "w": 5},
+        {"id": 3, "w": None},
+    ]
+    wrong = now.edited(text.replace(shape, "{value: {id: value.nowhere}}"))
+    wrong.send(wrong.left, row(4))
+    with pytest.raises(SchemaError, match="nowhere"):
+        wrong.ingest()
+
+
 def test_a_record_that_the_shape_fails_on_costs_only_itself(make: Make) -> None:
     it = make("{where: value.op <> 'x', value: {id: value.id, n: CAST(value.v AS INT)}}")
     records = [row(number, str(number)) for number in range(5)]
