@@ -17,7 +17,7 @@ import click
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.etl import EtlCommit
 from zync_assets.steps.ingest import RawCommit
@@ -75,6 +75,13 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
 
         click.echo(explain_rules(loaded))
         return
+    joins = [rule.name for rule in loaded.rules if isinstance(rule, Denorm)]
+    for name in waiting:
+        if name not in joins:
+            raise ZyncError(
+                f"--retry-pending {name}: no denorm rule of this pipeline is called so; there are {', '.join(joins) or 'none'}."
+                " What waits for a rule that is no more is looked at with --retry-unmatched."
+            )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
     _report([_row(made) for made in etl_all(loaded, _session(loaded), retry)], fmt)
 
