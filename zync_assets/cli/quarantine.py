@@ -102,13 +102,9 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     asked = selection(loaded, topics, ranges)
     session = partial(spark_session, loaded.spark)
     before = {record.place for record in held(loaded, asked)}
-    for topic in sorted({topic for topic, *_ in before if loaded.input(topic).shape is not None}):
-        click.echo(f"note: {topic} has a shape: what could not be decoded or shaped of it is not replayed", err=True)
     for made in replay_all(loaded, session, asked):
         if isinstance(made, ReplayCommit) and made.still_bad:
-            click.echo(
-                f"{made.topic}: {made.still_bad} still can't be decoded; the first: {made.first_error}", err=True
-            )
+            click.echo(f"{made.topic}: {made.still_bad} stay; the first: {made.first_error}", err=True)
     left = {record.place for record in held(loaded, asked)}
     _say({"replayed": len(before - left), "left": len(left)}, fmt)
     if left:

@@ -92,7 +92,7 @@ class Reader:
                         break
                     if writer is not None:
                         writer.write(chunk.bad)
-                    yield _with_control(chunk.records, schema)
+                    yield with_control(chunk.records, schema)
             found = ReadEnd([item for item, _ in writer.files] if writer is not None else [], wider, arrived)
         except ZyncError as error:
             found = ReadEnd(error=error)
@@ -105,7 +105,8 @@ class Reader:
         return None if fits else (types["key"], types["value"])
 
 
-def _with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Decoded records with the columns of ``decoded_schema``."""
     columns = [
         conform(records.column(item.name), item.type)
         if item.name in records.schema.names

@@ -13,10 +13,14 @@ from zync_assets.checks.all_checks import run_all
 from zync_assets.errors import BadRecords, SchemaError
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline_file.expressions import without_root
 from zync_assets.records import KAFKA_TYPE
 from zync_assets.steps import shaping
 from zync_assets.steps.ingest import plan_ingest, read_input
+from zync_assets.steps.loops import replay_all
+from zync_assets.steps.quarantined import EVERYTHING, Selection, held
+from zync_assets.steps.replay import ReplayCommit
 from zync_assets.steps.shaping_task import _Gaps
 from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
 
@@ -269,3 +273,24 @@ def places(*offsets: int) -> pa.StructArray:
 def test_a_side_that_is_always_null_is_null_in_the_expression() -> None:
     assert without_root("value.op = 'u' OR value IS NULL", "value") == "NULL = 'u' OR NULL IS NULL"
     assert without_root("filter(key.a, value -> value > 1)", "value") == "filter(key.a, value -> value > 1)"
+
+
+def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:
+    """What can't be decoded, what the shape still fails on and what it leaves out stay in quarantine."""
+    it = make("{value: {id: value.id, n: CAST(value.v AS INT)}}")
+    it.send(it.left, row(0, "7"), row(1, "no number"), row(2, "x"), b"{", row(4, "8"), row(5, "?"))
+    it.step()
+    assert it.classes(it.left) == {"done": 2, "quarantined": 4}
+    mended = "{where: value.v <> 'x', value: {id: value.id, n: \"CAST(nullif(value.v, 'no number') AS INT)\"}}"
+    now = it.edited(text(mended))
+    found = [one for one in replay_all(now.pipeline, lambda: it.spark, EVERYTHING) if isinstance(one, ReplayCommit)]
+    assert [(one.records, one.still_bad) for one in found] == [(1, 3)]
+    assert values(it) == [(0, {"id": 0, "n": 7}), (1, {"id": 1, "n": None}), (4, {"id": 4, "n": 8})]
+    assert [record.offset for record in held(now.pipeline)] == [2, 3, 5]
+    assert b"no number" not in b"".join(path.read_bytes() for path in Path(it.lake, "Raw").rglob("*.parquet"))
+    assert it.classes(it.left) == {"done": 3, "quarantined": 3}
+    assert [value["id"] for value in it.values()] == [0, 4, 1]
+    assert [
+        f"{one.name}: {one.summary}" for one in run_all(now.pipeline) if one.severity == "error" and not one.passed
+    ] == []
+    assert list(replay_all(now.pipeline, lambda: it.spark, Selection(ranges=(OffsetRange(0, 1, 2),)))) == []

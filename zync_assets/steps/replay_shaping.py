@@ -1,0 +1,137 @@
+"""Replay into the raw table of an input with a ``shape``: what is decoded goes through the shape on its way, as in ingest.
+
+Two looks come first, in which nothing is written: at the types of what can be decoded, and at the records that the shape
+fails on. Both, and what the shape leaves out, stay in quarantine.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.merge import conform, merge_types
+from zync_assets.codecs.spark_types import arrow_type, spark_schema
+from zync_assets.compute import pc
+from zync_assets.errors import SchemaError, ZyncError
+from zync_assets.etl.failing import looking
+from zync_assets.kafka.source import make_decoders
+from zync_assets.lake.tables import DataFile
+from zync_assets.lake.writer import RangeWriter
+from zync_assets.pipeline import Input
+from zync_assets.records import KAFKA_TYPE
+from zync_assets.steps.failures import spark_failures
+from zync_assets.steps.raw_columns import table_schema
+from zync_assets.steps.replay_task import Decoded, ReplayTask
+from zync_assets.steps.shaping import failing_frame, shaped_frame
+from zync_assets.steps.shaping_task import KEPT, decoded_schema, with_control
+from zync_assets.steps.tasks import indexes, run_tasks, task_frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Places = frozenset[tuple[int, int]]
+"""Partition and offset."""
+
+
+def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) -> tuple[Decoded, pa.Schema]:
+    """Decode, shape and write; returns what came of it, and the raw table's columns after it. ``table``: those that it has.
+
+    SchemaError if the shape does not fit the records, or its result the table.
+    """
+    [found] = run_tasks(spark, 1, lambda _: task.look())
+    task = replace(task, source=replace(task.source, key_type=found.key_type, value_type=found.value_type))
+    with looking(spark), spark_failures(_failed(item)):
+        rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
+    failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
+    shaped = shaped_frame(_frame(spark, task, failed), item)
+    schema = _schema(item, task, table, shaped)
+    writer = _Writer(task.uri, task.name, schema)
+    with spark_failures(_failed(item)):
+        [row] = shaped.mapInArrow(writer.run, "found binary").collect()
+    result: tuple[list[DataFile], int] | ZyncError = pickle.loads(bytes(row["found"]))
+    if isinstance(result, ZyncError):
+        raise result
+    found.files, left_out = result
+    found.bad += len(failed) + left_out
+    if failed:
+        partition, offset = min(failed)
+        found.first_error = found.first_error or f"its shape fails on the record at {partition}:{offset}"
+    if left_out:
+        found.first_error = found.first_error or "its shape leaves the record out; zync quarantine drop gives it up"
+    return found, schema
+
+
+def _failed(item: Input):
+    return lambda text: ZyncError(
+        f"input {item.topic}: the replay failed: {text} Nothing was committed; mend the shape, or run it again."
+    )
+
+
+def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
+    """The decoded records, in the order of their places, less those at some."""
+    schema = decoded_schema(task.source)
+
+    def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in indexes(batches):
+            key, value = make_decoders(task.source)
+            for partition in sorted(task.wanted):
+                skipped = pa.array([offset for at, offset in without if at == partition], pa.int64())
+                for records in task.decoded(partition, key, value, Decoded()):
+                    offsets = pc.struct_field(records.column("kafka"), "offset")
+                    yield with_control(records.filter(pc.invert(pc.is_in(offsets, skipped))), schema)
+
+    return task_frame(spark, 1).mapInArrow(read, spark_schema(schema))
+
+
+def _schema(item: Input, task: ReplayTask, table: pa.Schema, shaped: DataFrame) -> pa.Schema:
+    types: dict[str, pa.DataType] = {}
+    for side in ("key", "value"):
+        have = table.field(side).type if side in table.names else None
+        try:
+            types[side] = merge_types(have, arrow_type(shaped.schema[side].dataType), side)
+        except SchemaError as error:
+            raise SchemaError(f"input {item.topic}, shape: {error}") from None
+    return table_schema(table, replace(task.source, key_type=types["key"], value_type=types["value"]))
+
+
+class _Writer:
+    """Shaped records → the replay's files, and how many the shape left out."""
+
+    def __init__(self, uri: str, name: str, schema: pa.Schema) -> None:
+        self.uri, self.name, self.schema = uri, name, schema
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            found: object = self._write(batches)
+        except ZyncError as error:
+            found = error
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], int]:
+        writers: dict[int, RangeWriter] = {}
+        left_out = 0
+        for batch in batches:
+            left_out += batch.num_rows - (pc.sum(batch.column(KEPT)).as_py() or 0)
+            kept = batch.filter(batch.column(KEPT))
+            partitions = pc.struct_field(kept.column("kafka"), "partition")
+            for partition in partitions.unique().to_pylist():
+                writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
+                writer.write(self._record(kept.filter(pc.equal(partitions, partition))))
+        for writer in writers.values():
+            writer.close()
+        return [item for writer in writers.values() for item, _ in writer.files], left_out
+
+    def _record(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        columns: list[pa.Array] = []
+        for item in self.schema:
+            if item.name == "kafka":
+                columns.append(rows.column("kafka").cast(KAFKA_TYPE))
+            elif item.name in rows.schema.names:
+                columns.append(conform(rows.column(item.name), item.type))
+            else:
+                columns.append(pa.nulls(rows.num_rows, item.type))
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
