@@ -76,18 +76,6 @@ def subtract(whole: Iterable[OffsetRange], parts: Iterable[OffsetRange]) -> list
     return left
 
 
-def overlaps(ranges: Iterable[OffsetRange]) -> list[tuple[OffsetRange, OffsetRange]]:
-    """Pairs of neighbours (in sorted order) that share an offset; empty when the ranges are disjoint."""
-    found: list[tuple[OffsetRange, OffsetRange]] = []
-    reach: OffsetRange | None = None
-    for item in sorted(part for part in ranges if not part.empty):
-        if reach is not None and reach.partition == item.partition and item.first < reach.end:
-            found.append((reach, item))
-        if reach is None or reach.partition != item.partition or item.end > reach.end:
-            reach = item
-    return found
-
-
 def format_key(part: OffsetRange) -> str:
     """The partition key of an asset for a range: ``partition:first-last``, last included (``0:0-999999``)."""
     return str(part)
