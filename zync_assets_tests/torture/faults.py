@@ -62,8 +62,8 @@ class Faults(threading.Thread):
                 continue
             with suppress(psutil.Error):
                 family = psutil.Process(process.pid).children(recursive=True)
-                workers = [child for child in family if any("pyspark" in part for part in child.cmdline()[1:3])]
-                workers = [child for child in workers if "java" not in child.name()]
+                # A helper that the JVM is just starting has the JVM's command line, PySpark's jars among it.
+                workers = [child for child in family if "pyspark.daemon" in child.cmdline()]
                 if workers:
                     workers[-1].kill()
                     return True
