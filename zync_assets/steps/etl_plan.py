@@ -104,7 +104,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
-        if found is not None
+        if found is not None and ranges[topic]  # a tick with nothing new lists no files
     }
     return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopen(pipeline, pool, state, states, retry))
 

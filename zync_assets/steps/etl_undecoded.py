@@ -25,7 +25,7 @@ def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> Da
     frames: list[DataFrame] = []
     for topic, ranges in plan.ranges.items():
         state = plan.raw[topic]
-        if state is None or not any([*state.bad.values(), *state.left_out.values()]):
+        if not ranges or state is None or not any([*state.bad.values(), *state.left_out.values()]):
             continue
         place = (pipeline.lake, pipeline.input(topic).pool, topic)
         files = [

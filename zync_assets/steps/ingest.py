@@ -259,16 +259,14 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
     item = plan.input
     if item.on_bad_record == "quarantine" and item.max_bad_records is None:
         return
-    lost = {(part.partition, part.first) for part in plan.lost}
-    found = [each for each in bad if (each.partition, each.first) not in lost]
-    if not found:
+    if not bad:
         return
-    lowest = min(found, key=lambda each: (each.partition or 0, each.first or 0))
+    lowest = min(bad, key=lambda each: (each.partition or 0, each.first or 0))
     place = (lowest.partition or 0, lowest.first or 0)
     uri = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
     row = rows_at(uri, [lowest], place[0], [place[1]], ["stage", "error"])[place[1]]
     first = Held(item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False)
-    admit(pipeline, item, plan.state, sum(each.records for each in found), first, "ingest")
+    admit(pipeline, item, plan.state, sum(each.records for each in bad), first, "ingest")
 
 
 def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:

@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.merge import conform, merge_types
-from zync_assets.codecs.spark_types import arrow_type, spark_schema
+from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.compute import pc
-from zync_assets.errors import SchemaError, ZyncError
+from zync_assets.errors import ZyncError
 from zync_assets.etl.failing import looking
-from zync_assets.kafka.source import make_decoders
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.pipeline import Input
 from zync_assets.records import KAFKA_TYPE
 from zync_assets.steps.failures import spark_failures
-from zync_assets.steps.raw_columns import table_schema
 from zync_assets.steps.replay_task import Decoded, ReplayTask
-from zync_assets.steps.shaping import failing_frame, shaped_frame
-from zync_assets.steps.shaping_task import KEPT, decoded_schema, with_control
+from zync_assets.steps.shaping import failing_frame, shaped_frame, shaped_schema
+from zync_assets.steps.shaping_task import KEPT, decoded_schema, shaped_batch, with_control
 from zync_assets.steps.tasks import indexes, run_tasks, task_frame
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) 
         rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
     failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
     shaped = shaped_frame(_frame(spark, task, failed), item)
-    schema = _schema(item, task, table, shaped)
+    schema = shaped_schema(item, task.source, table, shaped)
     writer = _Writer(task.uri, task.name, schema)
     with spark_failures(_failed(item)):
         [row] = shaped.mapInArrow(writer.run, "found binary").collect()
@@ -77,25 +74,12 @@ def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
 
     def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in indexes(batches):
-            key, value = make_decoders(task.source)
-            for partition in sorted(task.wanted):
+            for partition, records in task.decoded(Decoded()):
                 skipped = pa.array([offset for at, offset in without if at == partition], pa.int64())
-                for records in task.decoded(partition, key, value, Decoded()):
-                    offsets = pc.struct_field(records.column("kafka"), "offset")
-                    yield with_control(records.filter(pc.invert(pc.is_in(offsets, skipped))), schema)
+                offsets = pc.struct_field(records.column("kafka"), "offset")
+                yield with_control(records.filter(pc.invert(pc.is_in(offsets, skipped))), schema)
 
     return task_frame(spark, 1).mapInArrow(read, spark_schema(schema))
-
-
-def _schema(item: Input, task: ReplayTask, table: pa.Schema, shaped: DataFrame) -> pa.Schema:
-    types: dict[str, pa.DataType] = {}
-    for side in ("key", "value"):
-        have = table.field(side).type if side in table.names else None
-        try:
-            types[side] = merge_types(have, arrow_type(shaped.schema[side].dataType), side)
-        except SchemaError as error:
-            raise SchemaError(f"input {item.topic}, shape: {error}") from None
-    return table_schema(table, replace(task.source, key_type=types["key"], value_type=types["value"]))
 
 
 class _Writer:
@@ -120,18 +104,8 @@ class _Writer:
             partitions = pc.struct_field(kept.column("kafka"), "partition")
             for partition in partitions.unique().to_pylist():
                 writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
-                writer.write(self._record(kept.filter(pc.equal(partitions, partition))))
+                rows = kept.filter(pc.equal(partitions, partition))
+                writer.write(shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema))
         for writer in writers.values():
             writer.close()
         return [item for writer in writers.values() for item, _ in writer.files], left_out
-
-    def _record(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        columns: list[pa.Array] = []
-        for item in self.schema:
-            if item.name == "kafka":
-                columns.append(rows.column("kafka").cast(KAFKA_TYPE))
-            elif item.name in rows.schema.names:
-                columns.append(conform(rows.column(item.name), item.type))
-            else:
-                columns.append(pa.nulls(rows.num_rows, item.type))
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.decode import Decoder
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError
 from zync_assets.kafka.source import Arrived, Source, arrived, bad_sides, make_decoders, record_batch
@@ -90,39 +89,39 @@ class ReplayTask:
     def run(self) -> Decoded:
         """Decode and write what can be decoded, as it is."""
         found = Decoded()
-        key, value = make_decoders(self.source)
-        for partition in sorted(self.wanted):
-            with RangeWriter(self.uri, partition, self.name) as writer:
-                for records in self.decoded(partition, key, value, found):
-                    writer.write(records)
+        writers: dict[int, RangeWriter] = {}
+        for partition, records in self.decoded(found):
+            writers.setdefault(partition, RangeWriter(self.uri, partition, self.name)).write(records)
+        for writer in writers.values():
+            writer.close()
             found.files += [item for item, _ in writer.files]
-        found.key_type, found.value_type = key.type, value.type
         return found
 
     def look(self) -> Decoded:
         """Decode, to see what that gives; nothing is written."""
         found = Decoded()
-        key, value = make_decoders(self.source)
-        for partition in sorted(self.wanted):
-            for _ in self.decoded(partition, key, value, found):
-                pass
-        found.key_type, found.value_type = key.type, value.type
+        for _ in self.decoded(found):
+            pass
         return found
 
-    def decoded(self, partition: int, key: Decoder, value: Decoder, found: Decoded) -> Iterator[pa.RecordBatch]:
-        """The wanted records of a partition that can be decoded, by offset; ``found`` is told what else there is."""
-        for rows in self._rows(partition):
-            keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
-            found.arrived += arrived(partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values)
-            errors = bad_sides(keys, values)
-            if errors:
-                found.bad += len(errors)
-                side, worst = errors[min(errors)]
-                found.first_error = found.first_error or f"{side}: {worst.error}"
-            good = np.ones(rows.num_rows, dtype=np.bool_)
-            good[list(errors)] = False
-            kafka = self._timed(partition, rows.column("kafka"))
-            yield record_batch(kafka, keys, values).filter(pa.array(good))
+    def decoded(self, found: Decoded) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The wanted records that can be decoded, by partition and offset, each batch with its partition; ``found`` is told
+        what else there is, and at the end the types."""
+        key, value = make_decoders(self.source)
+        for partition in sorted(self.wanted):
+            for rows in self._rows(partition):
+                keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
+                found.arrived += arrived(partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values)
+                errors = bad_sides(keys, values)
+                if errors:
+                    found.bad += len(errors)
+                    side, worst = errors[min(errors)]
+                    found.first_error = found.first_error or f"{side}: {worst.error}"
+                good = np.ones(rows.num_rows, dtype=np.bool_)
+                good[list(errors)] = False
+                kafka = self._timed(partition, rows.column("kafka"))
+                yield partition, record_batch(kafka, keys, values).filter(pa.array(good))
+        found.key_type, found.value_type = key.type, value.type
 
     def _rows(self, partition: int) -> Iterator[pa.RecordBatch]:
         """The wanted entries, in the order of their offsets."""

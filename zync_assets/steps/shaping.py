@@ -67,6 +67,18 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
     return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id")
 
 
+def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame) -> pa.Schema:
+    """The raw table's columns (``table``: those that it has), with those of a shaped frame. SchemaError if these don't fit."""
+    types: dict[str, pa.DataType] = {}
+    for side in ("key", "value"):
+        have = table.field(side).type if side in table.names else None
+        try:
+            types[side] = merge_types(have, arrow_type(made.schema[side].dataType), side)
+        except SchemaError as error:
+            raise SchemaError(f"input {item.topic}, shape: {error}") from None
+    return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
+
+
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
     ``failing.looking``. Lazy."""
@@ -216,16 +228,8 @@ class _Job:
     def schema(self) -> pa.Schema:
         """The raw table's columns, with what the shape makes."""
         empty = replace(self.reading, parts=[])
-        made = shaped_frame(_decoded(empty, {}, None), self.reading.item).schema
-        types: dict[str, pa.DataType] = {}
-        table = self.reading.table
-        for side in ("key", "value"):
-            have = table.field(side).type if side in table.names else None
-            try:
-                types[side] = merge_types(have, arrow_type(made[side].dataType), side)
-            except SchemaError as error:
-                raise SchemaError(f"input {self.reading.item.topic}, shape: {error}") from None
-        return table_schema(table, replace(self.reading.source, key_type=types["key"], value_type=types["value"]))
+        made = shaped_frame(_decoded(empty, {}, None), self.reading.item)
+        return shaped_schema(self.reading.item, self.reading.source, self.reading.table, made)
 
     def _frame(self, side_uri: str | None) -> DataFrame:
         return shaped_frame(_decoded(self.reading, self.refused, side_uri), self.reading.item)

@@ -158,7 +158,7 @@ class Writer:
             left_out += len(out)
             side.write(gaps.add(out))
             kafka, highest = _timed(kafka.filter(kept), highest, self.now)
-            data.write(self._shaped(kafka, rows.filter(kept)))
+            data.write(shaped_batch(kafka, rows.filter(kept), self.schema))
         if data is None or side is None:
             return TaskEnd(read)
         side.write(gaps.rest())
@@ -166,16 +166,18 @@ class Writer:
         side.close()
         return TaskEnd(read, [item for item, _ in data.files], [item for item, _ in side.files], left_out)
 
-    def _shaped(self, kafka: pa.Array, rows: pa.RecordBatch) -> pa.RecordBatch:
-        columns: list[pa.Array] = []
-        for item in self.schema:
-            if item.name == "kafka":
-                columns.append(kafka)
-            elif item.name in rows.schema.names:
-                columns.append(conform(rows.column(item.name), item.type))
-            else:
-                columns.append(pa.nulls(rows.num_rows, item.type))
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Shaped rows with the columns of the raw table; ``kafka`` in place of theirs."""
+    columns: list[pa.Array] = []
+    for item in schema:
+        if item.name == "kafka":
+            columns.append(kafka)
+        elif item.name in rows.schema.names:
+            columns.append(conform(rows.column(item.name), item.type))
+        else:
+            columns.append(pa.nulls(rows.num_rows, item.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _timed(kafka: pa.StructArray, highest: int, now: int) -> tuple[pa.StructArray, int]:
