@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.shapes import name_sql
+from zync_assets.sql_text import name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import shape_sql
 from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Stateless
+from zync_assets.sql_text import shape_sql
 
 
 def explain_rules(pipeline: Pipeline) -> str:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from zync_assets.etl.headers import headers_sql
 from zync_assets.etl.matching import Target, conditions, has_schema, key_types, wanted
-from zync_assets.etl.shapes import shape_sql, type_sql
+from zync_assets.etl.shapes import type_sql
 from zync_assets.pipeline import Denorm, Input, Rule
+from zync_assets.sql_text import shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

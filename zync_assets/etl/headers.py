@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.shapes import expression_type, text_sql
+from zync_assets.etl.shapes import expression_type
 from zync_assets.pipeline import Headers
+from zync_assets.sql_text import text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import expression_type, made_sql, name_sql, text_sql, type_sql, wider
+from zync_assets.etl.shapes import expression_type, made_sql, type_sql, wider
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
+from zync_assets.sql_text import name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

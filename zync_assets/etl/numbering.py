@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.shapes import text_sql
+from zync_assets.sql_text import text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row

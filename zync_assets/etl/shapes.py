@@ -10,34 +10,11 @@ from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.pipeline import Shape
+from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
-
-
-def shape_sql(shape: Shape) -> str:
-    """A shape as one Spark SQL expression: a mapping becomes a struct, None a null."""
-    if shape is None:
-        return "NULL"
-    if isinstance(shape, str):
-        return f"({shape})"
-    fields = ", ".join(f"{text_sql(name)}, {shape_sql(part)}" for name, part in shape.items())
-    return f"named_struct({fields})"
-
-
-def dotted(path: Sequence[str]) -> str:
-    """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
-    return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)
-
-
-def text_sql(text: str) -> str:
-    """A string literal."""
-    return f"'{_quoted(text)}'"
-
-
-def _quoted(name: str) -> str:
-    return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
 _TYPES: dict[tuple[object, ...], DataType] = {}
@@ -238,11 +215,6 @@ def _widened(sql: str, have: DataType, want: DataType) -> str:
 
 def _struct_sql(parts: Sequence[tuple[str, str]]) -> str:
     return f"named_struct({', '.join(f'{text_sql(name)}, {made}' for name, made in parts)})"
-
-
-def name_sql(name: str) -> str:
-    """A column's or field's name, back-quoted."""
-    return f"`{name.replace('`', '``')}`"
 
 
 def type_sql(kind: DataType) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.shapes import dotted, name_sql, text_sql
+from zync_assets.sql_text import dotted, name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType

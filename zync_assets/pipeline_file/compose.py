@@ -13,6 +13,7 @@ from sqlglot import exp
 
 from zync_assets.pipeline import RecordShape, Rule, Shape
 from zync_assets.pipeline_file.expressions import columns, parse
+from zync_assets.sql_text import shape_sql
 
 
 class Missing(Exception):
@@ -70,7 +71,7 @@ def _guarded(side: str, value: Shape, shape: Shape) -> Shape:
     """A value that is null stays null; one that is a mapping never is."""
     if side == "key" or not isinstance(value, str) or shape is None:
         return shape
-    return f"CASE WHEN ({value}) IS NOT NULL THEN {_sql(shape)} END"
+    return f"CASE WHEN ({value}) IS NOT NULL THEN {shape_sql(shape)} END"
 
 
 def _side(shape: Shape, made: Mapping[str, Shape], path: str) -> Shape:
@@ -117,19 +118,4 @@ def _found(shape: Shape, names: list[str], path: str) -> tuple[str, int]:
         if name.lower() not in fields:
             raise Missing(path)
         shape = fields[name.lower()]
-    return ("NULL" if shape is None else _sql(shape)), len(names)
-
-
-def _sql(shape: Shape) -> str:
-    """As ``etl.shapes.shape_sql``, which is not of this layer."""
-    if shape is None:
-        return "NULL"
-    if isinstance(shape, str):
-        return f"({shape})"
-    fields = ", ".join(f"{_text(name)}, {_sql(part)}" for name, part in shape.items())
-    return f"named_struct({fields})"
-
-
-def _text(name: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return ("NULL" if shape is None else shape_sql(shape)), len(names)

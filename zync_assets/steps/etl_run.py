@@ -13,7 +13,7 @@ from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering, unavailable
-from zync_assets.etl.shapes import name_sql, text_sql, type_sql
+from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.reopen import carve
@@ -21,6 +21,7 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.sql_text import name_sql, text_sql
 from zync_assets.steps.etl_failures import NONE, Failures
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from zync_assets.errors import EtlError
 from zync_assets.etl import failing, matching
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import shape_sql, text_sql
 from zync_assets.pipeline import Denorm, Pipeline, Rule
+from zync_assets.sql_text import shape_sql, text_sql
 from zync_assets.steps.etl_failures import Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch
 from zync_assets.steps.etl_run import EtlRun

@@ -15,11 +15,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.etl.encodable import odd_sql, size_sql
-from zync_assets.etl.shapes import name_sql, text_sql
 from zync_assets.kafka.topics import max_message_bytes, topic_states
 from zync_assets.kafka.writer import batch_size
 from zync_assets.lake import staging
 from zync_assets.pipeline import Output, Pipeline
+from zync_assets.sql_text import name_sql, text_sql
 from zync_assets.steps.etl_failures import Failure, Place
 from zync_assets.steps.outputs import OutputType
 

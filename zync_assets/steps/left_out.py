@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.compute import pc
-from zync_assets.etl.shapes import dotted
+from zync_assets.sql_text import dotted
 
 
 def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:

@@ -22,12 +22,13 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import matching
 from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
-from zync_assets.etl.shapes import expression_type, own_type, shape_sql, unify, void_fields
+from zync_assets.etl.shapes import expression_type, own_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
 from zync_assets.records import HEADERS_TYPE
+from zync_assets.sql_text import shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -22,13 +22,14 @@ from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.failing import fails, looking
-from zync_assets.etl.shapes import shape_sql, short
+from zync_assets.etl.shapes import short
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import storage, tables
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Shape
 from zync_assets.pipeline_file.expressions import without_root
 from zync_assets.records import raw_schema
+from zync_assets.sql_text import shape_sql
 from zync_assets.steps import schema_changes
 from zync_assets.steps.failures import is_of_data, said, spark_failures
 from zync_assets.steps.ingest_files import BatchFiles, Reading

@@ -16,7 +16,8 @@ from pyspark.sql.types import (
 )
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.shapes import own_type, shape_sql, unify, void_fields
+from zync_assets.etl.shapes import own_type, unify, void_fields
+from zync_assets.sql_text import shape_sql
 
 
 def struct(**fields: DataType) -> StructType:
