@@ -1,36 +1,75 @@
-"""Benchmarks, a step each: ``python -m zync_assets_tests.bench STEP``.
-
-CPU time counts, not the clock's: other work on the machine spoils a number less.
-"""
+"""Benchmarks: ``python -m zync_assets_tests.bench [STEP …]``. Each step is held against a reference of the same run."""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
 from zync_assets.cli.output import print_rows
-from zync_assets_tests.bench.codecs import COLUMNS as CODEC_COLUMNS
-from zync_assets_tests.bench.codecs import measure_codecs
+from zync_assets_tests.bench import codecs
+from zync_assets_tests.bench.etl import measure_etl
+from zync_assets_tests.bench.idle import measure_idle
+from zync_assets_tests.bench.increments import measure_commits, measure_increment
+from zync_assets_tests.bench.ingest import measure_ingest
+from zync_assets_tests.bench.latency import measure_latency
+from zync_assets_tests.bench.memory import measure_memory
+from zync_assets_tests.bench.publish import measure_publish
+from zync_assets_tests.bench.rounds import Rounds, say
+from zync_assets_tests.bench.table import COLUMNS
+from zync_assets_tests.bench.world import World, world
+
+STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
+    "ingest": measure_ingest,
+    "etl": measure_etl,
+    "publish": measure_publish,
+    "increment": measure_increment,
+    "idle": measure_idle,
+    "latency": measure_latency,
+    "commits": measure_commits,
+    "memory": measure_memory,
+}
 
 
-@click.group()
-def bench() -> None:
-    """How fast the steps are, on this machine."""
-
-
-@bench.command()
-@click.option("--records", default=20_000, show_default=True, help="Records of each family.")
-@click.option("--family", "families", multiple=True, help="Only this family of types; may be given again.")
+@click.command()
+@click.argument("steps", nargs=-1, type=click.Choice([*STEPS, "codecs"]))
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path(tempfile.gettempdir(), "zync-bench"),
+    show_default=True,
+    help="Holds topics, tables and what was measured; a run that was stopped goes on from there.",
+)
+@click.option("--rounds", default=5, show_default=True, help="Rounds that count, after one that does not.")
+@click.option("--scale", default=1.0, show_default=True, help="Times as many records.")
+@click.option("--again", is_flag=True, help="Measure anew what was measured already.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows to this file too.")
-def codecs(records: int, families: tuple[str, ...], path: Path | None) -> None:
-    """Avro to columns and back, per family of types: column by column, and by fastavro record by record."""
-    rows = list(measure_codecs(records, families))
-    print_rows(rows, CODEC_COLUMNS, "table")
+def bench(steps: tuple[str, ...], folder: Path, rounds: int, scale: float, again: bool, path: Path | None) -> None:
+    """How fast the steps are on this machine, beside references that are measured in the same run; all steps if none is
+    named."""
+    made: list[dict[str, object]] = []
+    chosen = steps or (*STEPS, "codecs")
+    kept = Rounds(folder / "measured.json", rounds)
+    if again:
+        kept.file.unlink(missing_ok=True)
+    if measured := [name for name in STEPS if name in chosen]:
+        with world(folder, kept, scale) as at:
+            for name in measured:
+                made += list(STEPS[name](at))
+    say("")
+    if made:
+        print_rows(made, COLUMNS, "table")
+    if "codecs" in chosen:
+        rows = list(codecs.measure_codecs(max(200, int(20_000 * scale))))
+        print_rows(rows, codecs.COLUMNS, "table")
+        made += rows
     if path is not None:
-        path.write_text(json.dumps(rows, indent=2) + "\n")
+        path.write_text(json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    bench()
+    bench(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""How long a change takes from the source topic to the output topic while ``zync run`` works."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from threading import Thread
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets_tests.bench.rounds import say
+from zync_assets_tests.bench.table import time_row
+from zync_assets_tests.bench.world import ZYNC, World
+
+RATE = 1000
+SECONDS = 60
+WARM = 20
+"""Seconds at the beginning that do not count: Spark's start is not latency."""
+
+REST = """
+inputs:
+  - {{topic: {topic}, pool: Raw, key-format: string, value-format: json, schema: "id bigint, sent bigint"}}
+outputs:
+  - {{topic: {topic}-out, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
+transforms:
+  - {{name: all, type: stateless, in: {topic}, out: {topic}-out, key: in.key, value: in.value}}
+"""
+
+
+def measure_latency(world: World) -> Iterator[dict[str, object]]:
+    """A thousand changes a second for a minute."""
+    topic = f"bench-latency-{int(time.time())}"
+    pipeline = world.pipeline("latency", REST.format(topic=topic))
+    world.empty(pipeline)
+    create_topic(pipeline.kafka, topic, 1, 1, {})
+    say("latency: starting zync run")
+    command = [*ZYNC, "run", str(world.folder / "latency.yaml")]
+    servers = world.services.bootstrap_servers
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            sender = Thread(target=_send, args=(servers, topic))
+            sender.start()
+            found = _received(servers, f"{topic}-out", RATE * (WARM + SECONDS))
+            sender.join()
+        finally:
+            process.terminate()
+    counted = sorted(found[RATE * WARM :])
+    middle, late = statistics.median(counted), counted[len(counted) * 99 // 100]
+    yield time_row("latency", f"{RATE:,}/s, median", [middle], None, "≤ 1.5 s")
+    yield time_row("latency", f"{RATE:,}/s, 99th percentile", [late], None, "≤ 4 s")
+
+
+def _send(servers: str, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": servers, "linger.ms": 5})
+    started = time.time()
+    for number in range(RATE * (WARM + SECONDS)):
+        if (ahead := started + number / RATE - time.time()) > 0:
+            time.sleep(ahead)
+        producer.produce(topic, json.dumps({"id": number, "sent": time.time_ns()}), f"k{number}", partition=0)
+        producer.poll(0)
+    producer.flush()
+
+
+def _received(servers: str, topic: str, count: int) -> list[float]:
+    """Seconds from sending to receiving, in the order of receiving."""
+    found: list[float] = []
+    while not topic_states({"bootstrap.servers": servers}, [topic]):
+        time.sleep(0.5)
+    consumer = Consumer({"bootstrap.servers": servers, "group.id": "bench"})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    while len(found) < count:
+        for message in consumer.consume(1000, 0.02):
+            assert message.error() is None
+            found.append((time.time_ns() - json.loads(message.value() or b"")["sent"]) / 1e9)
+    consumer.close()
+    return found

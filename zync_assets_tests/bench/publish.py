@@ -1,0 +1,91 @@
+"""Publishing against a bare idempotent producer loop over bytes that are ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.cli.run import guard
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.lake import staging
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.encoding import encoded_rows, staged_topic
+from zync_assets.steps.loops import etl_all, publish_all
+from zync_assets.steps.publish import recreate_topic
+from zync_assets_tests.bench.data import EPOCH, append_raw, orders
+from zync_assets_tests.bench.references import prepare_records, produce
+from zync_assets_tests.bench.table import rate_row
+from zync_assets_tests.bench.world import World
+
+REST = """
+inputs:
+  - {{topic: sent, pool: Raw, key-format: string, value-format: avro}}
+outputs:
+  - {{topic: {out}, pool: Staging, format: avro, create: {{replication-factor: 1}}}}
+transforms:
+  - {{name: all, type: stateless, in: sent, out: {out}, key: {{id: in.value.id}}, value: in.value}}
+"""
+
+
+def measure_publish(world: World) -> Iterator[dict[str, object]]:
+    """A million staged records in Avro."""
+    records = world.sized(1_000_000)
+    pipeline = staged(world, records)
+    path = world.folder / f"bytes-{records}.parquet"
+    state = staging.open_staging(pipeline.lake, "Staging")
+    assert state is not None
+    rows = encoded_rows(staged_topic(state, pipeline.outputs[0].topic, pipeline.registry), 0, records)
+    pq.write_table(pa.Table.from_batches(list(rows)).select(["key", "value"]), path)
+    assert all(each.result() == records for each in [world.processes.submit(prepare_records, str(path))])
+    found = world.rounds.measure(
+        f"publish, {records}",
+        {
+            "ours": lambda: publish_once(world, pipeline, records),
+            "reference": lambda: _reference(world, pipeline, path.as_posix()),
+        },
+    )
+    world.empty(pipeline)
+    yield rate_row("publish", f"{records:,} × 8 fields", records, found["ours"], found["reference"], 0.7)
+
+
+def staged(world: World, records: int) -> Pipeline:
+    """A pipeline whose staging pool has that many records, none of them published."""
+    name = f"publish-{records}"
+    pipeline = world.pipeline(name, REST.format(out=f"bench-{name}"))
+    world.empty(pipeline)
+    for first in range(0, records, 1_000_000):
+        numbers = np.arange(first, min(first + 1_000_000, records))
+        keys = pa.array(np.char.add("k", numbers.astype(str)))
+        append_raw(pipeline.lake, "Raw", "sent", numbers, keys, orders(numbers), pa.array(EPOCH + numbers))
+    spark = world.spark(pipeline)
+    list(etl_all(pipeline, lambda: spark))
+    return pipeline
+
+
+def publish_once(world: World, pipeline: Pipeline, records: int) -> float:
+    """Seconds to publish all of staging to an empty topic."""
+    topic, spark = pipeline.outputs[0].topic, world.spark(pipeline)
+    recreate_topic(pipeline, topic)
+    started = time.monotonic()
+    made = sum(commit.records for commit in publish_all(pipeline, lambda: spark, [topic], guard))
+    took = time.monotonic() - started
+    assert made == records
+    return took
+
+
+def _reference(world: World, pipeline: Pipeline, path: str) -> float:
+    topic = "bench-reference"
+    if topic_states(pipeline.kafka, [topic]):
+        delete_topic(pipeline.kafka, topic)
+    create_topic(pipeline.kafka, topic, 1, 1, {})
+    world.processes.submit(prepare_records, path).result()
+    return world.processes.submit(_prepared, world.services.bootstrap_servers, topic, path).result()
+
+
+def _prepared(servers: str, topic: str, path: str) -> float:
+    prepare_records(path)
+    return produce(servers, topic)

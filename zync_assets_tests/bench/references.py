@@ -1,0 +1,71 @@
+"""What the steps are held against: tuned loops without any guarantee. They run in processes of their own, warm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+
+CONSUMER: Mapping[str, str | int | bool] = {
+    "group.id": "bench",
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "fetch.queue.backoff.ms": 5,
+    "max.partition.fetch.bytes": 16 << 20,
+    "fetch.max.bytes": 50 << 20,
+    "queued.min.messages": 200_000,
+}
+
+
+def consume(servers: str, topic: str, parts: Sequence[tuple[int, int, int]]) -> int:
+    """Read (partition, first, end) one after the other and throw the data away; how many records there were."""
+    count = 0
+    consumer = Consumer({"bootstrap.servers": servers, **CONSUMER})
+    for partition, first, end in parts:
+        consumer.assign([TopicPartition(topic, partition, first)])
+        position = first
+        while position < end:
+            messages = consumer.consume(min(50_000, end - position), 0.05)
+            for read in (Message.offset, Message.timestamp, Message.key, Message.value):
+                last = list(map(read, messages))
+                if read is Message.offset and last:
+                    position = last[-1] + 1
+            count += len(messages)
+    consumer.close()
+    return count
+
+
+_ready: list[list[dict[str, bytes]]] = []
+
+
+def prepare_records(path: str) -> int:
+    """Load ready-made bytes (columns ``key`` and ``value``) into this process."""
+    if not _ready:
+        for batch in pq.ParquetFile(path).iter_batches(10_000):
+            _ready.append(pa.RecordBatch.to_pylist(batch))
+    return sum(map(len, _ready))
+
+
+def produce(servers: str, topic: str) -> float:
+    """Send the ready-made bytes with an idempotent producer; the seconds until all were acknowledged."""
+    chunks = [[dict(record) for record in chunk] for chunk in _ready]
+    started = time.monotonic()
+    producer = Producer(
+        {
+            "bootstrap.servers": servers,
+            "enable.idempotence": True,
+            "acks": "all",
+            "linger.ms": 5,
+            "batch.size": 1_000_000,
+            "queue.buffering.max.messages": 10_000_000,
+            "queue.buffering.max.kbytes": 1 << 21,
+        }
+    )
+    for chunk in chunks:
+        assert producer.produce_batch(topic, chunk, partition=0) == len(chunk)
+        producer.poll(0)
+    assert producer.flush(120) == 0
+    return time.monotonic() - started

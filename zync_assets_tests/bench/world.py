@@ -1,0 +1,73 @@
+"""What the benchmarks run on: a broker and a registry of their own, one warm Spark session of two tasks, a folder."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Generator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zync_assets import pipeline_file
+from zync_assets.local import services
+from zync_assets.pipeline import Pipeline
+from zync_assets.steps.session import spark_session
+from zync_assets_tests.bench.rounds import Rounds
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TASKS = 2
+"""Spark tasks at once, and processes of a reference."""
+
+ZYNC = (sys.executable, "-c", "from zync_assets.cli.main import main; main()")
+"""The command line, of this interpreter and this checkout."""
+
+
+@dataclass(frozen=True)
+class World:
+    folder: Path
+    services: services.Services
+    rounds: Rounds
+    scale: float
+    processes: Executor
+    """Warm Python processes for the references."""
+
+    def sized(self, records: int) -> int:
+        """That many records, times the scale that was asked for; even over 8 partitions."""
+        return max(8, int(records * self.scale) // 8 * 8)
+
+    def pipeline(self, name: str, rest: str) -> Pipeline:
+        """A pipeline with its lake in this world's folder; ``rest``: its inputs, outputs and transforms."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(
+            f'name: {name}\nkafka: {{bootstrap.servers: "{self.services.bootstrap_servers}"}}\n'
+            f'registry: {{url: "{self.services.registry_url}"}}\nlake: {self.folder / "lakes" / name}\nsettle: 1\n'
+            f'spark: {{master: "local[{TASKS}]"}}\n{rest}'
+        )
+        return pipeline_file.load(path)
+
+    def spark(self, pipeline: Pipeline) -> SparkSession:
+        return spark_session(pipeline.spark)
+
+    def empty(self, pipeline: Pipeline, pool: str = "") -> None:
+        """Remove a pipeline's lake, or one pool of it."""
+        for folder in ("", "~published", "~quarantine"):
+            shutil.rmtree(Path(pipeline.lake, folder, pool), ignore_errors=True)
+
+
+@contextmanager
+def world(folder: Path, rounds: Rounds, scale: float) -> Generator[World]:
+    """Services that keep their topics from one run to the next, stopped at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    running = services.up(folder / "services")
+    processes = ProcessPoolExecutor(TASKS, mp_context=get_context("spawn"))
+    try:
+        yield World(folder, running, rounds, scale, processes)
+    finally:
+        processes.shutdown(cancel_futures=True)
+        services.down(folder / "services")
