@@ -5,6 +5,9 @@
     ├── SetupError             this machine: Java, ports, jars, local services
     ├── KafkaError             the broker or a topic
     │   ├── BrokerUnavailable      no answer; trying again may help
+    │   ├── TrustError             one side does not trust the other; trying again won't help
+    │   │   ├── AuthenticationFailed   the broker refused the user, the password, the token or the client's certificate
+    │   │   └── CertificateRejected    the broker's certificate is for another host, or of an unknown CA
     │   ├── TopicMissing
     │   ├── TopicRecreated         the topic is another one than the pool's
     │   ├── DataLoss               offsets are gone that were not ingested yet
@@ -66,6 +69,18 @@ class KafkaError(ZyncError):
 
 class BrokerUnavailable(KafkaError):
     """No broker answered in time."""
+
+
+class TrustError(KafkaError):
+    """Broker and client do not trust each other as they are set up."""
+
+
+class AuthenticationFailed(TrustError):
+    """The broker did not take the user, the password, the token or the client's certificate; or no token could be had."""
+
+
+class CertificateRejected(TrustError):
+    """The broker's certificate was not signed by a trusted CA, is for another host, or is not valid now."""
 
 
 class TopicMissing(KafkaError):

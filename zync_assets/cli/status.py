@@ -11,7 +11,7 @@ from zync_assets.checks.account import Facts, read_facts
 from zync_assets.checks.columns import DamagedFile
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.cli.ways import input_way, output_way, quick_registry
-from zync_assets.errors import BrokerUnavailable, LakeError
+from zync_assets.errors import BrokerUnavailable, LakeError, TrustError
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, topic_states
 from zync_assets.lake import quarantine, raw, staging
@@ -136,7 +136,7 @@ def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
     topics = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
     try:
         states = topic_states(pipeline.kafka, topics, TIMEOUT)
-    except BrokerUnavailable as error:
+    except (BrokerUnavailable, TrustError) as error:
         click.echo(f"note: {error}", err=True)
         return {}
     for item in pipeline.inputs:

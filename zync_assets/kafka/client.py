@@ -7,6 +7,7 @@ reader's or a writer's promise stands on is ours, and overrides it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, libversion
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
+from zync_assets.kafka.trust import is_refusal, trust_error
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ UNREACHABLE = frozenset(
         ClientError._TIMED_OUT_QUEUE,
         ClientError._MSG_TIMED_OUT,
         ClientError._WAIT_COORD,
+        # What is left of these when a refusal has been told apart: a token endpoint that is down, a broken handshake.
         ClientError._AUTHENTICATION,
         ClientError._SSL,
         ClientError.REQUEST_TIMED_OUT,
@@ -46,6 +49,10 @@ UNREACHABLE = frozenset(
         ClientError.NETWORK_EXCEPTION,
     }
 )
+
+PATIENCE = 1.0
+"""Seconds that a refusal stands before it is the answer: another broker of the list may answer meanwhile, or this one at
+the next try."""
 
 UNKNOWN_TOPIC = frozenset(
     {ClientError.UNKNOWN_TOPIC_OR_PART, ClientError._UNKNOWN_TOPIC, ClientError._UNKNOWN_PARTITION}
@@ -78,6 +85,8 @@ class Connection:
         """``owned`` overrides the user's ``kafka``, which overrides ``defaults``."""
         self.servers = servers(kafka)
         self.trouble: ClientError | None = None
+        self._kafka = kafka
+        self._refusal: tuple[ClientError, float] | None = None
         dropped = set(owned) | {ALIASES[name] for name in owned if name in ALIASES}
         # Nothing here is transactional: a marker would take an offset.
         dropped.add("transactional.id")
@@ -93,7 +102,21 @@ class Connection:
 
     def _note(self, error: ClientError) -> None:
         self.trouble = error
+        if is_refusal(error) and self._refusal is None:
+            self._refusal = error, time.monotonic()
         log.debug("%s: %s", self.servers, error.str())
+
+    def answered(self) -> None:
+        """A broker answered: what was refused before is over."""
+        self._refusal = None
+
+    def raise_refused(self, doing: str, since: float) -> None:
+        """Raise TrustError if a broker and this client do not trust each other, and nobody answered in time.
+
+        ``since``: when the waiting began (``time.monotonic``). librdkafka itself would go on trying for ever.
+        """
+        if self._refusal is not None and time.monotonic() > max(self._refusal[1], since) + PATIENCE:
+            raise trust_error(self._refusal[0], self._kafka, self.servers, doing)
 
     def raise_missing(self, topic: str) -> None:
         """Raise TopicMissing if the last trouble was that ``topic`` is not there (any more): waiting won't help."""
@@ -113,7 +136,11 @@ class Connection:
         cause = error.args[0] if isinstance(error, KafkaException) and error.args else error
         if not isinstance(cause, ClientError):
             return KafkaError(f"{doing} at {self.servers}: {cause}")
+        if is_refusal(cause):
+            return trust_error(cause, self._kafka, self.servers, doing)
         if cause.code() in UNREACHABLE:
+            if self._refusal is not None:
+                return trust_error(self._refusal[0], self._kafka, self.servers, doing)
             if self.trouble is None:
                 self.trouble = cause
             return self.unavailable(doing)

@@ -17,7 +17,7 @@ from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 
 from zync_assets.errors import DataLoss, TopicMissing
-from zync_assets.kafka.client import UNREACHABLE, Connection
+from zync_assets.kafka.client import PATIENCE, UNREACHABLE, Connection
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -101,10 +101,12 @@ def read_range(
             messages = consumer.consume(min(chunk, end - position), POLL)
             connection.raise_missing(topic)
             if not messages:
+                connection.raise_refused(doing, progress)
                 if time.monotonic() - progress > STALLED:
                     raise connection.unavailable(doing)
                 continue
             progress = time.monotonic()
+            connection.answered()
             if any(map(Message.error, messages)):
                 messages, reached = _split(messages, connection, topic, partition, position, end)
                 position = max(position, reached)
@@ -146,7 +148,7 @@ def check_range(consumer: Consumer, connection: Connection, topic: str, partitio
     """Raise DataLoss unless the partition still holds ``first`` and already holds ``end - 1``."""
     doing = f"reading {topic}/{partition} from offset {first}"
     try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=STALLED)
+        low, high = _watermarks(consumer, connection, topic, partition, doing)
     except KafkaException as error:
         failure = connection.error(error, doing, topic)
         if isinstance(failure, TopicMissing):
@@ -166,6 +168,23 @@ def check_range(consumer: Consumer, connection: Connection, topic: str, partitio
             f"{topic}/{partition} ends at offset {high}, before the wanted end {end}: "
             "it was truncated or created again; start a new pool for it if that is meant"
         )
+
+
+def _watermarks(consumer: Consumer, connection: Connection, topic: str, partition: int, doing: str) -> tuple[int, int]:
+    """The partition's watermarks. While a broker is waited for, what it reports is looked at."""
+    began = time.monotonic()
+    while True:
+        try:
+            found = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE)
+        except KafkaException as error:
+            if error.args[0].code() not in UNREACHABLE or time.monotonic() - began > STALLED:
+                raise
+            # Serves the callbacks: nothing is assigned yet that it could return.
+            consumer.poll(0)
+            connection.raise_refused(doing, began)
+        else:
+            connection.answered()
+            return found
 
 
 class _Columns:

@@ -33,6 +33,9 @@ T = TypeVar("T")
 WAIT = 10.0
 """Seconds that a broker has to answer."""
 
+LOOK = 0.1
+"""Seconds between two looks at what went wrong, while an answer is waited for."""
+
 _admins: dict[tuple[int, frozenset[tuple[str, str]]], _Admin] = {}
 _admins_lock = threading.Lock()
 
@@ -145,7 +148,7 @@ def create_topic(
     new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
     for _, future in ask(lambda admin, left: admin.create_topics([new], request_timeout=left)):
         try:
-            future.result(ask.left() + 1)
+            ask.result(future)
         except KafkaException as error:
             if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
                 raise ask.connection.error(error, ask.doing) from None
@@ -240,7 +243,8 @@ class _Question:
         self.connection.trouble = None
         self.servers = self.connection.servers
         self.doing = doing
-        self._deadline = time.monotonic() + timeout
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout
 
     def left(self) -> float:
         """Seconds to the deadline, at least a tenth."""
@@ -256,7 +260,7 @@ class _Question:
 
     def answer(self, future: Future[T], topic: str) -> T:
         try:
-            return future.result(self.left() + 1)
+            found = self.result(future)
         except KafkaException as error:
             self._admin.client.poll(0)
             said = self.connection.error(error, self.doing, topic)
@@ -266,6 +270,20 @@ class _Question:
         except FutureTimeout:
             self._admin.client.poll(0)
             raise self.connection.unavailable(self.doing) from None
+        self.connection.answered()
+        return found
+
+    def result(self, future: Future[T]) -> T:
+        """The answer; TrustError as soon as it is plain that none will come, FutureTimeout after the deadline."""
+        give_up = time.monotonic() + self.left() + 1
+        while True:
+            try:
+                return future.result(LOOK)
+            except FutureTimeout:
+                self._admin.client.poll(0)
+                self.connection.raise_refused(self.doing, self._began)
+                if time.monotonic() > give_up:
+                    raise
 
     def until_led(self, question: Callable[[], T]) -> T:
         """Ask again, up to the deadline, while a partition is between two leaders: one that was just added, or whose

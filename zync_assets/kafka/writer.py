@@ -200,15 +200,17 @@ class _Writer:
             self._producer.poll(0)
 
     def _wait(self) -> None:
-        """Wait for a report; BrokerUnavailable if there is none for too long."""
-        give_up = time.monotonic() + STALLED
+        """Wait for a report; BrokerUnavailable if there is none for too long, TrustError if none can come."""
+        began = time.monotonic()
         before = self.confirmed
         while self.confirmed == before:
             self._serve(0.2)
-            if time.monotonic() > give_up:
+            self._connection.raise_refused(self._doing, began)
+            if time.monotonic() - began > STALLED:
                 raise BrokerUnavailable(
                     f"{self._connection.unavailable(self._doing)}; records up to offset {self.confirmed} are written"
                 )
+        self._connection.answered()
 
     def _serve(self, timeout: float) -> None:
         try:

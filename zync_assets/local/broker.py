@@ -23,7 +23,6 @@ SETTINGS = {
     "process.roles": "broker,controller",
     "node.id": "1",
     "controller.listener.names": "CONTROLLER",
-    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
     "log.dirs": "data",
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
@@ -41,13 +40,18 @@ SETTINGS = {
 
 
 def prepare(folder: Path, *, java: Path, jars: Path, port: int, controller_port: int, extra: Mapping[str, str]) -> None:
-    """Write the broker's settings for these ports and format its storage where that was not done."""
+    """Write the broker's settings for these ports and format its storage where that was not done.
+
+    Listeners in ``extra`` are added to the broker's own plain one.
+    """
     addresses = {
         "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
         "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
         "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
     }
-    settings = {**SETTINGS, **extra, **addresses}
+    more = {name: f"{own},{extra[name]}" for name, own in addresses.items() if name in extra}
+    settings = {**SETTINGS, **extra, **addresses, **more}
     (folder / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     done = folder / "formatted"
     if done.exists():
