@@ -32,13 +32,15 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     where the topic is compacted. Raises BrokerUnavailable, RegistryError.
     """
     pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
+    # Each before what is ahead of it: the pipeline may be at work, and must not look like damage.
+    done = open_published(pipeline.lake, pool, topic)
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if found else 0
     state = staging.open_staging(pipeline.lake, pool)
     position = state.head.outputs.get((topic, 0)) if state else None
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
     numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
-    found = topic_states(pipeline.kafka, [topic]).get(topic)
-    done = open_published(pipeline.lake, pool, topic)
     if found is None:
         gone = done.topic_known() or position.topic_id is not None
         problems = [f"topic {topic} was published to and is gone"] if gone else []
@@ -46,8 +48,8 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     problems = list(_identity_problems(found, position, done))
     if not problems:
         try:
-            problems += _watermark_problems(pipeline, topic, position, done, numbers)
-            problems += _content_problems(pipeline, state, found, position, ranges, numbers)
+            problems += _watermark_problems(high, position, done, numbers)
+            problems += _content_problems(pipeline, state, found, high, position, ranges, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
@@ -66,9 +68,8 @@ def _identity_problems(found: TopicState, position: OutputPosition, done: Publis
 
 
 def _watermark_problems(
-    pipeline: Pipeline, topic: str, position: OutputPosition, done: Published, numbers: dict[str, Number]
+    high: int, position: OutputPosition, done: Published, numbers: dict[str, Number]
 ) -> Iterator[str]:
-    high = high_watermark(pipeline.kafka, topic, 0)
     numbers |= {"high_watermark": high, "lag": max(0, position.next - high)}
     if high > position.next:
         yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
@@ -80,20 +81,21 @@ def _content_problems(
     pipeline: Pipeline,
     state: StagingState,
     found: TopicState,
+    high: int,
     position: OutputPosition,
     ranges: Iterable[OffsetRange] | None,
     numbers: dict[str, Number],
 ) -> Iterator[str]:
-    mark = found.partitions[0]
-    first = max(position.base, mark.low)
-    whole = [OffsetRange(0, first, max(first, min(position.next, mark.end)))]
+    first = max(position.base, found.partitions[0].low)
+    whole = [OffsetRange(0, first, max(first, min(position.next, high)))]
     parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
     gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
     staged = staged_topic(state, found.topic, pipeline.registry)
     compared, compacted = 0, 0
     for part in parts:
         ours = _Ahead(encoded_rows(staged, part.first, part.end))
-        theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end)
+        # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
+        theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end, uncommitted=True)
         for mine, other in _side_by_side(ours, theirs, part):
             offsets = integers(other.column("offset"))
             missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)

@@ -30,7 +30,7 @@ RECORD_SCHEMA = pa.schema(
         pa.field("value", pa.binary()),
     ]
 )
-"""``timestamp``: milliseconds since the epoch, null where the record has none. ``headers``: null where there
+"""``timestamp``: milliseconds since the epoch, null where the record has none (see ``timestamps``). ``headers``: null where there
 are none. ``key`` and ``value`` are the record's bytes; null and empty differ, and a null value is a
 tombstone."""
 
@@ -40,6 +40,9 @@ STALLED = 60.0
 CHUNK = 1000
 """Messages asked for at once: large enough that a call costs nothing, small enough to see how large they
 are."""
+
+LATEST = 253_402_300_799_999
+"""The last millisecond of the year 9999."""
 
 POLL = 0.05
 """Seconds that one call waits for a chunk to fill."""
@@ -79,18 +82,20 @@ def read_range(
     *,
     batch_records: int = 50_000,
     batch_bytes: int = 64 << 20,
+    uncommitted: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """The visible records with ``first <= offset < end``, as batches of RECORD_SCHEMA, in order.
 
     A batch has up to ``batch_records`` records, and little more than ``batch_bytes`` of keys and values.
-    ``end`` must not be past the partition's last stable offset at the time of the call.
+    ``end`` must not be past the partition's last stable offset at the time of the call; with ``uncommitted``, which
+    shows the records of open and of aborted transactions too, not past its high watermark.
 
     Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without progress.
     """
     if first >= end:
         return
     doing = f"reading {topic}/{partition} from offset {first}"
-    with open_consumer(kafka, doing) as (consumer, connection):
+    with open_consumer(kafka, doing, uncommitted=uncommitted) as (consumer, connection):
         check_range(consumer, connection, topic, partition, first, end)
         consumer.assign([TopicPartition(topic, partition, first)])
         columns = _Columns()
@@ -128,9 +133,12 @@ def read_range(
 
 
 @contextmanager
-def open_consumer(kafka: Mapping[str, str], doing: str) -> Generator[tuple[Consumer, Connection]]:
+def open_consumer(
+    kafka: Mapping[str, str], doing: str, *, uncommitted: bool = False
+) -> Generator[tuple[Consumer, Connection]]:
     """A consumer that commits nothing and resets nothing, closed at the end."""
-    connection = Connection(kafka, {**TUNING, **_PROMISES}, _GROUP)
+    isolation = {"isolation.level": "read_uncommitted"} if uncommitted else {}
+    connection = Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _GROUP)
     try:
         consumer = Consumer(connection.properties)
     except (KafkaException, ValueError) as error:
@@ -160,8 +168,7 @@ def check_range(consumer: Consumer, connection: Connection, topic: str, partitio
     if first < low:
         raise DataLoss(
             f"records of {topic}/{partition} are gone that were not read: wanted from offset {first}, "
-            f"the topic begins at {low}; set on-data-loss: continue on the input to go on at {low}, "
-            "and raise the topic's retention"
+            f"the topic begins at {low}; raise its retention, and set on-data-loss: continue on the input to go on at {low}"
         )
     if end > high:
         raise DataLoss(
@@ -238,9 +245,9 @@ class _Columns:
 
 
 def timestamps(pairs: Sequence[tuple[int, int]]) -> pa.Array:
-    """librdkafka's (type, milliseconds) as int64; null where the type is "not available" or the time is
-    -1."""
-    return pa.array([time if kind and time >= 0 else None for kind, time in pairs], pa.int64())
+    """librdkafka's (type, milliseconds) as int64; null where the type is "not available", the time is -1 (or before 1970), or
+    past the year 9999, which few readers of a table can tell."""
+    return pa.array([time if kind and 0 <= time <= LATEST else None for kind, time in pairs], pa.int64())
 
 
 def headers_array(headers: Sequence[Sequence[tuple[str, bytes | None]] | None]) -> pa.Array:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -179,6 +180,18 @@ def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
 def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
     """The topic's ``max.message.bytes``: the size in bytes of the largest record batch that it takes."""
     return int(_setting(kafka, topic, "max.message.bytes"))
+
+
+def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int]:
+    """The ``max.message.bytes`` of those ``topics`` that are there and whose configuration may be seen; none where no broker
+    answers in time."""
+    ask = _Question(kafka, f"asking for the configuration of {_listed(topics)}", timeout)
+    resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
+    found: dict[str, int] = {}
+    for resource, future in ask(lambda admin, left: admin.describe_configs(resources, request_timeout=left)):
+        with suppress(KafkaError):
+            found[str(resource.name)] = int(ask.answer(future, str(resource.name))["max.message.bytes"].value)
+    return found
 
 
 def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:

@@ -25,7 +25,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import high_watermark, max_message_bytes, topic_state
+from zync_assets.kafka.topics import high_watermark, max_message_bytes
 
 STALLED = 120.0
 """Seconds without a delivery after which the broker counts as gone."""
@@ -265,11 +265,12 @@ class _Writer:
 def _first_difference(kafka: Mapping[str, str], topic: str, partition: int, chunk: _Chunk) -> int:
     """The first offset from the chunk's on at which the topic holds another record than the chunk does."""
     ours = list(_contents(chunk.records))
-    ends = {state.partition: state.end for state in topic_state(kafka, topic).partitions}
+    end = min(high_watermark(kafka, topic, partition), chunk.end)
     place = chunk.first
-    for batch in read_range(kafka, topic, partition, chunk.first, min(ends[partition], chunk.end)):
+    # The records of somebody else's transaction are foreign whether it is over or not.
+    for batch in read_range(kafka, topic, partition, chunk.first, end, uncommitted=True):
         for offset, record in zip(batch["offset"].to_pylist(), _contents(batch), strict=True):
-            # A transaction of somebody else takes offsets without showing a record.
+            # A transaction's marker takes an offset and shows no record.
             if offset != place or record != ours[place - chunk.first]:
                 return place
             place += 1
@@ -301,6 +302,16 @@ def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         owners = pc.call_function("list_parent_indices", [headers]).to_numpy(zero_copy_only=False)
         np.add.at(sizes, owners, _lengths(keys) + _lengths(values) + 10)
     return sizes
+
+
+def check_sizes(
+    kafka: Mapping[str, str], topic: str, partition: int, first: int, batches: Iterable[pa.RecordBatch]
+) -> None:
+    """RecordTooLarge if any of the records that are to be written from offset ``first`` on is larger than the topic takes."""
+    limit = max_message_bytes(kafka, topic)
+    for batch in batches:
+        _check_sizes(batch, topic, partition, first, limit)
+        first += len(batch)
 
 
 def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:

@@ -139,7 +139,7 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
     records, last, reached = 0, -1, None
     with pq.ParquetWriter(full, kept, filesystem=system, compression="snappy") as writer:
         for item in run:
-            for batch in _open(uri, item).iter_batches(_BATCH):
+            for batch in storage.read_batches(_open(uri, item), _BATCH):
                 made = _conformed(batch, kept, reached)
                 offsets = pc.struct_field(made.column("kafka"), "offset").to_numpy()
                 if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():

@@ -41,7 +41,7 @@ def _read(uri: str, wanted: Sequence[int], columns: Sequence[str]) -> dict[int, 
         present = [name for name in ("kafka", *columns) if name in file.schema_arrow.names]
         places = pa.array(wanted, pa.int64())
         found: dict[int, dict[str, Any]] = {}
-        for batch in file.iter_batches(20_000, row_groups=groups, columns=present):
+        for batch in storage.read_batches(file, 20_000, present, groups):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             for row in batch.filter(pc.is_in(offsets, places)).to_pylist(maps_as_pydicts="lossy"):
                 found[row["kafka"]["offset"]] = row

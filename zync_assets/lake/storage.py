@@ -12,11 +12,17 @@ legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import fs
 
 from zync_assets.errors import LakeError
+
+BATCH_BYTES = 64 << 20
+"""Bytes of a Parquet file's rows, before compression, that are read at once."""
 
 
 def join(base: str, *parts: str) -> str:
@@ -70,6 +76,19 @@ def file_size(uri: str) -> int:
     if info.type != fs.FileType.File:
         raise LakeError(f"file {uri} is not there")
     return int(info.size or 0)
+
+
+def read_batches(
+    file: pq.ParquetFile, most: int, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, or of some row groups, in batches of ``most`` rows at the most, fewer where they are large:
+    a batch has some 64 MiB."""
+    footer = file.metadata
+    places = range(footer.num_row_groups) if groups is None else groups
+    sizes = [(footer.row_group(place).total_byte_size, footer.row_group(place).num_rows) for place in places]
+    mean = max((size / rows for size, rows in sizes if rows), default=1.0)
+    count = max(1, min(most, int(BATCH_BYTES / max(1.0, mean))))
+    yield from file.iter_batches(count, row_groups=None if groups is None else list(groups), columns=columns)
 
 
 def list_files(uri: str, suffix: str) -> list[str]:

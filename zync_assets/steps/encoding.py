@@ -180,7 +180,7 @@ def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]
         system, path = storage.filesystem(storage.join(staged.uri, item.path))
         source = pq.ParquetFile(path, filesystem=system)
         present = [name for name in names if name in source.schema_arrow.names]
-        for batch in source.iter_batches(BATCH_RECORDS, columns=present):
+        for batch in storage.read_batches(source, BATCH_RECORDS, present):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))
             kept = batch.filter(inside)

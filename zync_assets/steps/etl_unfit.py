@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.etl.encodable import odd_sql, size_sql
-from zync_assets.kafka.topics import max_message_bytes, topic_states
+from zync_assets.kafka.topics import known_limits
 from zync_assets.kafka.writer import batch_size
 from zync_assets.lake import staging
-from zync_assets.pipeline import Output, Pipeline
+from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import name_sql, text_sql
 from zync_assets.steps.etl_failures import Failure, Place
 from zync_assets.steps.outputs import OutputType
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LARGE = 1_000_000
 """Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less
-than that, and ``create`` does not say so, a record that is larger than it takes is found when it is published; raising
-``max.message.bytes`` lets it pass."""
+than that, and neither the topic's configuration can be seen nor does ``create`` say so, a record that is larger than it takes
+is found before its window is announced; raising ``max.message.bytes`` lets it pass."""
 
 
 class Unfit(Exception):
@@ -46,6 +46,7 @@ def suspect_sql(pipeline: Pipeline, types: Mapping[str, OutputType], present: Co
     from zync_assets.codecs.spark_types import spark_type
 
     cases: list[str] = []
+    limits = _limits(pipeline, types)
     for topic, kind in types.items():
         item = pipeline.output(topic)
         forms = {staging.key_column(topic): item.key.format, staging.value_column(topic): item.value.format}
@@ -57,7 +58,7 @@ def suspect_sql(pipeline: Pipeline, types: Mapping[str, OutputType], present: Co
         odd = [found for sql, type, form in sides if (found := odd_sql(sql, type, form)) is not None]
         sizes = " + ".join(size_sql(sql, type) for sql, type, _ in sides)
         if sizes:
-            odd.append(f"{sizes} > {min(LARGE, _created_limit(item) or LARGE)}")
+            odd.append(f"{sizes} > {min(LARGE, limits.get(topic, LARGE))}")
         if odd:
             cases.append(f"WHEN {text_sql(topic)} THEN {' OR '.join(f'coalesce({part}, false)' for part in odd)}")
     return f"CASE out {' '.join(cases)} ELSE false END" if cases else "false"
@@ -67,10 +68,11 @@ def check_outputs(pipeline: Pipeline, types: Mapping[str, OutputType], rows: Dat
     """Encode the suspect outputs among result rows. Raises Unfit where some can't be."""
     found: dict[Place, Failure] = {}
     present = rows.columns
+    limits = _limits(pipeline, types)
     for topic, kind in types.items():
         texts = {kind.target(rule).fingerprint: text for rule, text in kind.texts.items()}
         columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
-        limit = _limit(pipeline, pipeline.output(topic))
+        limit = limits.get(topic)
         asked = rows.where(f"kind = 'out' AND out = {text_sql(topic)} AND ({suspect})").selectExpr(
             "ord.place AS at_place",
             "ord.partition AS at_partition",
@@ -91,7 +93,9 @@ def check_outputs(pipeline: Pipeline, types: Mapping[str, OutputType], rows: Dat
             for batch in batches:
                 batch = batch.rename_columns([*batch.schema.names[:5], *columns])
                 errors = encoding_errors(topic, texts, columns, limit, batch)
-                kept = batch.select(["at_place", "at_partition", "at_offset", "rule"]).take(pa.array(sorted(errors)))
+                kept = batch.select(["at_place", "at_partition", "at_offset", "rule"]).take(
+                    pa.array(sorted(errors), pa.int64())
+                )
                 yield kept.append_column("error", pa.array([errors[index] for index in sorted(errors)], pa.string()))
 
         schema = "at_place int, at_partition int, at_offset long, rule string, error string"
@@ -127,13 +131,13 @@ def encoding_errors(
     return errors
 
 
-def _limit(pipeline: Pipeline, item: Output) -> int | None:
-    """The size that a topic takes; None where it is not there yet and the file does not say it."""
-    if item.topic in topic_states(pipeline.kafka, [item.topic]):
-        return max_message_bytes(pipeline.kafka, item.topic)
-    return _created_limit(item)
-
-
-def _created_limit(item: Output) -> int | None:
-    text = item.create.config.get("max.message.bytes", "") if item.create else ""
-    return int(text) if text.isdigit() else None
+def _limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
+    """The size that each topic takes, without those of which it is not known: what the topic says, else what ``create``
+    does."""
+    texts = {
+        name: item.create.config.get("max.message.bytes", "")
+        for name in topics
+        if (item := pipeline.output(name)).create
+    }
+    created = {name: int(text) for name, text in texts.items() if text.isdigit()}
+    return created | known_limits(pipeline.kafka, list(topics))

@@ -135,11 +135,7 @@ def plan_ingest(
     if found is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
     if state is not None and not state.made_from(found.topic_id):
-        raise TopicRecreated(
-            f"topic {topic} is another topic than the one that {item.pool}.{topic} was made from (its id is now"
-            f" {found.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
-            " and its outputs another staging pool and other topics."
-        )
+        raise _recreated(item, found)
     first = _first_offsets(pipeline, item, found, state)
     position = dict(state.next if state else {}) | first
     lost = _lost(item, found, position)
@@ -197,7 +193,13 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     attempt = quarantine.new_attempt()
     reading = Reading(batch.spark, lake, item, batch.source, _tasks(plan.ranges), _now(), known, attempt)
-    made = write_plain(reading) if item.shape is None else write_shaped(reading)
+    try:
+        made = write_plain(reading) if item.shape is None else write_shaped(reading)
+    except DataLoss:
+        # Before anything else is said of it: who accepts that retention takes records doesn't accept another topic's.
+        _check_identity(pipeline, plan)
+        raise
+    _check_identity(pipeline, plan)
     lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
     files, schema = made.files, made.schema
@@ -280,6 +282,25 @@ def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: Ra
         return {part.partition: part.end for part in fresh}
     at = offsets_at(pipeline.kafka, item.topic, item.start)
     return {part.partition: at.get(part.partition, part.end) for part in fresh}
+
+
+def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:
+    """TopicRecreated if the topic that was read is not the one that the plan was made for: offsets alone don't tell, since
+    the new one may have as many records."""
+    topic = plan.input.topic
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    if found is None:
+        raise TopicMissing(f"topic {topic} went away while it was read; nothing of the batch was committed.")
+    if found.topic_id != plan.topic_state.topic_id:
+        raise _recreated(plan.input, found)
+
+
+def _recreated(item: Input, found: TopicState) -> TopicRecreated:
+    return TopicRecreated(
+        f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
+        f" {found.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
+        " and its outputs another staging pool and other topics."
+    )
 
 
 def _is_behind(known: TopicState | None, state: RawState | None) -> bool:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from zync_assets.errors import CommitConflict
+from zync_assets.errors import CommitConflict, DataLoss
 from zync_assets.kafka.topics import TopicState, topic_states
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.steps.drop import drop_once
@@ -29,6 +29,9 @@ Guard = Callable[[Pipeline, PublishPlan], None]
 
 CONFLICTS = 5
 """How often in a row another writer may be first before a step gives up."""
+
+LOSSES = 5
+"""How often in a row retention may be faster than a read before ingest gives up."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -58,10 +61,22 @@ def ingest_all(
 def _ingest_once(
     pipeline: Pipeline, session: Session, topic: str, known: Mapping[str, TopicState]
 ) -> tuple[RawCommit | None, int]:
-    plan = plan_ingest(pipeline, topic, known=known)
-    if plan.nothing_to_do:
-        return None, 0
-    return commit_raw(pipeline, read_input(session(), pipeline, plan)), plan.lag
+    for _ in range(LOSSES):
+        plan = plan_ingest(pipeline, topic, known=known)
+        if plan.nothing_to_do:
+            return None, 0
+        try:
+            return commit_raw(pipeline, read_input(session(), pipeline, plan)), plan.lag
+        except DataLoss as error:
+            if plan.input.on_data_loss == "fail":
+                raise
+            # Accepted, and it came between the plan and the read: a new plan begins after it.
+            _log.warning("%s; going on after it", error)
+            known = topic_states(pipeline.kafka, [topic])
+    raise DataLoss(
+        f"topic {topic}: retention took records {LOSSES} times in a row while they were read; raise the topic's retention,"
+        " or run it more often."
+    )
 
 
 def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Iterator[EtlCommit]:

@@ -12,15 +12,17 @@ delivery must get the offset that staging gave it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, is_compacted, topic_states
-from zync_assets.kafka.writer import high_watermark, write_in_order
+from zync_assets.kafka.writer import check_sizes, high_watermark, write_in_order
 from zync_assets.lake import reading, staging
 from zync_assets.lake.published import Published, commit_published, open_published
 from zync_assets.lake.staging import OutputPosition, StagingState
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 WINDOW_RECORDS = 500_000
-"""Records that are announced, sent and counted as verified together."""
+WINDOW_BYTES = 128 << 20
+"""Records, and bytes of them, that are announced, sent and counted as verified together. They are in memory together, so
+that all of them are known to fit before any is announced."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,8 @@ class _Publisher:
             compacted = is_compacted(kafka, topic)
 
             def compare(_: int) -> tuple[int | None, int]:
-                theirs = read_range(kafka, topic, 0, first, high)
+                # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
+                theirs = read_range(kafka, topic, 0, first, high, uncommitted=True)
                 return first_difference(encoded_rows(staged, first, high), theirs, compacted=compacted)
 
             offset, equal = run_tasks(self.spark, 1, compare)[0]
@@ -280,11 +285,11 @@ class _Publisher:
         """Announce a window, send it, and go on; the last window is verified by a commit of its own."""
         at = first
         while at < end:
-            until = min(end, at + WINDOW_RECORDS)
-            self._commit(until, at)
-            crash_point("publish:window-announced")
-            run_tasks(self.spark, 1, self._window(at, until))
-            at = until
+            announced = run_tasks(self.spark, 1, self._window(at, end))[0]
+            self.state = open_published(self.pipeline.lake, self.plan.output.pool, self.topic)
+            if (self.state.window, self.state.verified) != (announced, at):
+                raise _overtaken(self.topic)
+            at = announced
             if progress is not None:
                 progress(at - first, end - first)
         if first < end or self.state.verified is None:
@@ -292,17 +297,28 @@ class _Publisher:
             crash_point("publish:window-closed")
 
     def _window(self, first: int, end: int) -> Callable[[int], int]:
-        """The task that sends one window, if it still is what was announced last: a publisher that took this one for dead,
-        since it did not begin for longer than ``settle``, has announced another. What that one sent is not foreign."""
-        staged, kafka = self.staged, self.kafka
+        """The task that announces and sends one window, from ``first`` up to ``end`` at the most, and says where it ended.
+
+        It encodes the window and measures its records before it announces it: one that can't be sent then leaves nothing
+        behind. Should a publisher that took this one for dead, since it did not begin for longer than ``settle``, have
+        announced another, what that one sent is not foreign."""
+        staged, kafka, topic_id = self.staged, self.kafka, self.topic_id
         lake, pool = self.pipeline.lake, self.plan.output.pool
+        known = (self.state.window, self.state.verified)
+        records, size = min(end - first, WINDOW_RECORDS), WINDOW_BYTES
 
         def work(_: int) -> int:
             _refuse_second_attempt(staged.topic)
+            rows = list(_bounded(encoded_rows(staged, first, first + records), size))
+            until = first + sum(len(batch) for batch in rows)
+            check_sizes(kafka, staged.topic, 0, first, rows)
             now = open_published(lake, pool, staged.topic)
-            if (now.window, now.verified) != (end, first):
-                raise CommitConflict(f"topic {staged.topic}: another publisher went on in place of this one; run again")
-            return write_in_order(kafka, staged.topic, 0, first, encoded_rows(staged, first, end))
+            if (now.window, now.verified) != known:
+                raise _overtaken(staged.topic)
+            commit_published(lake, pool, now, window=until, verified=first, topic_id=topic_id)
+            crash_point("publish:window-announced")
+            write_in_order(kafka, staged.topic, 0, first, rows)
+            return until
 
         return work
 
@@ -311,6 +327,19 @@ class _Publisher:
         self.state = commit_published(
             self.pipeline.lake, pool, self.state, window=window, verified=verified, topic_id=self.topic_id
         )
+
+
+def _bounded(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:
+    """The first of ``batches``, until they have ``size`` bytes."""
+    for batch in batches:
+        yield batch
+        size -= batch.nbytes
+        if size <= 0:
+            return
+
+
+def _overtaken(topic: str) -> CommitConflict:
+    return CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
 
 
 def _refuse_second_attempt(topic: str) -> None:

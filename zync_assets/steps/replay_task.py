@@ -133,7 +133,7 @@ class ReplayTask:
             system, path = storage.filesystem(uri)
             try:
                 with pq.ParquetFile(path, filesystem=system) as file:
-                    for batch in file.iter_batches(_ROWS, columns=["kafka", "key", "value", "stage"]):
+                    for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
                         offsets = pc.struct_field(batch.column("kafka"), "offset")
                         mine = pc.and_(
                             pc.is_in(offsets, wanted),

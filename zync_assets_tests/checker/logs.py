@@ -14,7 +14,8 @@ STALLED = 60.0
 
 @dataclass(frozen=True)
 class LogRecord:
-    """A record as it lies in Kafka. ``timestamp``: milliseconds since the epoch, None where it has none."""
+    """A record as it lies in Kafka. ``timestamp``: milliseconds since the epoch, None where it has none or one past the year
+    9999."""
 
     offset: int
     timestamp: int | None
@@ -83,7 +84,7 @@ def _record(message: Message) -> LogRecord:
     kind, millis = message.timestamp()
     return LogRecord(
         message.offset() or 0,
-        millis if kind and millis >= 0 else None,
+        millis if kind and 0 <= millis < 253_402_300_800_000 else None,
         message.key(),  # type: ignore[arg-type]
         message.value(),  # type: ignore[arg-type]
         tuple((str(name), value) for name, value in message.headers() or ()),  # type: ignore[misc]

@@ -181,7 +181,8 @@ def test_properties_of_the_user_do_not_change_what_is_read(kafka: dict[str, str]
 
 
 def test_a_record_without_a_timestamp_has_none() -> None:
-    assert reader.timestamps([(1, 5), (0, -1), (1, -1), (2, 0)]).to_pylist() == [5, None, None, 0]
+    found = reader.timestamps([(1, 5), (0, -1), (1, -1), (2, 0), (1, 2**62), (1, reader.LATEST)]).to_pylist()
+    assert found == [5, None, None, 0, None, reader.LATEST]
 
 
 def test_arguments_travel_to_a_worker() -> None:
