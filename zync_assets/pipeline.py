@@ -79,6 +79,8 @@ class Input:
     """What to do with records whose writer's schema has other columns than those that came before."""
     shape: RecordShape | None = None
     """What is made of every record before it reaches the raw pool."""
+    retention_ms: int | None = None
+    """How old, by its time, a raw record is before it may be removed; None: it is kept for ever."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import zync_assets
+from zync_assets import pipeline_file
 from zync_assets.lake import cleaning, compaction, fold, staging, tables
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.storage import raw_uri
@@ -143,6 +144,20 @@ def after_many_commits(rig: Rig) -> None:
         tables.commit(opened, [], {"tests": number})
 
 
+def past_their_time(rig: Rig) -> None:
+    """Raw records that are done and old, and an input that does not keep them."""
+    whole = list(changes(rig.shop, range(ORDERS), seed=7))
+    updates = [
+        item for item in whole if item[0] == rig.shop.status and isinstance(item[4], dict) and item[4]["op"] == "u"
+    ]
+    rig.produce(updates)
+    rig.run_here()
+    path = rig.shop.pipeline.path
+    path.write_text(path.read_text().replace("pool: Raw,", "pool: Raw, retention: 30d,"))
+    rig.shop.pipeline = pipeline_file.load(path)
+    rig.produce([item for item in whole if item not in updates])
+
+
 def after_a_crash(rig: Rig) -> None:
     """A publisher died with records in the topic that the next one must verify."""
     at_first(rig)
@@ -178,6 +193,8 @@ CASES: dict[str, Case] = {
     "compact:written": Case(with_many_raw_files),
     "compact:committed": Case(with_many_raw_files),
     "clean:done": Case(after_many_commits),
+    "retention:released": Case(past_their_time),
+    "retention:removed": Case(past_their_time),
     "publish:topic-created": Case(at_first),
     "publish:window-announced": Case(later),
     "publish:produced": Case(later, count=2),

@@ -43,7 +43,8 @@ def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
     files = raw_files(state)
     for key in sorted(keys):
         upcoming = state.next.get(key.partition, 0)
-        part = _clipped(key, state.first.get(key.partition, 0), upcoming)
+        low = max(state.first.get(key.partition, 0), state.kept.get(key.partition, 0))
+        part = _clipped(key, low, upcoming)
         rows = _count(state.opened.uri, [item for item in files if _meets(item, part)], part)
         found.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
     return found

@@ -112,11 +112,14 @@ class _Input:
         if table is None or self.position.seen > upcoming:
             yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
             return
-        if self.position.first != table.first.get(self.partition):
-            yield (
-                f"{name}: the account begins at offset {self.position.first},"
-                f" {pool}.{self.topic} at {table.first.get(self.partition)}"
-            )
+        kept = table.kept.get(self.partition, 0)
+        if self.position.seen < kept:
+            yield f"{name}: seen is {self.position.seen}, and retention took all below offset {kept}"
+            return
+        low = table.first.get(self.partition, -1)
+        # A pool that came after retention took something begins where the raw pool began then.
+        if self.position.first != low and not low < self.position.first <= kept:
+            yield (f"{name}: the account begins at offset {self.position.first}, {pool}.{self.topic} at {low}")
         for low, high in ((0, self.position.first), (self.position.seen, 1 << 62)):
             for offset in self.marks.between(self.topic, self.partition, low, high)[:1]:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
@@ -125,9 +128,14 @@ class _Input:
         aside = read_quarantine(self.pipeline.lake, pool, self.topic, table, [span]).offsets(self.partition)
         counts = np.zeros(len(CLASSES), np.int64)
         said: set[str] = set()
-        for first, end in self._windows(batch, whole):
+        told = 0
+        for first, end in self._windows(batch, whole, kept):
             quarantined = aside[(aside >= first) & (aside < end)]
             existing = np.union1d(held.between(first, end), quarantined)
+            told += len(existing)
+            if end <= kept:
+                # The records are gone; that they were there is told by what was made of them.
+                existing = np.union1d(existing, self.marks.between(self.topic, self.partition, first, end))
             classes = self.facts.classes(existing)
             counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
             for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):
@@ -137,17 +145,41 @@ class _Input:
         # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
         counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
         if whole:
+            removed = None
+            if self.position.first < kept:
+                counts = self._with_removed(counts)
+                # Of a pool that came later it isn't known how many of them it saw.
+                removed = table.removed.get(self.partition, 0) if self.position.first == low else None
             yield from (f"{name}: {text}" for text in self._counter_problems(counts))
+            if removed is not None and self.position.records != removed + told:
+                yield (
+                    f"{name}: {self.position.records} records were counted below seen; {told} are there, and retention took"
+                    f" {removed}"
+                )
         totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
 
-    def _windows(self, batch: Sequence[OffsetRange] | None, whole: bool) -> Iterator[tuple[int, int]]:
-        """Spans of a chunk's size, all of them or those that the batch touches."""
+    def _with_removed(self, counts: np.ndarray) -> np.ndarray:
+        """The counts of classes, where nothing is left of some records that made no output: those are believed."""
+        told = counts.copy()
+        for name in ("unmatched", "dropped"):
+            code = CLASSES.index(name)
+            counted = self.state.head.counts.get((self.topic, self.partition, name), 0)
+            told[code] = max(counted, counts[code])
+        return told
+
+    def _windows(self, batch: Sequence[OffsetRange] | None, whole: bool, kept: int) -> Iterator[tuple[int, int]]:
+        """Spans of a chunk's size, all of them or those that the batch touches; none reaches over ``kept``."""
         low, high = self.position.first, self.position.seen
-        spans = [(base, base + CHUNK) for base in range(low - low % CHUNK, high, CHUNK)]
+        spans = [
+            (first, end)
+            for base in range(low - low % CHUNK, high, CHUNK)
+            for first, end in ((base, min(base + CHUNK, kept)), (max(base, kept), base + CHUNK))
+            if first < end
+        ]
         marked = set(self.marks.chunks(self.topic, self.partition))
         for first, end in spans:
             span = OffsetRange(self.partition, max(first, low), min(end, high))
-            if whole or (first, end) in marked or touches(span, batch or ()):
+            if whole or (first - first % CHUNK, first - first % CHUNK + CHUNK) in marked or touches(span, batch or ()):
                 yield span.first, span.end
 
     def _window_problems(

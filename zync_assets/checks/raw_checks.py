@@ -85,6 +85,8 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
         numbers["quarantined"] = len(side.records)
         if state.left_out:
             numbers["left_out"] = sum(state.left_out.values())
+        if state.removed:
+            numbers["removed_by_retention"] = sum(state.removed.values())
         problems += _count_problems(state, side)
         for part in _ingested(state, ranges):
             mark = watermarks.get(part.partition)
@@ -94,7 +96,8 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
                     f"partition {part.partition} of topic {topic} ends at offset {end}, and up to offset {part.end}"
                     " was ingested: the topic has lost records"
                 )
-            first, end = max(part.first, mark.low if mark else 0), min(part.end, mark.end if mark else 0)
+            low = max(mark.low if mark else 0, state.kept.get(part.partition, 0))
+            first, end = max(part.first, low), min(part.end, mark.end if mark else 0)
             if first < end:
                 reader = _kafka_offsets(pipeline, topic, part.partition, first, end)
                 problems += _compare(state, side, OffsetRange(part.partition, first, end), reader, totals)
@@ -195,10 +198,12 @@ def _log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
             yield f"partition {partition}: next offset {end} is below the first, {state.first[partition]}"
     for item in files:
         low, end = state.first.get(item.partition or 0, 0), state.next.get(item.partition or 0, 0)
+        if not raw.is_replay(item):
+            low = max(low, state.kept.get(item.partition or 0, 0))
         if (item.first or 0) < low or (item.last or 0) >= end:
             yield (
                 f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
-                f" of which {low} to {end - 1} were ingested"
+                f" of which {low} to {end - 1} were ingested and kept"
             )
 
 

@@ -25,7 +25,7 @@ TIMEOUT = 5.0
 
 CLASSES = ("done", "pending", "unmatched", "dropped")
 INPUT_COLUMNS = (
-    *("topic", "partition", "pool", "low", "end", "next", "lag", "staging", "seen", "new", "cursor"),
+    *("topic", "partition", "pool", "low", "end", "kept", "next", "lag", "staging", "seen", "new", "cursor"),
     *CLASSES,
     "quarantined",
     "way",
@@ -41,9 +41,10 @@ Row = dict[str, object]
 def status(pipeline: Path, fmt: Format) -> None:
     """Show how far every topic and partition of the file PIPELINE is.
 
-    Inputs: low and end of the topic, next offset to ingest, lag from there to the end; per staging pool the next offset
-    that ETL will look at (seen), offsets from there to next (new), the lowest pending offset, else seen (cursor), and
-    how many records are in each class. Outputs: base and next number in staging, how many offsets are published, lag.
+    Inputs: low and end of the topic, first offset that the raw pool keeps, next offset to ingest, lag from there to the
+    end; per staging pool the next offset that ETL will look at (seen), offsets from there to next (new), the lowest
+    pending offset, else seen (cursor), and how many records are in each class. Outputs: base and next number in staging,
+    how many offsets are published, lag.
 
     Both: the way of keys and values, column by column (native), or record by record (fastavro, python).
 
@@ -94,6 +95,7 @@ def input_rows(
             upcoming = table.next.get(partition) if table else None
             row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "staging": pool, "way": way}
             row |= {"low": mark.low, "end": mark.end} if mark else {}
+            row["kept"] = _kept(table, partition)
             row["next"] = upcoming
             if mark:
                 row["lag"] = max(0, mark.end - (mark.low if upcoming is None else upcoming))
@@ -108,6 +110,11 @@ def input_rows(
                 row |= {"seen": position.seen, "cursor": cursors.get(partition, position.seen)}
                 row |= {name: head.counts.get((item.topic, partition, name), 0) for name in CLASSES}
             yield row
+
+
+def _kept(table: RawState | None, partition: int) -> int | None:
+    """Where the raw table begins now."""
+    return None if table is None else table.kept.get(partition, table.first.get(partition))
 
 
 def _aside(pipeline: Pipeline, item: Input, table: RawState | None) -> list[tuple[int, int]]:

@@ -52,9 +52,17 @@ def pending(pipeline: Path, fmt: Format) -> None:
 def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show which raw records made the output at OFFSET of the output topic TOPIC.
 
-    The first row is the output itself. Starts no JVM.
+    The first row is the output itself. Of a raw record that retention took, only its place is known. Starts no JVM.
     """
-    print_rows(trace_rows(load(pipeline), topic, partition, offset), TRACE_COLUMNS, fmt)
+    loaded = load(pipeline)
+    rows = trace_rows(loaded, topic, partition, offset)
+    for row in rows[1:]:
+        if row["time"] is None:
+            click.echo(
+                f"note: {_why_gone(loaded, str(row['topic']), int(str(row['partition'])), int(str(row['offset'])))}",
+                err=True,
+            )
+    print_rows(rows, TRACE_COLUMNS, fmt)
 
 
 def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
@@ -136,6 +144,19 @@ def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
         "key": row.get("key"),
         "value": row.get("value"),
     }
+
+
+def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
+    """Why a raw record that made an output is not there."""
+    place = f"the record at offset {offset} of {topic}, partition {partition},"
+    pools = {item.topic: item.pool for item in pipeline.inputs}
+    if topic not in pools:
+        return f"{place} can't be shown: {topic} is no input of {pipeline.path} any more"
+    table = raw.open_raw(pipeline.lake, pools[topic], topic)
+    kept = table.kept.get(partition, 0) if table else 0
+    if offset < kept:
+        return f"{place} is removed: by retention, {pools[topic]}.{topic} begins at offset {kept} now"
+    return f"{place} is not in {pools[topic]}.{topic}; run zync check"
 
 
 def _role(pipeline: Pipeline, name: str, topic: str) -> str:

@@ -32,20 +32,24 @@ _NUMBER = "zync:compacted"
 _BATCH = 50_000
 
 
-def due(files: Iterable[DataFile]) -> list[list[DataFile]]:
-    """Runs of neighbours that are worth a file of their own. The account and replays stay as they are."""
+def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFile]]:
+    """Runs of neighbours that are worth a file of their own. The account and replays stay as they are.
+
+    ``span``: milliseconds between the times of a run's records at the most, where old ones are to go, file by file.
+    """
     found: list[list[DataFile]] = []
     own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
     own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
     for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
-        found += [run for run in _cut(list(neighbours)) if len(run) >= FILES]
+        found += [run for run in _cut(list(neighbours), span) if len(run) >= FILES]
     return found
 
 
-def _cut(neighbours: Sequence[DataFile]) -> Iterator[list[DataFile]]:
+def _cut(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[DataFile]]:
     run: list[DataFile] = []
     for item in neighbours:
-        if run and sum(each.records for each in run) + item.records > MAX_RECORDS:
+        apart = span is not None and bool(run) and (item.max_time or 0) - (run[0].min_time or 0) > span
+        if run and (apart or sum(each.records for each in run) + item.records > MAX_RECORDS):
             yield run
             run = []
         run.append(item)

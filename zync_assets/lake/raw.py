@@ -9,6 +9,9 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:began:<partition>   where the last batch that took offsets of it began
     zync:attempt:<partition> which attempt at that batch was committed, of those in the quarantine (``quarantine``); 0: one
                              that put nothing there
+    zync:kept:<partition>    below this offset retention took the records (``retention``); what replays brought stays
+    zync:removed:<partition>  how many records that was
+    zync:reached:<partition>  the highest time of them
     zync:partitions          how many partitions have those above
     zync:schemas:<side>      how many writer schemas of keys or of values have the four below
     zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order in which they came; -1: it has none
@@ -77,6 +80,12 @@ class RawState:
     """Partition → where its last batch began."""
     attempt: Mapping[int, int] = field(default_factory=dict)
     """Partition → the attempt that was its last batch."""
+    kept: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the first offset that retention left, where it took some."""
+    removed: Mapping[int, int] = field(default_factory=dict)
+    """Partition → records that retention took, ever."""
+    reached: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the highest time of what retention took, milliseconds since the epoch."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -115,7 +124,8 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
         return {p: n for p, n in numbers.items() if n is not None}
 
     bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
-    return RawState(opened, of("first"), of("next"), bad, replays, of("left-out"), of("began"), of("attempt"))
+    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached")]
+    return RawState(opened, of("first"), of("next"), bad, replays, *more)
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
@@ -151,14 +161,19 @@ def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[n
     return {partition: np.sort(np.concatenate(parts)) for partition, parts in found.items()}
 
 
-def is_held(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of some offsets, sorted, the table has a record of. Only files with gaps are read, one column of them."""
+def is_held(
+    state: RawState, partition: int, offsets: npt.NDArray[np.int64], released: int = 0
+) -> npt.NDArray[np.bool_]:
+    """Which of some offsets, sorted, the table has a record of. Only files with gaps are read, one column of them.
+
+    Below ``released`` only what replays brought counts: the rest may be removed at any moment.
+    """
     held = np.zeros(len(offsets), dtype=np.bool_)
     if not len(offsets):
         return held
     for item in raw_files(state, [OffsetRange(partition, int(offsets[0]), int(offsets[-1]) + 1)]):
         low, high = item.first or 0, item.last or 0
-        one, other = np.searchsorted(offsets, [low, high + 1])
+        one, other = np.searchsorted(offsets, [low if is_replay(item) else max(low, released), high + 1])
         if one < other and item.records == high - low + 1:
             held[one:other] = True
         elif one < other:
@@ -255,11 +270,12 @@ def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) ->
     return numbers
 
 
-def carried_times(files: Sequence[DataFile]) -> dict[str, int]:
+def carried_times(files: Sequence[DataFile], reached: Mapping[int, int] | None = None) -> dict[str, int]:
     """File path → the highest record time of its partition before it, only where that is above the file's lowest.
 
     Ingest writes a running maximum within a file; across files the log's statistics have it.
-    ``files`` are all files of the table, sorted by partition and offset. A replay's records have their final time.
+    ``files`` are all files of the table, sorted by partition and offset; ``reached``: partition → the highest time of
+    those that retention took. A replay's records have their final time.
     """
     carried: dict[str, int] = {}
     partition, highest = None, None
@@ -267,7 +283,7 @@ def carried_times(files: Sequence[DataFile]) -> dict[str, int]:
         if is_replay(item):
             continue
         if item.partition != partition:
-            partition, highest = item.partition, None
+            partition, highest = item.partition, (reached or {}).get(item.partition or 0)
         if highest is not None and item.min_time is not None and item.min_time < highest:
             carried[item.path] = highest
         if item.max_time is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,8 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     partition. A side that has no type yet is void."""
     parts = list(ranges)
     every, files = raw_files(state), raw_files(state, parts)
-    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
+    carried = carried_times(every, state.reached)
+    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), carried, files)
     # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
     return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
 
@@ -70,7 +71,8 @@ def records_at(spark: SparkSession, state: RawState, places: DataFrame) -> DataF
     rows = places.selectExpr("partition", f"first DIV {SPAN} AS span").distinct().collect()
     spans = [OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN) for row in rows]
     every, files = raw_files(state), raw_files(state, spans)
-    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), every, files)
+    carried = carried_times(every, state.reached)
+    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), carried, files)
     from pyspark.sql import functions as F
 
     wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
@@ -107,13 +109,12 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
 
 
 def _with_time(
-    spark: SparkSession, frame: DataFrame, every: Sequence[DataFile], files: Sequence[DataFile]
+    spark: SparkSession, frame: DataFrame, carried: Mapping[str, int], files: Sequence[DataFile]
 ) -> DataFrame:
     """Ingest wrote a running maximum within a file; where an earlier file of the partition reaches past a file's lowest
     time, that maximum holds here too."""
     from pyspark.sql import functions as F
 
-    carried = carried_times(every)
     rows = [
         (item.partition, item.first, item.last, carried[item.path] / 1000) for item in files if item.path in carried
     ]

@@ -6,7 +6,8 @@ Files lie in three groups (the table's partition column is ``topic``):
     topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
-Every commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict.
+Every batch's commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict. A commit that lets go of
+raw records (``released``) sets it to the number that it is, so that it conflicts with a batch that may still want them.
 
 The account column:
 
@@ -157,6 +158,10 @@ class StagingState:
     def ledger_files(self) -> list[DataFile]:
         return [item for item in self.files if item.group == ACCOUNT and not item.path.startswith(_HEAD)]
 
+    def released(self, topic: str, partition: int) -> int:
+        """Below this offset raw records, but for those of replays, may be removed: no batch looks at them again."""
+        return self.opened.number(f"zync:released:{topic}:{partition}") or 0
+
     def uri(self, item: DataFile) -> str:
         return storage.join(self.opened.uri, item.path)
 
@@ -223,6 +228,17 @@ def commit_batch(
         raise CommitConflict(f"table {uri}: another writer committed first; run again")
     tables.commit(opened, all_files, numbers, removed=[*removed, *old_heads], partition_by=["topic"])
     crash_point("etl:committed")
+
+
+def release(state: StagingState, topic: str, until: Mapping[int, int]) -> None:
+    """Let go of a topic's raw records below an offset a partition, before they are removed.
+
+    Raises CommitConflict if a batch was committed since ``state`` was opened: it may want them.
+    """
+    later = {p: offset for p, offset in until.items() if offset > state.released(topic, p)}
+    if later:
+        numbers = {f"zync:released:{topic}:{p}": offset for p, offset in later.items()}
+        tables.commit(state.opened, [], {**numbers, "zync:batch": state.head.batch}, partition_by=["topic"])
 
 
 def staged_file(uri: str, path: str, group: str) -> DataFile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ from zync_assets.errors import Problem
 from zync_assets.pipeline_file.source import Entry, Items, Node, Scalar, Table
 
 Choice = TypeVar("Choice", bound=str)
+
+_MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -146,6 +150,17 @@ class Fields:
             self.problem(key, "must be a number that is not negative")
             return None
         return float(value)
+
+    def duration(self, key: str) -> int | None:
+        """A time such as 30d, in milliseconds."""
+        text = self.text(key) if key in self else None
+        if text is None:
+            return None
+        match = _DURATION.fullmatch(text.strip())
+        if match is None or not int(match[1]):
+            self.problem(key, "must be a time, such as 90m, 12h, 30d or 8w")
+            return None
+        return int(match[1]) * _MILLIS[match[2]]
 
     def table(self, key: str) -> Table | None:
         node = self.node(key)

@@ -27,7 +27,7 @@ from zync_assets.pipeline_file.source import Items, Scalar
 
 _FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
 _LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
-_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape")
+_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape", "retention")
 _SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", "shape", *_SUBJECT_KEYS)
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
@@ -59,6 +59,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         on_data_loss = item.choice("on-data-loss", get_args(OnDataLoss))
         on_bad_record, max_bad_records = _bad_records(item)
         on_schema_change = _on_schema_change(item, key, value)
+        retention = item.duration("retention")
         _one_spelling(item, pool, pools)
         if topic is None:
             continue
@@ -86,6 +87,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
                 max_bad_records,
                 on_schema_change,
                 shape,
+                retention,
             )
             if good
             else None

@@ -100,7 +100,8 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             ranges[topic] = ()
             continue
         _check_table(pool, head, topic, found)
-        ranges[topic] = tuple(new_ranges({**found.first, **head.seen(topic)}, found.next))
+        _check_kept(pool, head, topic, found)
+        ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
@@ -117,6 +118,19 @@ def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {item.seen} from another raw"
                 f" table than {found.opened.uri}, which was made since. Put the old table back, or begin anew: give this"
                 " input's outputs another staging pool and other topics."
+            )
+
+
+def _check_kept(pool: str, head: Head, topic: str, found: RawState) -> None:
+    """What retention took before it was looked at is lost; another pipeline file must have said so."""
+    for partition, seen in head.seen(topic).items():
+        kept = found.kept.get(partition, 0)
+        if seen < kept:
+            raise EtlError(
+                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
+                f" {found.opened.uri} begins at offset {kept}: retention took what is between, by a pipeline file that does"
+                " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
+                " another staging pool and other topics, and let one file name all pools that read the input."
             )
 
 

@@ -28,6 +28,7 @@ from zync_assets.steps.etl_positions import new_counts, next_head, output_positi
 from zync_assets.steps.etl_undecoded import quarantined, undecoded_rows
 from zync_assets.steps.etl_unfit import check_outputs, suspect_sql
 from zync_assets.steps.outputs import OutputType, output_types
+from zync_assets.steps.retention import keep_short
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class EtlRun:
         finally:
             rows.unpersist()
         keep_up(self.spark, plan.state.opened if plan.state else None)
+        for topic, known in plan.raw.items():
+            keep_short(self.pipeline, self.pipeline.input(topic), known)
         made = {
             topic: (OffsetRange(0, outputs[topic, 0].next, end),)
             for topic, end in ends.items()

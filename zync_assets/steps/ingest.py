@@ -30,6 +30,7 @@ from zync_assets.steps import schema_changes
 from zync_assets.steps.ingest_files import Reading, write_lost, write_plain
 from zync_assets.steps.quarantined import Held, admit
 from zync_assets.steps.raw_columns import added_fields
+from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, task_frame
@@ -242,7 +243,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     except CommitConflict:
         quarantine.withdraw(lake, pool, topic, bad)
         raise
-    keep_up(batch.spark, plan.state.opened if plan.state else None)
+    keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
+    keep_short(pipeline, item, plan.state)
     return RawCommit(
         topic,
         plan.ranges,

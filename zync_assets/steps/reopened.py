@@ -9,6 +9,7 @@ more as if they were new.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.steps.quarantined import Selection
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,18 @@ def reopen(
         if table is None:
             continue
         offsets = np.arange(item.part.first, item.part.end)
-        held = raw.is_held(table, item.part.partition, offsets)
+        held = raw.is_held(table, item.part.partition, offsets, state.released(item.topic, item.part.partition))
         for into, places in ((again, offsets[held]), (gone, offsets[~held])):
             into += [Taken(item.topic, item.kind, item.rule, part) for part in runs(item.part.partition, places)]
+    for topic in sorted({item.topic for item in gone}):
+        count = sum(item.records for item in gone if item.topic == topic)
+        _log.warning(
+            "pool %s: %d records of %s can't be looked at again: retention took them from the raw pool, and they count as"
+            " expired from now on",
+            pool,
+            count,
+            topic,
+        )
     return Reopening(tuple(again), tuple(gone), replays)
 
 

@@ -37,12 +37,14 @@ class Floors:
     firsts: npt.NDArray[np.int64]
     lowest: npt.NDArray[np.int64]
     """The lowest time in each."""
+    before: int = 0
+    """The highest time of what retention took, which lay before them."""
 
     def time(self, offset: int, reached: int, own: int | None) -> int:
         """The time of a record that comes into its place now. ``reached``: the time reached before it when it was read,
         0 if none was; ``own``: its timestamp."""
         at = int(np.searchsorted(self.lasts, offset)) - 1
-        floor = max(reached, int(self.highest[at]) if at >= 0 else 0)
+        floor = max(reached, int(self.highest[at]) if at >= 0 else 0, self.before)
         if floor:
             return floor
         after = int(np.searchsorted(self.firsts, offset))
@@ -58,7 +60,7 @@ def floors_of(state: RawState, wanted: Offsets) -> dict[int, Floors]:
             for name in ("last", "max_time", "first", "min_time")
         ]
         highest = np.maximum.accumulate(numbers[1]) if files else numbers[1]
-        floors[partition] = Floors(numbers[0], highest, numbers[2], numbers[3])
+        floors[partition] = Floors(numbers[0], highest, numbers[2], numbers[3], state.reached.get(partition, 0))
     return floors
 
 

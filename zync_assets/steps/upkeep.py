@@ -19,13 +19,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+SHARES = 8
+"""Files that hold what a retention keeps, at the least, where they are compacted."""
 
-def keep_up(spark: SparkSession, before: tables.Opened | None) -> None:
-    """Look after the table that a commit was made on; ``before`` is what it was opened as (None: it is new)."""
-    if before is None or not (compaction.due(before.files) or cleaning.is_due(before)):
+
+def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int | None = None) -> None:
+    """Look after the table that a commit was made on; ``before`` is what it was opened as (None: it is new).
+
+    ``retention_ms``: how long its records are kept; files of a share of that time go while their neighbours stay.
+    """
+    span = None if retention_ms is None else retention_ms // SHARES
+    if before is None or not (compaction.due(before.files, span) or cleaning.is_due(before)):
         return
     try:
-        compact(spark, before.uri)
+        compact(spark, before.uri, span)
         opened = tables.open_table(before.uri)
         if opened is not None and cleaning.is_due(opened):
             cleaning.clean(opened)
@@ -36,13 +43,16 @@ def keep_up(spark: SparkSession, before: tables.Opened | None) -> None:
         _log.warning("upkeep of table %s: %s", before.uri, error)
 
 
-def compact(spark: SparkSession, uri: str) -> int:
-    """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went.
+def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
+    """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went. ``span``: see
+    ``compaction.due``.
 
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """
     opened = tables.open_table(uri)
-    runs = [part for run in (compaction.due(opened.files) if opened else []) for part in compaction.alike(uri, run)]
+    runs = [
+        part for run in (compaction.due(opened.files, span) if opened else []) for part in compaction.alike(uri, run)
+    ]
     if opened is None or not runs:
         return 0
     schema = opened.schema

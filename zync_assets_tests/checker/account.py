@@ -82,6 +82,7 @@ def problems(
     seen = {(row["topic"], row["partition"]): row for row in staging.of("seen")}
     counted = {(row["topic"], row["partition"], row["rule"]): row["count"] for row in staging.of("counted")}
     found: Counter[tuple[str, int, str]] = Counter()
+    blind: set[tuple[str, int]] = set()
     for place in sorted({*seen, *accounts}):
         topic, partition = place
         raw, position, account = evidence.raw.get(topic), seen.get(place), accounts.get(place, Account())
@@ -91,25 +92,44 @@ def problems(
             continue
         yield from (f"{name}: {text}" for text in _cover(account, position))
         yield from (f"{name}: {text}" for text in _position(raw, partition, position))
-        existing = _existing(raw, partition, position["end"])
+        held = _existing(raw, partition, position["end"])
+        gone = _removed(evidence, topic, partition, position["first"])
+        existing = dict.fromkeys(gone or (), False) | held
         for offset, bad in sorted(existing.items()):
             kind = account.kind(offset)
             found[topic, partition, kind or "no class"] += 1
-            if not bad and account.failed(offset):
+            if not bad and (account.failed(offset) or (kind == "expired" and offset not in held)):
                 continue
             if (text := _wrong(statement, records.get((topic, partition, offset)), bad, kind)) is not None:
                 yield f"{name}: offset {offset} {text}"
         for offset in account.pending:
-            if offset not in existing:
+            if offset not in held and not (offset in account.completed and offset < raw.kept.get(partition, 0)):
                 yield f"{name}: offset {offset} is pending and not in the raw pool"
+        if gone is None:
+            blind.add(place)
+            continue
         yield from (f"{name}: {text}" for text in _entries(account, existing, raw, partition))
         if position["count"] != len(existing):
             yield f"{name}: {position['count']} records were counted below seen, and {len(existing)} are there"
     for (topic, partition, kind), count in sorted(((Counter(counted) - found) + (found - Counter(counted))).items()):
+        if (topic, partition) in blind:
+            continue
         yield f"{topic}/{partition}: {counted.get((topic, partition, kind), 0)} records were counted as {kind}, off by {count}"
     yield from _waiting(staging, accounts)
     for (_, _, kind), count in found.items():
         numbers[kind] += count
+
+
+def _removed(evidence: Evidence, topic: str, partition: int, first: int) -> set[int] | None:
+    """The offsets from ``first`` on that the raw pool's retention took: the topic still has them; None where it has not."""
+    raw, log = evidence.raw[topic], evidence.logs[topic].get(partition)
+    kept = raw.kept.get(partition, 0)
+    if first < kept and (log is None or log.low > first):
+        return None
+    absent = [row for row in raw.quarantine if row["stage"] in ABSENT and row["kafka"]["partition"] == partition]
+    left_out = [range(row["kafka"]["offset"], row["end"]) for row in absent]
+    offsets = {item.offset for item in log.records if first <= item.offset < kept} if log else set[int]()
+    return {offset for offset in offsets if not any(offset in span for span in left_out)}
 
 
 def _existing(raw: Raw, partition: int, seen: int) -> dict[int, bool]:
@@ -145,7 +165,10 @@ def _cover(account: Account, position: Row) -> Iterator[str]:
 
 def _position(raw: Raw, partition: int, position: Row) -> Iterator[str]:
     upcoming = raw.next.get(partition, 0)
-    if position["end"] > upcoming or position["first"] != raw.first.get(partition):
+    first, kept = raw.first.get(partition, -1), raw.kept.get(partition, 0)
+    # A staging pool that came after retention took something begins there.
+    begins = position["first"] == first or first < position["first"] <= kept
+    if position["end"] > upcoming or position["end"] < kept or not begins:
         yield (
             f"the account goes from {position['first']} to {position['end']}, the raw pool from"
             f" {raw.first.get(partition)} to {upcoming}"

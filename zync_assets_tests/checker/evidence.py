@@ -46,6 +46,12 @@ class Raw:
     files: list[RawFile]
     quarantine: list[Row]
     entered: Mapping[int, int]
+    kept: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the first offset that retention left; what replays brought stays below it too."""
+    removed: Mapping[int, int] = field(default_factory=dict)
+    """Partition → how many records retention took."""
+    reached: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the highest time of those."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
     replayed = {_place(row) for item in files if item.replayed for row in item.rows}
     waiting = [row for row in counted if _place(row) not in replayed]
     entered = Counter(row["kafka"]["partition"] for row in counted if row["stage"] != "dropped")
-    return Raw(table.id, of("first"), upcoming, of("bad"), files, waiting, entered)
+    gone = of("kept"), of("removed"), of("reached")
+    return Raw(table.id, of("first"), upcoming, of("bad"), files, waiting, entered, *gone)
 
 
 def _place(row: Row) -> tuple[int, int]:

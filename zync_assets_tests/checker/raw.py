@@ -71,9 +71,20 @@ def _partition(
             yield f"offset {offset} is in the raw pool, which goes from {first} to before {upcoming}"
         elif offset >= log.low and offset not in visible:
             yield f"offset {offset} is in the raw pool and is no visible record of the topic"
+    kept = raw.kept.get(partition, 0)
+    for row in (row for item in raw.files if not item.replayed for row in item.rows):
+        if row["kafka"]["partition"] == partition and row["kafka"]["offset"] < kept:
+            yield f"offset {row['kafka']['offset']} is in the raw pool, and retention took all below {kept}"
+    if kept > upcoming:
+        yield f"retention took all below {kept}, and the next offset is {upcoming}"
     lost = [range(row["kafka"]["offset"], row["end"]) for row in entries if row["stage"] in ABSENT]
+    if log.low <= first < kept:
+        gone = sum(first <= offset < kept and offset not in held for offset in visible)
+        gone -= sum(any(offset in span for span in lost) for offset in visible if offset < kept)
+        if gone != raw.removed.get(partition, 0):
+            yield f"retention took {raw.removed.get(partition, 0)} records, and {gone} are not there"
     for offset in sorted(visible):
-        if first <= offset < upcoming and offset not in held and not any(offset in span for span in lost):
+        if max(first, kept) <= offset < upcoming and offset not in held and not any(offset in span for span in lost):
             yield f"offset {offset} is in the topic and neither in the raw pool nor in its quarantine"
     for row in rows:
         found = visible.get(row["kafka"]["offset"])
@@ -124,7 +135,7 @@ def times(raw: Raw, partition: int) -> dict[int, int]:
     """Offset → a raw record's time: the highest timestamp of its partition up to it, one from the future cut to the time
     of ingest, which only the row itself knows. So does a replayed row know its time, which changes no other's."""
     found: dict[int, int] = {}
-    reached = 0
+    reached = raw.reached.get(partition, 0)
     for item in raw.files:
         for row in item.rows:
             if row["kafka"]["partition"] != partition:

@@ -33,6 +33,7 @@ def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
         "pool": "Raw",
         "low": 0,
         "end": 8,
+        "kept": 0,
         "next": 8,
         "lag": 0,
         "staging": "Staging",

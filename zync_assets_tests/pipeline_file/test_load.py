@@ -105,7 +105,7 @@ unavailable-value: null
 inputs:
   - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
   - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue, max-bad-records: 9}
-  - {topic: n, pool: R, format: json, key-schema: bigint, from: 1714521600000, unmatched: fail}
+  - {topic: n, pool: R, format: json, key-schema: bigint, from: 1714521600000, unmatched: fail, retention: 30d}
 output: {topic: o, pool: S, key-format: string, create: {partitions: 3, config: {compression.type: lz4}}, start-at: end}
 transforms:
   - {name: j, type: denorm, where: {left: value.a = 1}, left: shop.a, right: n, join-on: left.key = right.key,
@@ -136,6 +136,7 @@ transforms:
         "continue",
     )
     assert (n.key, n.value, n.start, n.unmatched) == (SideFormat("json", "bigint"), SideFormat("json"), b.start, "fail")
+    assert (a.retention_ms, n.retention_ms) == (None, 30 * 86_400_000)
     (out,) = pipeline.outputs
     assert out.create == CreateTopic(3, 1, {"compression.type": "lz4"})
     assert out.start_at == "end"
@@ -226,6 +227,9 @@ ERRORS = [
     ("A, pool: Raw}", "A, pool: Raw, from: -5}", 2, "inputs[0].from", "milliseconds since 1970"),
     ("A, pool: Raw}", "A, pool: Raw, unmatched: no}", 2, "inputs[0].unmatched", "one of keep, drop, fail"),
     ("A, pool: Raw}", "A, pool: Raw, on-bad-record: skip}", 2, "inputs[0].on-bad-record", "one of fail, quarantine"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 30}", 2, "inputs[0].retention", "must be text"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 0d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 9999999999999d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
     ("A, pool: Raw}", "A, pool: Raw, max-bad-records: -1}", 2, "inputs[0].max-bad-records", "whole number from 0"),
     (
         "A, pool: Raw}",
