@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 from confluent_kafka import KafkaError as ClientError
@@ -50,9 +52,10 @@ POLL = 0.05
 TUNING: Mapping[str, Any] = {
     # By default a full local queue makes the fetcher pause for a second.
     "fetch.queue.backoff.ms": 5,
-    "max.partition.fetch.bytes": 16 << 20,
+    # What is fetched past the end of a range is thrown away: twice these bounds, for each range.
+    "max.partition.fetch.bytes": 4 << 20,
     "fetch.max.bytes": 50 << 20,
-    "queued.min.messages": 200_000,
+    "queued.min.messages": 50_000,
     "queued.max.messages.kbytes": 64 << 10,
 }
 
@@ -195,59 +198,58 @@ def _watermarks(consumer: Consumer, connection: Connection, topic: str, partitio
 
 
 class _Columns:
-    """The columns of the next batch."""
+    """The columns of the next batch, chunk by chunk: to look at a message's parts while they are in the processor's cache,
+    and to let go of them then, takes half as long as to keep them until the batch is whole."""
 
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
         self.bytes = 0
-        self._offsets: list[int] = []
-        self._timestamps: list[tuple[int, int]] = []
-        self._keys: list[bytes | None] = []
-        self._values: list[bytes | None] = []
-        self._headers: list[Any] = []
-        self._any_headers = False
+        self._count = 0
+        self._chunks: list[list[pa.Array]] = []
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return self._count
 
     def add(self, offsets: Sequence[int], messages: Sequence[Message]) -> int:
         """Append ``messages``, whose offsets are ``offsets``; return their size in bytes."""
-        keys = list(map(Message.key, messages))
-        values = list(map(Message.value, messages))
-        headers = list(map(Message.headers, messages))
-        self._offsets += offsets
-        self._timestamps += map(Message.timestamp, messages)
-        self._keys += keys  # type: ignore[arg-type]  # bytes: no deserialiser is set
-        self._values += values  # type: ignore[arg-type]
-        self._headers += headers
-        self._any_headers = self._any_headers or any(headers)
-        size = sum(map(len, filter(None, keys))) + sum(map(len, filter(None, values)))
+        pairs = chain.from_iterable(map(Message.timestamp, messages))
+        times = timestamps(np.fromiter(pairs, np.int64, 2 * len(messages)).reshape(-1, 2))
+        headers: list[Any] = list(map(Message.headers, messages))
+        keys = pa.array(list(map(Message.key, messages)), pa.binary())
+        values = pa.array(list(map(Message.value, messages)), pa.binary())
+        self._chunks.append(
+            [
+                pa.array(offsets, pa.int64()),
+                times,
+                headers_array(headers) if any(headers) else pa.nulls(len(messages), HEADERS),
+                keys,
+                values,
+            ]
+        )
+        self._count += len(messages)
+        size = _bytes_of(keys) + _bytes_of(values)
         self.bytes += size
         return size
 
     def take(self) -> pa.RecordBatch:
         """The batch; the columns are empty again."""
-        count = len(self)
-        batch = pa.RecordBatch.from_arrays(
-            [
-                pa.array(self._offsets, pa.int64()),
-                timestamps(self._timestamps),
-                headers_array(self._headers) if self._any_headers else pa.nulls(count, HEADERS),
-                pa.array(self._keys, pa.binary()),
-                pa.array(self._values, pa.binary()),
-            ],
-            schema=RECORD_SCHEMA,
-        )
+        columns = [pa.concat_arrays(list(chunks)) for chunks in zip(*self._chunks, strict=True)]
         self._clear()
-        return batch
+        return pa.RecordBatch.from_arrays(columns, schema=RECORD_SCHEMA)
 
 
-def timestamps(pairs: Sequence[tuple[int, int]]) -> pa.Array:
-    """librdkafka's (type, milliseconds) as int64; null where the type is "not available", the time is -1 (or before 1970), or
-    past the year 9999, which few readers of a table can tell."""
-    return pa.array([time if kind and 0 <= time <= LATEST else None for kind, time in pairs], pa.int64())
+def _bytes_of(column: pa.Array) -> int:
+    data = column.buffers()[2]
+    return 0 if data is None else int(data.size)
+
+
+def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
+    """librdkafka's (type, milliseconds), an array of shape (records, 2), as int64; null where the type is "not available",
+    the time is -1 (or before 1970), or past the year 9999, which few readers of a table can tell."""
+    kinds, times = pairs[:, 0], pairs[:, 1]
+    return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
 
 
 def headers_array(headers: Sequence[Sequence[tuple[str, bytes | None]] | None]) -> pa.Array:

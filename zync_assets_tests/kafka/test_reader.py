@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
@@ -181,7 +182,8 @@ def test_properties_of_the_user_do_not_change_what_is_read(kafka: dict[str, str]
 
 
 def test_a_record_without_a_timestamp_has_none() -> None:
-    found = reader.timestamps([(1, 5), (0, -1), (1, -1), (2, 0), (1, 2**62), (1, reader.LATEST)]).to_pylist()
+    pairs = [(1, 5), (0, -1), (1, -1), (2, 0), (1, 2**62), (1, reader.LATEST)]
+    found = reader.timestamps(np.array(pairs)).to_pylist()
     assert found == [5, None, None, 0, None, reader.LATEST]
 
 
