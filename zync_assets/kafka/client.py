@@ -15,6 +15,7 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, libversion
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
+from zync_assets.kafka.tokens import token_callback
 from zync_assets.kafka.trust import is_refusal, trust_error
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,10 @@ class Connection:
         owned: Mapping[str, Any],
         defaults: Mapping[str, str] | None = None,
     ) -> None:
-        """``owned`` overrides the user's ``kafka``, which overrides ``defaults``."""
+        """``owned`` overrides the user's ``kafka``, which overrides ``defaults``.
+
+        Raises SetupError or AuthenticationFailed where ``oauth_cb`` names a function that makes no token.
+        """
         self.servers = servers(kafka)
         self.trouble: ClientError | None = None
         self._kafka = kafka
@@ -91,10 +95,14 @@ class Connection:
         # Nothing here is transactional: a marker would take an offset.
         dropped.add("transactional.id")
         users = {name: value for name, value in kafka.items() if name not in dropped}
+        tokens: dict[str, Any] = {}
+        if "oauth_cb" in users:
+            tokens["oauth_cb"] = token_callback(users["oauth_cb"], users.get("sasl.oauthbearer.config", ""))
         self.properties: dict[str, Any] = {
             **RECONNECT,
             **(defaults or {}),
             **users,
+            **tokens,
             **owned,
             "error_cb": self._note,
             "logger": _LOG,

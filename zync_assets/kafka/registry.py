@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
+from zync_assets.errors import SchemaError, SchemaUnknown
 from zync_assets.kafka.references import full_name, inline
+from zync_assets.kafka.registry_http import ask, connect, public
 from zync_assets.pipeline import RegistryConfig, SubjectNameStrategy
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
 T = TypeVar("T")
-
-DEFAULTS: Mapping[str, float | int] = {
-    "timeout": 10.0,
-    # Waits of up to 0.25, 0.5, 1, 2 and 4 seconds: a registry that restarts is back by then.
-    "max.retries": 5,
-    "retries.wait.ms": 250,
-    "retries.max.wait.ms": 4000,
-}
-
-_NUMBERS = frozenset({*DEFAULTS, "cache.capacity", "cache.latest.ttl.sec"})
-
-NOT_FOUND = frozenset({40401, 40402, 40403})
-"""The codes of Confluent's API for a subject, a version and a schema that are not there."""
 
 _schemas: dict[tuple[str, int], str] = {}
 """Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
@@ -67,7 +55,7 @@ class Registry:
     @property
     def url(self) -> str:
         """The address without a user or a password."""
-        return ",".join(_public(url) for url in self._config.url.split(","))
+        return public(self._config.url)
 
     def schema(self, id: int) -> str:
         """The Avro schema of that id as one JSON document that needs no other.
@@ -138,39 +126,9 @@ class Registry:
         return list(dict.fromkeys(found))
 
     def _ask(self, request: Callable[[SchemaRegistryClient], T], what: str) -> T:
-        from confluent_kafka.schema_registry import SchemaRegistryError
-        from confluent_kafka.schema_registry.common._httpx_compat import httpx
-
-        try:
+        def once() -> T:
             if self._client is None:
-                self._client = _connect(self._config)
+                self._client = connect(self._config)
             return request(self._client)
-        except SchemaRegistryError as error:
-            if error.http_status_code >= 500 or error.http_status_code in (408, 429):
-                raise RegistryUnavailable(
-                    f"the schema registry at {self.url} could not answer: {what}: {error.error_message}; try again"
-                ) from None
-            # Of a 404 only the code tells: a wrong address gives one too.
-            kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-            raise kind(f"the schema registry at {self.url} refused: {what}: {error.error_message}") from None
-        except httpx.HTTPError as error:
-            raise RegistryUnavailable(
-                f"no answer from the schema registry at {self.url}: {what}: {error}; "
-                "check registry.url and that it is up"
-            ) from None
-        except (ValueError, TypeError, OSError) as error:
-            raise RegistryError(f"the schema registry at {self.url}: {what}: {error}; check `registry:`") from None
 
-
-def _connect(config: RegistryConfig) -> SchemaRegistryClient:
-    from confluent_kafka.schema_registry import SchemaRegistryClient
-
-    given = {name: float(value) if name in _NUMBERS else value for name, value in config.properties.items()}
-    return SchemaRegistryClient({**DEFAULTS, **given, "url": config.url})
-
-
-def _public(url: str) -> str:
-    """``url`` without a user and a password."""
-    scheme, separator, rest = url.strip().partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+        return ask(self._config, once, what)

@@ -30,6 +30,7 @@ _KEYS = (
 )
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -52,6 +53,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
 def _pipeline(fields: Fields, path: Path) -> Pipeline:
     name = _name(fields, path)
     kafka = _properties(fields, "kafka")
+    if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
+        fields.problem("kafka", "oauth_cb must name a function, as in package.module:function")
     # librdkafka knows it by two names, and takes the union of both.
     if "metadata.broker.list" not in kafka:
         kafka.setdefault("bootstrap.servers", DEFAULT_BOOTSTRAP_SERVERS)

@@ -1,0 +1,182 @@
+"""Every way into a registry, and what a network does to requests: a real registry behind a real server with TLS and logins."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zync_assets.errors import RegistryError, RegistryUnavailable
+from zync_assets.kafka.registry import Registry
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
+from zync_assets_tests.network.certificates import Authority
+from zync_assets_tests.network.front import Front, front
+
+TABLE = "table: ways into the registry: accepted, wrong secret, wrong CA, wrong host"
+SECRET = "registry-secret"
+BASIC = "Basic " + base64.b64encode(f"zync:{SECRET}".encode()).decode()
+SCHEMA = json.dumps({"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]})
+WAYS: dict[str, tuple[str | None, dict[str, str]]] = {
+    "TLS": (None, {}),
+    "TLS, basic auth": (BASIC, {"basic.auth.user.info": f"zync:{SECRET}"}),
+    "TLS, bearer token": (f"Bearer {SECRET}", {"bearer.auth.token": SECRET}),
+}
+"""Way → what the server wants, and what the pipeline's ``registry:`` says."""
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+    """One that signed the registry's certificate, and one that did not."""
+    folder = tmp_path_factory.mktemp("certificates")
+    return Authority(folder, "authority"), Authority(folder, "stranger")
+
+
+@pytest.fixture
+def plain(services: Services) -> Iterator[Front]:
+    """The server without TLS."""
+    with front(services.registry_url) as made:
+        yield made
+
+
+def registry(url: str, **properties: str) -> Registry:
+    """A client that waits a little only."""
+    hasty = {"retries.wait.ms": "5", "max.retries": "2"}
+    return Registry(
+        RegistryConfig(url, {**hasty, **{name.replace("_", "."): value for name, value in properties.items()}})
+    )
+
+
+def refused(config: RegistryConfig, words: str) -> str:
+    with pytest.raises(RegistryError) as caught:
+        Registry(config).subjects()
+    assert not isinstance(caught.value, RegistryUnavailable)
+    assert words in str(caught.value)
+    assert SECRET not in str(caught.value) and "wrong-secret" not in str(caught.value)
+    return "refused"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_into_the_registry(
+    services: Services, authorities: tuple[Authority, Authority], unique: str, name: str, record_property: Any
+) -> None:
+    ours, stranger = authorities
+    wanted, login = WAYS[name]
+    with front(services.registry_url, ours.server("registry", "127.0.0.1")) as server:
+        server.wanted = wanted
+        trust = {"ssl.ca.location": str(ours.path)}
+        client = Registry(RegistryConfig(server.url, {**trust, **login}))
+        assert json.loads(client.schema(client.register(unique, SCHEMA))) == json.loads(SCHEMA)
+        row = ["accepted"]
+
+        wrong = {property: value.replace(SECRET, "wrong-secret") for property, value in login.items()}
+        config = RegistryConfig(server.url, {**trust, **wrong})
+        row.append(
+            refused(config, f"refused the login (HTTP status 401): listing subjects; check {next(iter(login))}")
+            if login
+            else "-"
+        )
+        other = RegistryConfig(server.url, {**login, "ssl.ca.location": str(stranger.path)})
+        row.append(refused(other, f"not signed by the CA in ssl.ca.location ({stranger.path})"))
+        elsewhere = RegistryConfig(server.url.replace("127.0.0.1", "localhost"), {**trust, **login})
+        row.append(refused(elsewhere, "is for another host: it is for 127.0.0.1; write a name"))
+    record_property(TABLE, " | ".join([name, *row]))
+
+
+def test_mutual_tls(services: Services, authorities: tuple[Authority, Authority], record_property: Any) -> None:
+    ours, stranger = authorities
+    with front(services.registry_url, ours.server("registry", "127.0.0.1"), str(ours.path)) as server:
+        rows: list[str] = []
+        for issuer in (ours, stranger):
+            client = issuer.client("client")
+            files = {"ssl.certificate.location": str(client.certificate), "ssl.key.location": str(client.key)}
+            config = RegistryConfig(server.url, {"ssl.ca.location": str(ours.path), **files})
+            if issuer is ours:
+                assert isinstance(Registry(config).subjects(), list)
+                rows.append("accepted")
+            else:
+                rows.append(refused(config, "refused this client's certificate"))
+    record_property(TABLE, " | ".join(["mutual TLS", *rows, "-", "-"]))
+
+
+def test_a_login_that_is_wanted_and_not_given_is_named(plain: Front) -> None:
+    plain.wanted = BASIC
+    with pytest.raises(RegistryError, match=r"set basic\.auth\.user\.info or bearer\.auth\.token"):
+        registry(plain.url).subjects()
+
+
+def test_a_login_in_the_address_is_used_and_never_logged(plain: Front, caplog: pytest.LogCaptureFixture) -> None:
+    plain.wanted = BASIC
+    with caplog.at_level(logging.DEBUG):
+        registry(plain.url.replace("://", f"://zync:{SECRET}@")).subjects()
+    assert caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_followed_with_what_was_posted(plain: Front, unique: str, status: int) -> None:
+    plain.moves.append(f"{status} {plain.url}")
+    client = registry(plain.url)
+    id = client.register(unique, SCHEMA)
+    assert plain.asked == [f"POST /subjects/{unique}/versions?normalize=False"] * 2
+    assert id == registry(plain.url).register(unique, SCHEMA)
+
+
+def test_a_redirect_to_another_host_takes_no_login_along(services: Services, plain: Front) -> None:
+    with front(services.registry_url) as other:
+        other.wanted = BASIC
+        plain.moves.append(f"307 {other.url}")
+        with pytest.raises(RegistryError, match="HTTP status 401"):
+            registry(plain.url, basic_auth_user_info=f"zync:{SECRET}").subjects()
+        assert len(other.asked) == 1
+
+
+def test_redirects_in_a_circle_end(plain: Front) -> None:
+    plain.moves.extend([f"302 {plain.url}"] * 40)
+    with pytest.raises(RegistryError, match="redirects in a circle"):
+        registry(plain.url).subjects()
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_may_pass_is_tried_again(plain: Front, status: int) -> None:
+    plain.moves.extend([status, status])
+    assert isinstance(registry(plain.url).subjects(), list)
+    assert len(plain.asked) == 3
+
+
+def test_a_registry_that_stays_out_is_unavailable(plain: Front) -> None:
+    plain.moves.extend([503] * 3)
+    with pytest.raises(RegistryUnavailable, match="could not answer: listing subjects"):
+        registry(plain.url).subjects()
+    assert not plain.moves
+
+
+def test_a_registry_that_says_nothing_is_given_up_and_asked_again(plain: Front) -> None:
+    plain.moves.append("hang")
+    assert isinstance(registry(plain.url, timeout="0.5").subjects(), list)
+    assert len(plain.asked) == 2
+
+
+def test_a_refusal_is_not_tried_again(plain: Front) -> None:
+    plain.wanted = BASIC
+    with pytest.raises(RegistryError):
+        registry(plain.url).subjects()
+    assert len(plain.asked) == 1
+
+
+def test_a_schema_is_asked_for_once(plain: Front, unique: str) -> None:
+    id = registry(plain.url).register(unique, SCHEMA)
+    plain.asked.clear()
+    for _ in range(3):
+        assert json.loads(registry(plain.url).schema(id)) == json.loads(SCHEMA)
+    assert len(plain.asked) == 1
+
+
+def test_a_property_that_a_library_repeats_is_hidden() -> None:
+    with pytest.raises(RegistryError) as caught:
+        Registry(RegistryConfig(f"http://127.0.0.1:1,zync:{SECRET}@elsewhere")).subjects()
+    assert SECRET not in str(caught.value)
