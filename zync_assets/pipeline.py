@@ -27,6 +27,8 @@ Kafka's own form, an array of structs of ``key`` and ``value``."""
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 """Debezium's own default of ``unavailable.value.placeholder``."""
 
+NO_SETTINGS: Mapping[str, str] = {}
+
 SOURCE_HEADER = "source"
 """The header that ``provenance: true`` adds for each raw record."""
 
@@ -58,6 +60,22 @@ class RegistryConfig:
 
     url: str = field(repr=False)
     properties: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class LakeUri(str):
+    """A place in an object store: its URI, and the settings that open it, under the names that they have in the pipeline file
+    (``endpoint``, ``secret-access-key``), or as delta-rs calls its storage options.
+
+    It is a string like the path of a folder, and the settings go with it into Spark's tasks. Nothing shows them: its
+    ``repr`` is the URI's. ``lake.storage.join`` hands them on to what lies below.
+    """
+
+    settings: Mapping[str, str]
+
+    def __new__(cls, uri: str, settings: Mapping[str, str] = NO_SETTINGS) -> LakeUri:
+        made = super().__new__(cls, uri)
+        made.settings = settings
+        return made
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ Rule: TypeAlias = Stateless | Denorm
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A whole pipeline. ``lake`` is an absolute path or an object store's URI."""
+    """A whole pipeline. ``lake`` is an absolute path, or the ``LakeUri`` of an object store."""
 
     name: str
     path: Path

@@ -4,10 +4,11 @@ import pytest
 
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.network.secured import secured
+from zync_assets_tests.s3 import s3
 from zync_assets_tests.services import services, spark, unique
 from zync_assets_tests.tables import print_tables
 
-__all__ = ["chain", "secured", "services", "sound_chain", "spark", "unique"]
+__all__ = ["chain", "s3", "secured", "services", "sound_chain", "spark", "unique"]
 
 LONG = (
     "test_crashes",

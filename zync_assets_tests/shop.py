@@ -122,6 +122,8 @@ class Shop:
     new: str
     audit: str
     ids: Mapping[str, int]
+    files: Path
+    """The folder that the lake's files lie in."""
     sent: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
 
     def partitions(self, topic: str) -> list[int]:
@@ -169,16 +171,18 @@ def make_shop(
     partitions: tuple[int, int] = (3, 2),
     settle: str = "1",
     there: bool = False,
+    lake: str | None = None,
+    files: Path | None = None,
 ) -> Shop:
-    """Empty topics and a pipeline over them, its lake in ``folder``. ``there``: the topics were made before, and what they
-    hold is not in ``sent``."""
+    """Empty topics and a pipeline over them, its lake in ``folder``, or as the text ``lake`` says, with its files in ``files``.
+    ``there``: the topics were made before, and what they hold is not in ``sent``."""
     orders, status, new, audit = shop_topics(prefix)
     path = folder / "shop.yaml"
     path.write_text(
         FILE.format(
             servers=services.bootstrap_servers,
             registry=services.registry_url,
-            lake=folder / "lake",
+            lake=lake or folder / "lake",
             orders=orders,
             status=status,
             new=new,
@@ -199,7 +203,9 @@ def make_shop(
         for topic, count in zip((orders, status), partitions, strict=True)
         for partition in range(count)
     }
-    return Shop(pipeline, services.bootstrap_servers, registry, orders, status, new, audit, ids, empty)
+    return Shop(
+        pipeline, services.bootstrap_servers, registry, orders, status, new, audit, ids, files or folder / "lake", empty
+    )
 
 
 def changes(shop: Shop, orders: range, seed: int, *, sticky: bool = False) -> Iterator[tuple[str, int, int, Any, Any]]:

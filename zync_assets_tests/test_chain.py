@@ -49,7 +49,7 @@ def published(shop: Shop, topic: str) -> list[tuple[Any, Any]]:
 
 def staged(shop: Shop, topic: str) -> list[tuple[str, tuple[tuple[str, int, int], ...]]]:
     """Rule and source of each output as delta-rs reads them, by offset."""
-    table = DeltaTable(f"{shop.pipeline.lake}/Staging").to_pyarrow_table(
+    table = DeltaTable(shop.files / "Staging").to_pyarrow_table(
         columns=["kafka", "rule", "source"], filters=[("topic", "=", topic)]
     )
     rows = sorted(table.to_pylist(), key=lambda row: row["kafka"]["offset"])

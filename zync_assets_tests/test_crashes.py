@@ -268,7 +268,7 @@ def assert_sound(
     services: Services, rig: Rig, prefix: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     statement = statements.shop(prefix)
-    evidence = gather(services.bootstrap_servers, Path(rig.shop.pipeline.lake), statement)
+    evidence = gather(services.bootstrap_servers, rig.shop.files, statement)
     report = judge(statement, evidence, Schemas(services.registry_url), drained=True)
     record_property("table: crash points", f"{name} | killed there | run again: {str(report).splitlines()[0]}")
     assert report.sound, str(report)

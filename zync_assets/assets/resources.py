@@ -23,7 +23,7 @@ def spark_resource(pipeline: Pipeline) -> ResourceDefinition:
 
     @resource(description="The Spark session of a run, made when it is first needed, with the pipeline's `spark:`.")
     def spark(_: InitResourceContext) -> LazyPySparkResource:
-        return LazyPySparkResource(spark_config=spark_settings(pipeline.spark))
+        return LazyPySparkResource(spark_config=spark_settings(pipeline.spark, pipeline.lake))
 
     return spark
 

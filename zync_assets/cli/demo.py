@@ -107,7 +107,7 @@ def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
 def _run(pipeline: Pipeline) -> bool:
     """All three steps; whether there was anything to do."""
 
-    session = partial(spark_session, pipeline.spark)
+    session = partial(spark_session, pipeline.spark, pipeline.lake)
     made = [
         *ingest_all(pipeline, session, TOPICS),
         *etl_all(pipeline, session),

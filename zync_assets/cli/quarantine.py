@@ -100,7 +100,7 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     """
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges)
-    session = partial(spark_session, loaded.spark)
+    session = partial(spark_session, loaded.spark, loaded.lake)
     before = {record.place for record in held(loaded, asked)}
     for made in replay_all(loaded, session, asked):
         if isinstance(made, ReplayCommit) and made.still_bad:

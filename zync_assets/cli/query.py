@@ -99,7 +99,7 @@ def run_query(pipeline: Pipeline, rewritten: Rewritten) -> tuple[list[str], Iter
     time. Raises ZyncError for what Spark refuses, rows included."""
     from pyspark.errors import PySparkException
 
-    spark = spark_session(pipeline.spark)
+    spark = spark_session(pipeline.spark, pipeline.lake)
     for view, (pool, topic) in rewritten.views.items():
         table_frame(spark, pipeline, pool, topic).createOrReplaceTempView(view)
     try:

@@ -158,7 +158,7 @@ def _sleep(seconds: float, stopping: Callable[[], bool], deadline: float | None)
 
 
 def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:
-    return partial(spark_session, pipeline.spark)
+    return partial(spark_session, pipeline.spark, pipeline.lake)
 
 
 def guard(pipeline: Pipeline, plan: PublishPlan) -> None:

@@ -107,11 +107,12 @@ def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Seq
     parts = [empty]
     uri = storage.quarantine_uri(lake, pool, topic)
     for item in quarantine_files(lake, pool, topic, state.next):
-        system, path = storage.filesystem(storage.join(uri, item.path))
+        place = storage.join(uri, item.path)
+        system, path = storage.filesystem(place)
         try:
             table = pq.ParquetFile(path, filesystem=system).read(columns=wanted)
         except (OSError, pa.ArrowInvalid) as error:
-            raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
+            raise LakeError(f"file {place} can't be read: {error}; run zync check") from error
         parts.append(table.select(wanted).cast(empty.schema))
     rows = pa.concat_tables(parts)
     rows = rows.filter(pc.invert(pc.is_in(rows["stage"], pa.array(RANGE_STAGES))))

@@ -182,11 +182,12 @@ def is_held(
 
 
 def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
-    system, path = storage.filesystem(storage.join(state.opened.uri, item.path))
+    uri = storage.join(state.opened.uri, item.path)
+    system, path = storage.filesystem(uri)
     try:
         table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"])
     except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(f"file {path} can't be read: {error}; run zync check") from error
+        raise LakeError(f"file {uri} can't be read: {error}; run zync check") from error
     return table.flatten().column(0).to_numpy()
 
 

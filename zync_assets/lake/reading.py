@@ -33,7 +33,8 @@ def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], sche
         return spark.createDataFrame([], kind)
     frames: list[DataFrame] = []
     for own, paths in by_own_types(uri, [item.path for item in files], schema):
-        frame = spark.read.schema(spark_schema(own)).parquet(*(storage.join(uri, path) for path in paths))
+        places = [storage.spark_path(storage.join(uri, path)) for path in paths]
+        frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
         frames.append(frame if own.equals(schema) else _cast(frame, kind))
     return reduce(lambda one, other: one.unionByName(other), frames)
 

@@ -12,22 +12,30 @@ legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from deltalake.exceptions import DeltaError
+from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs
 
+from zync_assets import stores
 from zync_assets.errors import LakeError
+from zync_assets.lake import refusals
+from zync_assets.pipeline import NO_SETTINGS, LakeUri
 
 BATCH_BYTES = 64 << 20
 """Bytes of a Parquet file's rows, before compression, that are read at once."""
 
 
 def join(base: str, *parts: str) -> str:
-    """A path or URI below another."""
-    return "/".join([base.rstrip("/"), *parts])
+    """A path or URI below another, opened by the same settings."""
+    joined = "/".join([base.rstrip("/"), *parts])
+    return LakeUri(joined, base.settings) if isinstance(base, LakeUri) else joined
 
 
 def raw_uri(lake: str, pool: str, topic: str) -> str:
@@ -50,18 +58,107 @@ def published_uri(lake: str, pool: str) -> str:
     return join(lake, "~published", pool)
 
 
+def is_store(uri: str) -> bool:
+    """Whether a lake is in an object store, not in a folder."""
+    return "://" in uri
+
+
+def is_s3(uri: str) -> bool:
+    return stores.scheme(uri) in ("s3", "s3a")
+
+
 def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """The Arrow file system of a path or URI, and the path in it."""
-    if "://" not in uri:
+    """The Arrow file system of a path or URI, and the path in it. An object store is asked through delta-rs, so that
+    files and log are opened by the same settings.
+
+    Its methods raise LakeError where the store is not there or refuses, and FileNotFoundError for a file alone.
+    """
+    if not is_store(uri):
         return fs.LocalFileSystem(), str(Path(uri).absolute())
+    root, _, path = uri.partition("://")[2].partition("/")
+    return _store(f"{uri.partition('://')[0]}://{root}", tuple(sorted(settings(uri).items()))), path
+
+
+@lru_cache(64)
+def _store(root: str, items: tuple[tuple[str, str], ...]) -> fs.FileSystem:
+    place = LakeUri(root, dict(items))
+    with _in_our_words(place):
+        return fs.PyFileSystem(_Bucket(place))
+
+
+class _Bucket(DeltaStorageHandler):
+    """delta-rs's file system of a bucket, with errors of our own."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root, delta_options(root))
+        self._root = root
+
+    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+        with _in_our_words(self._root):
+            return super().get_file_info(paths)
+
+    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        with _in_our_words(self._root):
+            return super().get_file_info_selector(selector)
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        with _in_our_words(self._root):
+            return super().open_input_file(path)
+
+    def open_output_stream(self, path: str, metadata: dict[str, str] | None = None) -> pa.PythonFile:
+        with _in_our_words(self._root):
+            return super().open_output_stream(path, metadata)
+
+    def delete_file(self, path: str) -> None:
+        with _in_our_words(self._root):
+            super().delete_file(path)
+
+
+@contextmanager
+def _in_our_words(root: str) -> Generator[None]:
     try:
-        return fs.FileSystem.from_uri(uri)
-    except (ValueError, OSError) as error:
-        raise LakeError(f"lake {uri}: {error}. Give a folder or an object store's URI.") from error
+        yield
+    except FileNotFoundError as error:
+        if (told := refusals.refusal(root, settings(root), error)) is not None:
+            raise told from None
+        raise
+    except (OSError, ValueError, DeltaError) as error:
+        raise failure(root, error, f"lake {root}: {refusals.first_line(error)}") from None
+
+
+def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
+    """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
+    told = refusals.refusal(uri, settings(uri), error) if is_store(uri) else None
+    return told or LakeError(otherwise)
+
+
+def settings(uri: str) -> Mapping[str, str]:
+    """The settings that open a place in the lake."""
+    return uri.settings if isinstance(uri, LakeUri) else NO_SETTINGS
+
+
+def delta_options(uri: str) -> dict[str, str] | None:
+    """delta-rs's storage options for a place in the lake; None for a folder."""
+    return stores.delta_options(uri, settings(uri)) if is_store(uri) else None
+
+
+def spark_options(uri: str) -> dict[str, str]:
+    """What Spark is to read and write Parquet files there with, as options of the reader or writer.
+
+    As options they are part of that one read: no process argument, page or configuration of a session has them.
+    """
+    return stores.hadoop_options(uri, settings(uri)) if is_store(uri) else {}
+
+
+def spark_path(uri: str) -> str:
+    """The place as Hadoop's file systems call it."""
+    return "s3a" + uri[2:] if uri.startswith("s3://") else str(uri)
 
 
 def make_folder(uri: str) -> None:
     """Create a folder and those above it; a store without folders needs none."""
+    if is_store(uri):
+        return
     system, path = filesystem(uri)
     try:
         system.create_dir(path, recursive=True)

@@ -25,7 +25,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import storage, widening
+from zync_assets.lake import refusals, storage, widening
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -87,11 +87,11 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return None
     try:
-        table = DeltaTable(uri, version=version)
+        table = DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
         return None
-    except DeltaError as error:
-        raise LakeError(f"table {uri}: the Delta log can't be read: {error}") from error
+    except (DeltaError, OSError) as error:
+        raise _failed(uri, error, "the Delta log can't be read") from None
     protocol = table.protocol()
     features = set(protocol.reader_features or ())
     if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:
@@ -152,11 +152,12 @@ def create_table(
             partition_by=list(partition_by),
             description=description,
             commit_properties=_properties(numbers, token),
+            storage_options=storage.delta_options(uri),
         )
     except (DeltaError, OSError) as error:
         found = open_table(uri)
         if found is None:
-            raise LakeError(f"table {uri} could not be created: {error}") from error
+            raise _failed(uri, error, "it could not be created") from None
         if not _committed(found, token, -1):
             raise CommitConflict(f"table {uri} was created by another writer at the same moment; run again") from error
 
@@ -192,7 +193,7 @@ def commit(
             return
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
-        raise LakeError(f"table {opened.uri}: the commit failed and nothing of it is visible: {error}") from error
+        raise _failed(opened.uri, error, "the commit failed and nothing of it is visible") from None
 
 
 def widen(opened: Opened, wanted: pa.Schema) -> Opened:
@@ -239,10 +240,14 @@ def unneeded(opened: Opened, hours: float) -> list[str]:
         found = opened.table.vacuum(
             retention_hours=int(hours), dry_run=True, enforce_retention_duration=False, full=True
         )
-    except DeltaError as error:
-        raise LakeError(f"table {opened.uri}: {error}") from error
+    except (DeltaError, OSError) as error:
+        raise _failed(opened.uri, error, "what is not needed can't be listed") from None
     live = {item.path for item in opened.files}
     return [path for path in found if path not in live and unquote(path) not in live]
+
+
+def _failed(uri: str, error: Exception, what: str) -> LakeError:
+    return storage.failure(uri, error, f"table {uri}: {what}: {refusals.first_line(error)}")
 
 
 def _committed(found: Opened, token: str, before: int) -> bool:

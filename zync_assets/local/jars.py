@@ -1,4 +1,5 @@
-"""The broker and the registry, from Maven Central, once per user.
+"""What runs on the JVM and is no part of PySpark, from Maven Central, once per user: the broker, the registry, and Spark's
+way to S3.
 
 The Ivy that PySpark carries resolves them into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). A finished folder
 appears there by one rename, so a kill in the middle leaves nothing that looks finished.
@@ -16,6 +17,7 @@ import tarfile
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
@@ -45,6 +47,38 @@ IVY = f"""<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
 """
 
 
+HADOOP_VERSION = "3.4.2"
+"""Of the Hadoop that PySpark carries."""
+_SDK_VERSION = "2.29.52"
+"""Of the AWS SDK that this hadoop-aws was made with."""
+
+# Hadoop asks for the SDK's bundle of all services (600 MB); S3 needs these few modules of it (10 MB). What is left out
+# below PySpark has itself.
+S3_IVY = f"""<ivy-module version="2.0">
+  <info organisation="zync" module="spark-s3"/>
+  <configurations><conf name="jars"/></configurations>
+  <dependencies>
+    <dependency org="org.apache.hadoop" name="hadoop-aws" rev="{HADOOP_VERSION}" transitive="false" conf="jars->master"/>
+    <dependency org="software.amazon.awssdk" name="s3" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <dependency org="software.amazon.awssdk" name="s3-transfer-manager" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <dependency org="software.amazon.awssdk" name="sts" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <exclude org="org.slf4j"/><exclude org="io.netty"/><exclude org="org.apache.httpcomponents"/>
+    <exclude org="commons-codec"/><exclude org="commons-logging"/>
+  </dependencies>
+</ivy-module>
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Jars that are fetched together. ``ivy``: the Ivy file; ``label`` and ``what``: for those who wait, and in errors."""
+
+    name: str
+    ivy: str
+    label: str
+    what: str
+
+
 @dataclass(frozen=True)
 class Jars:
     """``kafka``: the folder of all jars of the broker; ``registry``: the registry's runnable jar."""
@@ -53,51 +87,76 @@ class Jars:
     registry: Path
 
 
+_SERVICES = Bundle(
+    "services",
+    IVY,
+    f"Kafka {KAFKA_VERSION} and Apicurio Registry {REGISTRY_VERSION} (180 MB)",
+    "Kafka and the schema registry",
+)
+_S3 = Bundle("spark-s3", S3_IVY, f"Spark's way to S3, hadoop-aws {HADOOP_VERSION} (10 MB)", "Spark's jars for S3")
+
+
 def resolve(java: Path) -> Jars:
     """The jars of this user's cache, fetched first where they are not there (180 MB, about a minute).
 
     Raises SetupError when they can't be fetched. Safe for several processes at once.
     """
+    home = fetched(_SERVICES, lambda: java, _unpack_registry)
+    return Jars(kafka=home / "kafka", registry=next((home / "registry").glob("*-runner.jar")))
+
+
+def spark_s3_jars(java: Callable[[], Path]) -> list[Path]:
+    """The jars that Spark needs for ``s3a://``; as ``resolve``. ``java`` is asked for only where they are to be fetched."""
+    return sorted((fetched(_S3, java) / "jars").glob("*.jar"))
+
+
+def fetched(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Path], None] | None = None) -> Path:
+    """The folder of a bundle in this user's cache, with a folder of jars for each of its configurations.
+
+    ``finish`` changes that folder before it counts as there.
+    """
     cache = cache_dir()
-    home = cache / f"services-{hashlib.sha256(IVY.encode()).hexdigest()[:12]}"
+    home = cache / f"{bundle.name}-{hashlib.sha256(bundle.ivy.encode()).hexdigest()[:12]}"
     if not home.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / "services.lock"):
+            with FileLock(cache / f"{bundle.name}.lock"):
                 if not home.is_dir():
-                    _fetch(java, cache, home)
+                    _fetch(bundle, java(), cache, home, finish)
         except OSError as error:
-            raise SetupError(f"The broker and the registry could not be stored in {cache}: {error}.") from error
-    return Jars(kafka=home / "kafka", registry=next((home / "registry").glob("*-runner.jar")))
+            raise SetupError(f"{bundle.what} could not be stored in {cache}: {error}.") from error
+    return home
 
 
 def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zync"
 
 
-def _fetch(java: Path, cache: Path, home: Path) -> None:
-    for leftover in cache.glob("fetching-*"):
+def _fetch(bundle: Bundle, java: Path, cache: Path, home: Path, finish: Callable[[Path], None] | None) -> None:
+    prefix = f"fetching-{bundle.name}-"
+    for leftover in cache.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if sys.stderr.isatty():
-        print(
-            f"fetching Kafka {KAFKA_VERSION} and Apicurio Registry {REGISTRY_VERSION} (180 MB) …",
-            file=sys.stderr,
-        )
-    work = Path(tempfile.mkdtemp(prefix="fetching-", dir=cache))
+        print(f"fetching {bundle.label} …", file=sys.stderr)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
     try:
-        _run_ivy(java, work)
-        done = work / "done"
-        done.mkdir()
-        (work / "out" / "kafka").rename(done / "kafka")
-        (archive,) = (work / "out" / "registry").iterdir()
-        with tarfile.open(archive) as tar:
-            tar.extractall(done / "registry", filter="data")
+        _run_ivy(bundle, java, work)
+        done = work / "out"
+        if finish is not None:
+            finish(done)
         done.rename(home)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _run_ivy(java: Path, work: Path) -> None:
+def _unpack_registry(done: Path) -> None:
+    (archive,) = (done / "registry").iterdir()
+    with tarfile.open(archive) as tar:
+        tar.extractall(done / "registry", filter="data")
+    archive.unlink()
+
+
+def _run_ivy(bundle: Bundle, java: Path, work: Path) -> None:
     # Spark's own variable for a mirror; Maven Central where it is not set.
     root = os.environ.get("DEFAULT_ARTIFACT_REPOSITORY") or CENTRAL
     (work / "settings.xml").write_text(
@@ -106,7 +165,7 @@ def _run_ivy(java: Path, work: Path) -> None:
         '<resolvers><ibiblio name="central" m2compatible="true" '
         f"root={quoteattr(root.rstrip('/') + '/')}/></resolvers></ivysettings>"
     )
-    (work / "ivy.xml").write_text(IVY)
+    (work / "ivy.xml").write_text(bundle.ivy)
     pattern = f"{work}/out/[conf]/[artifact]-[revision](-[classifier]).[ext]"
     command = [
         java,
@@ -129,7 +188,7 @@ def _run_ivy(java: Path, work: Path) -> None:
         reasons = [line.strip() for line in answer.stdout.splitlines() if "not found" in line or "SERVER ERROR" in line]
         detail = f" ({reasons[0]})" if reasons else ""
         raise SetupError(
-            f"Kafka and the schema registry could not be fetched from {_without_login(root)}{detail}: the first "
+            f"{bundle.what} could not be fetched from {_without_login(root)}{detail}: the first "
             "start takes a network. Behind a proxy set HTTPS_PROXY, for a mirror DEFAULT_ARTIFACT_REPOSITORY."
         )
 

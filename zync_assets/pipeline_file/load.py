@@ -10,18 +10,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.pipeline import UNAVAILABLE_VALUE, Input, Output, Pipeline, RegistryConfig, Rule
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
+from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
-DEFAULT_LAKE = "./lake"
 DEFAULT_SETTLE_SECONDS = 45.0
 
 _KEYS = (
@@ -32,14 +31,13 @@ _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
-_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
     """The pipeline of a file. Raises PipelineFileError with all problems, in the order of their lines."""
     node, problems = read(path, env)
     if isinstance(node, Table):
-        pipeline = _pipeline(Fields(node, "", problems, _KEYS, _HINTS), path)
+        pipeline = _pipeline(Fields(node, "", problems, _KEYS, _HINTS), path, env)
         if not problems:
             return pipeline
     elif not problems:
@@ -50,7 +48,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
     raise PipelineFileError(str(path), sorted(dict.fromkeys(problems), key=lambda problem: problem.line))
 
 
-def _pipeline(fields: Fields, path: Path) -> Pipeline:
+def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     name = _name(fields, path)
     kafka = _properties(fields, "kafka")
     if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
@@ -58,7 +56,7 @@ def _pipeline(fields: Fields, path: Path) -> Pipeline:
     # librdkafka knows it by two names, and takes the union of both.
     if "metadata.broker.list" not in kafka:
         kafka.setdefault("bootstrap.servers", DEFAULT_BOOTSTRAP_SERVERS)
-    lake = _lake(fields, path)
+    lake = read_lake(fields, path, env)
     spark = _spark(fields)
     settle = fields.number("settle")
     inputs, input_lines = read_inputs(fields)
@@ -120,27 +118,6 @@ def _unavailable_value(fields: Fields) -> str | None:
     if text is not None and text.startswith("hex:") and not _HEX.fullmatch(text):
         fields.problem(key, "after hex: come pairs of hexadecimal digits, as in Debezium's configuration")
     return text
-
-
-def _lake(fields: Fields, path: Path) -> str:
-    text = fields.text("lake") if "lake" in fields else DEFAULT_LAKE
-    if text is None:
-        return ""
-    uri = _URI.match(text)
-    if uri is not None and uri[1].lower() != "file":
-        if not text[uri.end() :].strip("/"):
-            fields.problem("lake", "names no bucket or folder; write it as in s3://bucket/folder")
-        return text.rstrip("/")
-    if uri is not None:
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            fields.problem("lake", "a file: URI needs an absolute path, as in file:///data/lake; or write a folder")
-        text = unquote(parts.path)
-    try:
-        return str((path.absolute().parent / Path(text).expanduser()).resolve())
-    except (OSError, RuntimeError, ValueError):
-        fields.problem("lake", "is no path that this system takes; write a folder")
-        return ""
 
 
 def _spark(fields: Fields) -> dict[str, str]:

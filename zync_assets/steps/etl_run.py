@@ -303,6 +303,6 @@ class EtlRun:
 
 def _write(frame: DataFrame, uri: str) -> None:
     """Spark's own Parquet writer, without the marker file that nothing here reads."""
-    frame.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false").option(
-        "compression", "snappy"
-    ).parquet(uri)
+    frame.write.options(**storage.spark_options(uri)).option(
+        "mapreduce.fileoutputcommitter.marksuccessfuljobs", "false"
+    ).option("compression", "snappy").parquet(storage.spark_path(uri))

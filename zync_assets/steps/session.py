@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zync_assets.lake import storage
+from zync_assets.local.jars import spark_s3_jars
 from zync_assets.local.java import find_java
 from zync_assets.steps.class_archive import share_classes
 
@@ -41,23 +43,30 @@ REQUIRED = {
 """Settings that results depend on; set on every session that is used, whoever made it."""
 
 
-def spark_settings(spark: Mapping[str, str]) -> dict[str, str]:
+def spark_settings(spark: Mapping[str, str], lake: str = "") -> dict[str, str]:
     """Spark's properties for a pipeline's ``spark:``: its own win over the defaults.
 
-    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``.
+    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``. For a ``lake`` in S3 the jars that read it
+    are added (and fetched the first time), unless ``spark:`` names a hadoop-aws; a remote Spark has jars of its own.
     """
     own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     settings = dict(_DEFAULTS)
     if "spark.remote" in own:
         del settings["spark.master"]
-    return settings | own
+    settings |= own
+    named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
+    if storage.is_s3(lake) and "spark.remote" not in settings and not any("hadoop-aws" in text for text in named):
+        ours = map(str, spark_s3_jars(find_java))
+        settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(ours))
+    return settings
 
 
-def spark_session(spark: Mapping[str, str]) -> SparkSession:
-    """The session of this process, made at the first call; SetupError if there is no Java that Spark runs on."""
+def spark_session(spark: Mapping[str, str], lake: str = "") -> SparkSession:
+    """The session of this process, made at the first call; SetupError if there is no Java that Spark runs on. ``lake``: as
+    for ``spark_settings``."""
     from pyspark.sql import SparkSession
 
-    settings = spark_settings(spark)
+    settings = spark_settings(spark, lake)
     if "spark.remote" not in settings:
         use_this_machine()
     builder = SparkSession.builder

@@ -1,0 +1,66 @@
+"""What an object store refuses, in a line that names the place and the cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from zync_assets.errors import LakeError
+from zync_assets.stores import kind_of
+
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"\b(40[0-9]|412|429|50[0-9]) [A-Z]")
+_UNANSWERED = (
+    "error sending request",
+    "tcp connect",
+    "dns error",
+    "timed out",
+    "Connection refused",
+    "connection closed",
+)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_NO_LOGIN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "AuthenticationFailed")
+_NO_CREDENTIALS = ("credentials provider", "CredentialsNotLoaded", "no providers in chain", "169.254.169.254")
+
+
+def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> LakeError | None:
+    """What a store's refusal means and what to do, without the store's answer: that may quote what was signed. None where
+    the error is of another kind."""
+    text = str(error)
+    bucket, kind = urlsplit(uri).netloc, kind_of(uri)
+    where = f"at {endpoint}" if (endpoint := settings.get("endpoint")) else f"in {kind.name}"
+    found = _CODE.search(text) or _STATUS.search(text)
+    code = found[1] if found else ""
+    if any(sign in text for sign in _NO_BUCKET):
+        return LakeError(
+            f"lake {uri}: there is no bucket {bucket} {where}. Create it, or correct lake: in the pipeline file."
+        )
+    if code in _NO_LOGIN or code == "401":
+        return LakeError(
+            f"lake {uri}: the store {where} knows no such credentials ({code}). Correct the keys of lake: in the pipeline"
+            " file, or the environment variables that stand for them."
+        )
+    if any(sign in text for sign in _NO_CREDENTIALS):
+        return LakeError(
+            f"lake {uri}: no credentials were found. Set them in lake: of the pipeline file or by environment variables"
+            f" ({', '.join(item.env[0] for item in kind.settings.values() if item.env)})."
+        )
+    if code in ("AccessDenied", "403") or "lacked the necessary privileges" in text:
+        return LakeError(
+            f"lake {uri}: the store {where} does not let these credentials do that ({code or 'AccessDenied'}). They need to"
+            f" list, read, write and delete objects below {uri}."
+        )
+    if any(sign in text for sign in _UNANSWERED):
+        return LakeError(
+            f"lake {uri}: no answer from the store {where}. Nothing is lost: run again when it is up, or correct endpoint"
+            " and region of lake: in the pipeline file."
+        )
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says in many lines, in one, without what a store answered."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines()]
+    plain = [line for line in lines if line and "<?xml" not in line]
+    return ": ".join(plain[:1] + plain[-1:] if len(plain) > 1 else plain) or type(error).__name__
