@@ -19,6 +19,7 @@ from dagster import (
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import build_checks
+from zync_assets.assets.connections import KafkaResource, RegistryResource, connected
 from zync_assets.assets.graph import build_assets
 from zync_assets.assets.kafka_io import KafkaIOManager
 from zync_assets.assets.pool_io import PoolIOManager
@@ -30,13 +31,21 @@ NO_RESOURCES: Mapping[str, object] = {}
 
 
 def build_definitions(
-    pipeline: Pipeline, *, resources: Mapping[str, object] = NO_RESOURCES, sensor_running: bool = False
+    pipeline: Pipeline,
+    *,
+    kafka: KafkaResource | None = None,
+    registry: RegistryResource | None = None,
+    resources: Mapping[str, object] = NO_RESOURCES,
+    sensor_running: bool = False,
 ) -> Definitions:
     """Assets, checks, jobs, the sensor and the resources ``spark``, ``kafka_io`` and ``pool_io`` of a pipeline.
 
+    ``kafka`` and ``registry`` take the place of the file's connections, and are shown as resources of those names.
     ``resources`` replaces some of these three or adds to them. Needs neither network nor JVM. Merge it with
     definitions of your own: ``Definitions.merge(build_definitions(pipeline), Definitions(assets=[...]))``.
     """
+    pipeline = connected(pipeline, kafka, registry)
+    shown = {name: given for name, given in (("kafka", kafka), ("registry", registry)) if given is not None}
     with warnings.catch_warnings():
         # Single-run backfills are what a range run needs; Dagster calls the parameter beta.
         warnings.simplefilter("ignore", BetaWarning)
@@ -46,7 +55,7 @@ def build_definitions(
             asset_checks=build_checks(pipeline),
             jobs=jobs,
             sensors=[build_sensor(pipeline, jobs, running=sensor_running)],
-            resources={**_resources(pipeline), **resources},
+            resources={**_resources(pipeline), **shown, **resources},
             executor=in_process_executor,
         )
 

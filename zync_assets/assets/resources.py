@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 from dagster import InitResourceContext, ResourceDefinition, resource
 from dagster_pyspark import LazyPySparkResource
+from dagster_spark.utils import flatten_dict
 
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.session import prepared, spark_settings, use_this_machine
+from zync_assets.steps.session import prepared, spark_settings, start_jvm, use_this_machine
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,4 +36,5 @@ def session(spark: LazyPySparkResource) -> SparkSession:
     """
     if "spark.remote" not in spark.spark_config:
         use_this_machine()
+        start_jvm({name: str(value) for name, value in flatten_dict(spark.spark_config)})
     return prepared(cast("SparkSession", spark.spark_session))

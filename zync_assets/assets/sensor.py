@@ -33,7 +33,7 @@ from zync_assets.assets import names, partitions, runs
 from zync_assets.assets.due import Step, chosen, due, keys_there
 from zync_assets.assets.facts import Facts, gather
 from zync_assets.assets.outside import standings, unreported
-from zync_assets.errors import BrokerUnavailable, TrustError
+from zync_assets.errors import BrokerUnavailable, SetupError, TrustError
 from zync_assets.pipeline import Pipeline
 
 INTERVAL_SECONDS = 4
@@ -66,7 +66,7 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None) 
     """One tick. The cursor holds each asset's position and lag when it was last looked at."""
     try:
         facts = gather(pipeline)
-    except (BrokerUnavailable, TrustError) as error:
+    except (BrokerUnavailable, SetupError, TrustError) as error:
         return SensorResult(skip_reason=f"No broker, so nothing is known of the topics: {error}", cursor=cursor)
     added: list[AddDynamicPartitionsRequest] = []
     known: dict[str, list[str]] = {}

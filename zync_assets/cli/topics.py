@@ -42,12 +42,15 @@ def target_options(command: _Command) -> _Command:
     """``--pipeline``, or ``--bootstrap-servers`` and ``--registry``: the parameters of ``target``."""
     for option in (
         click.option(
-            "--registry", "registry_url", metavar="URL", help=f"[default: $SCHEMA_REGISTRY_URL, or {REGISTRY}]"
+            "--registry",
+            "registry_url",
+            metavar="URL",
+            help=f"[default: $SCHEMA_REGISTRY_URL, ~/.zync/schema_registry.json, or {REGISTRY}]",
         ),
         click.option(
             "--bootstrap-servers",
             metavar="HOST:PORT,…",
-            help=f"[default: $KAFKA_BOOTSTRAP_SERVERS, or {BOOTSTRAP_SERVERS}]",
+            help=f"[default: $KAFKA_BOOTSTRAP_SERVERS, ~/.zync/kafka.json, or {BOOTSTRAP_SERVERS}]",
         ),
         click.option(
             "--pipeline",
@@ -61,14 +64,17 @@ def target_options(command: _Command) -> _Command:
 
 
 def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None) -> Target:
-    """A pipeline's broker and registry, or those of the options, of the environment, of this machine."""
-    if pipeline is None:
-        servers = bootstrap_servers or os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or BOOTSTRAP_SERVERS
-        url = registry_url or os.environ.get("SCHEMA_REGISTRY_URL") or REGISTRY
-        return Target({"bootstrap.servers": servers}, Registry(RegistryConfig(url)))
+    """A pipeline's broker and registry, or those of the options, of the environment, of zync's files, of this machine."""
     # Imported here: a pipeline file's rules need a SQL parser.
     from zync_assets.pipeline_file import load
+    from zync_assets.pipeline_file.zync_home import home_kafka, home_registry
 
+    if pipeline is None:
+        servers = bootstrap_servers or os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+        kafka = {"bootstrap.servers": servers} if servers else home_kafka(os.environ)
+        url = registry_url or os.environ.get("SCHEMA_REGISTRY_URL")
+        config = RegistryConfig(url) if url else home_registry(os.environ) or RegistryConfig(REGISTRY)
+        return Target({"bootstrap.servers": BOOTSTRAP_SERVERS, **kafka}, Registry(config))
     loaded = load(pipeline)
     kafka = {**loaded.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
     config = RegistryConfig(registry_url) if registry_url else loaded.registry

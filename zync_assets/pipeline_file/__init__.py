@@ -4,6 +4,7 @@ source → fields      YAML with line numbers; typed access to its mappings
 topics, rules        the sections inputs and outputs, and transforms
 expressions, join_on, functions, reach
                      what Spark SQL may say in a rule, and which rules can never be reached; no JVM
+zync_home            the connections of zync's own files, where the pipeline file has none
 load                 the whole
 """
 

@@ -18,6 +18,7 @@ from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
+from zync_assets.pipeline_file.zync_home import home_kafka, home_registry
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
@@ -50,7 +51,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
 
 def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     name = _name(fields, path)
-    kafka = _properties(fields, "kafka")
+    kafka = _properties(fields, "kafka") if "kafka" in fields else home_kafka(env)
     if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
         fields.problem("kafka", "oauth_cb must name a function, as in package.module:function")
     # librdkafka knows it by two names, and takes the union of both.
@@ -65,7 +66,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     good_inputs = tuple(item for item in inputs.values() if item is not None)
     good_outputs = tuple(item for item in outputs.values() if item is not None)
     sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
-    registry = _registry(fields, needed=any(side.format == "avro" for side in sides))
+    registry = _registry(fields, env, needed=any(side.format == "avro" for side in sides))
     return Pipeline(
         name=name,
         path=path.resolve(),
@@ -95,9 +96,12 @@ def _properties(fields: Fields, key: str) -> dict[str, str]:
     return {} if table is None else Fields(table, key, fields.problems, None).flat()
 
 
-def _registry(fields: Fields, needed: bool) -> RegistryConfig | None:
+def _registry(fields: Fields, env: Mapping[str, str], needed: bool) -> RegistryConfig | None:
     table = fields.table("registry")
     if table is None:
+        found = None if "registry" in fields else home_registry(env)
+        if found is not None:
+            return found
         return RegistryConfig(DEFAULT_REGISTRY) if needed else None
     registry = Fields(table, "registry", fields.problems, None)
     properties = registry.flat()

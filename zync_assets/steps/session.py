@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zync_assets.lake import storage
 from zync_assets.local.jars import spark_s3_jars
@@ -15,6 +16,9 @@ from zync_assets.steps.class_archive import share_classes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+SECRET = "(?i)secret|password|passphrase|token|credential|access[._-]?key|account[._-]?key|sas[._-]"
+"""Spark properties whose names say that they hold a secret: never on a command line, nor in Spark's log and pages."""
 
 _DEFAULTS = {
     "spark.master": "local[*]",
@@ -31,6 +35,7 @@ _DEFAULTS = {
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+    "spark.redaction.regex": SECRET,
 }
 
 REQUIRED = {
@@ -69,6 +74,7 @@ def spark_session(spark: Mapping[str, str], lake: str = "") -> SparkSession:
     settings = spark_settings(spark, lake)
     if "spark.remote" not in settings:
         use_this_machine()
+        start_jvm(settings)
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
@@ -94,6 +100,21 @@ def use_this_machine() -> None:
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     share_classes(java)
+
+
+def start_jvm(settings: Mapping[str, str]) -> None:
+    """Start this process's JVM, if there is none yet, with those settings on its command line that hold no secret.
+
+    PySpark would put all of them there, for every user of the machine to read. The session that is made next gets the
+    others through the open connection.
+    """
+    from pyspark import SparkConf, SparkContext
+
+    # Known to Spark's launcher before there is a JVM to ask.
+    public = SparkConf(loadDefaults=False)
+    public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
+    start: Any = SparkContext._ensure_initialized  # pyright: ignore[reportPrivateUsage]
+    start(conf=public)
 
 
 def prepared(session: SparkSession) -> SparkSession:
