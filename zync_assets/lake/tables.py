@@ -140,7 +140,10 @@ def create_table(
     numbers: Mapping[str, int],
     partition_by: Sequence[str] = (),
 ) -> None:
-    """Make a table whose first commit holds files and numbers together; CommitConflict if it is there already."""
+    """Make a table whose first commit holds files and numbers together; CommitConflict if it is there already.
+
+    Without retries: to delta-rs a creation that finds a first commit is one to be made after it, and both would count.
+    """
     storage.make_folder(uri)
     token = uuid.uuid4().hex
     try:
@@ -151,7 +154,7 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            commit_properties=_properties(numbers, token),
+            commit_properties=_properties(numbers, token, retries=0),
             storage_options=storage.delta_options(uri),
         )
     except (DeltaError, OSError) as error:
@@ -257,8 +260,9 @@ def _committed(found: Opened, token: str, before: int) -> bool:
     return any(item.get(_TOKEN) == token for item in commits)
 
 
-def _properties(numbers: Mapping[str, int], token: str) -> CommitProperties:
+def _properties(numbers: Mapping[str, int], token: str, retries: int | None = None) -> CommitProperties:
     return CommitProperties(
+        max_commit_retries=retries,
         app_transactions=[Transaction(name, value) for name, value in numbers.items()],
         custom_metadata={_TOKEN: token},
     )
