@@ -8,11 +8,12 @@ from __future__ import annotations
 import secrets
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,11 @@ class S3:
 
 
 @contextmanager
-def serving(folder: Path, like: S3 | None = None, **properties: str) -> Generator[S3]:
-    """A server over the buckets in ``folder``; ``like``: with that one's keys."""
+def serving(folder: Path) -> Generator[S3]:
+    """A server over the buckets in ``folder``."""
     jars = fetched(BUNDLE, find_java) / "jars"
     endpoint = f"http://127.0.0.1:{free_port()}"
-    found = S3(endpoint, folder) if like is None else S3(endpoint, folder, like.key, like.secret)
+    found = S3(endpoint, folder)
     settings = {
         "s3proxy.endpoint": endpoint,
         "s3proxy.authorization": "aws-v2-or-v4",
@@ -85,7 +86,6 @@ def serving(folder: Path, like: S3 | None = None, **properties: str) -> Generato
         "s3proxy.credential": found.secret,
         "jclouds.provider": "filesystem-nio2",
         "jclouds.filesystem.basedir": str(folder),
-        **{f"s3proxy.{name.replace('_', '-')}": value for name, value in properties.items()},
     }
     with tempfile.TemporaryDirectory() as scratch:
         path, log = Path(scratch, "s3proxy.conf"), Path(scratch, "s3proxy.log")
@@ -101,6 +101,18 @@ def serving(folder: Path, like: S3 | None = None, **properties: str) -> Generato
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
+
+
+@contextmanager
+def read_only(s3: S3) -> Generator[S3]:
+    """The server as a key sees it that may read and list alone."""
+    # A process of its own: delta-rs holds the interpreter while it waits for an answer.
+    command = [sys.executable, "-m", "zync_assets_tests.s3_read_only", s3.endpoint.removeprefix("http://")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield replace(s3, endpoint=f"http://127.0.0.1:{process.stdout.readline().strip()}")
+        process.stdin.close()
 
 
 def _await(endpoint: str, log: Path) -> None:

@@ -1,0 +1,131 @@
+"""Tables in a bucket of a real S3 server: of two writers one commits, and what the store refuses is said with the cure."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.lake import cleaning, storage, tables
+from zync_assets.local.processes import free_port
+from zync_assets.pipeline import LakeUri
+from zync_assets_tests.lake.rows import SCHEMA, file, records
+from zync_assets_tests.s3 import S3, read_only
+
+WRITERS = 6
+
+
+def place(s3: S3, path: str, **changed: str) -> LakeUri:
+    return LakeUri(
+        f"s3://{path}", {**s3.settings, **{name.replace("_", "-"): value for name, value in changed.items()}}
+    )
+
+
+def written(uri: str, *offsets: int) -> list[tables.DataFile]:
+    return [file(uri, records(offsets))]
+
+
+@pytest.mark.parametrize("lake", ["folder", "bucket"])
+def test_of_writers_that_create_or_commit_at_once_one_wins(s3: S3, tmp_path: Path, unique: str, lake: str) -> None:
+    """There is no lock table: the conditional put of the log entry decides (in a folder, the exclusive creation of a file)."""
+    uri = place(s3, f"lakes/{unique}/table") if lake == "bucket" else str(tmp_path / "table")
+
+    def create(number: int) -> bool:
+        try:
+            tables.create_table(uri, SCHEMA, "", written(uri, number), {"next": number})
+        except CommitConflict:
+            return False
+        return True
+
+    def commit(opened: tables.Opened) -> bool:
+        try:
+            tables.commit(opened, written(uri, 100), {"next": 101})
+        except CommitConflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        assert sum(pool.map(create, range(WRITERS))) == 1
+        opened = [tables.open_table(uri) for _ in range(WRITERS)]
+        assert sum(pool.map(commit, [found for found in opened if found])) == 1
+    found = tables.open_table(uri)
+    assert found is not None
+    assert found.number("next") == 101
+    assert sum(item.records for item in found.files) == 2
+
+
+def test_what_no_commit_names_is_cleaned_away_in_a_bucket_too(s3: S3, unique: str) -> None:
+    uri = place(s3, f"lakes/{unique}/table")
+    tables.create_table(uri, SCHEMA, "", written(uri, 1), {})
+    [orphan] = written(uri, 2)
+    opened = tables.open_table(uri)
+    assert opened is not None
+    time.sleep(1.1)  # a store knows a file's age in seconds
+    assert cleaning.clean(opened, hours=0) == [orphan.path]
+    assert storage.list_files(uri, ".parquet") == [item.path for item in opened.files]
+
+
+@pytest.fixture
+def table(s3: S3, unique: str) -> LakeUri:
+    uri = place(s3, f"lakes/{unique}/table")
+    tables.create_table(uri, SCHEMA, "", written(uri, 1), {})
+    return uri
+
+
+def test_a_bucket_that_is_not_there(s3: S3) -> None:
+    uri = place(s3, "nowhere/lake")
+    cure = rf"lake s3://nowhere.*: there is no bucket nowhere at {s3.endpoint}. Create it"
+    with pytest.raises(LakeError, match=cure):
+        tables.open_table(uri)
+    with pytest.raises(LakeError, match=cure):
+        written(uri, 1)
+
+
+@pytest.mark.parametrize("changed", [{"secret_access_key": "wrong-hush"}, {"access_key_id": "someone"}])
+def test_wrong_credentials(s3: S3, table: LakeUri, changed: dict[str, str]) -> None:
+    uri = place(s3, table.removeprefix("s3://"), **changed)
+    for use in (lambda: tables.open_table(uri), lambda: written(uri, 2)):
+        with pytest.raises(LakeError, match=r"knows no such credentials \(\w+\). Correct the keys of lake:") as error:
+            use()
+        assert s3.secret not in str(error.value)
+        assert "wrong-hush" not in str(error.value)
+        assert "Signature:" not in str(error.value)
+        assert error.value.__cause__ is None
+
+
+def test_no_right_to_write(s3: S3, table: LakeUri) -> None:
+    with read_only(s3) as sealed:
+        uri = place(sealed, table.removeprefix("s3://"))
+        opened = tables.open_table(uri)
+        assert opened is not None
+        with pytest.raises(LakeError, match=r"does not let these credentials do that .*read, write and delete"):
+            written(uri, 2)
+        with pytest.raises(LakeError, match="does not let these credentials do that"):
+            tables.commit(opened, [], {"next": 1})
+
+
+def test_a_store_that_is_down(s3: S3, unique: str) -> None:
+    uri = place(s3, f"lakes/{unique}", endpoint=f"http://127.0.0.1:{free_port()}", max_retries="1")
+    with pytest.raises(LakeError, match=r"no answer from the store at http.*run again when it is up"):
+        tables.open_table(uri)
+
+
+def test_a_file_that_is_not_there_is_no_failing_store(table: LakeUri) -> None:
+    system, path = storage.filesystem(storage.join(table, "nothing.parquet"))
+    with pytest.raises(FileNotFoundError):
+        pq.ParquetFile(path, filesystem=system)
+    with pytest.raises(LakeError, match="is not there"):
+        storage.file_size(storage.join(table, "nothing.parquet"))
+
+
+def test_rows_come_back_as_they_were_written(s3: S3, unique: str) -> None:
+    uri = place(s3, f"lakes/{unique}/table")
+    [item] = written(uri, 3, 4, 7)
+    system, path = storage.filesystem(storage.join(uri, item.path))
+    assert pq.ParquetFile(path, filesystem=system).read().equals(pa.Table.from_batches([records([3, 4, 7])]))
+    assert Path(s3.folder, uri.removeprefix("s3://"), item.path).stat().st_size == item.size
