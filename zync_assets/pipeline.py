@@ -196,6 +196,8 @@ class Pipeline:
     """How long the high watermark must stand still before a publisher trusts it after an unclean stop."""
     unavailable_value: str | None = UNAVAILABLE_VALUE
     """Debezium's placeholder for what an update left unchanged and the source did not send; None: there is none."""
+    consumer_group: str | None = None
+    """The consumer group that shows in Kafka how far ingest is; never read."""
 
     def input(self, topic: str) -> Input:
         """The input of that name; KeyError if there is none."""

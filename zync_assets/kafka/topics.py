@@ -16,7 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import (
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka.admin import (
     AdminClient,
@@ -204,6 +210,22 @@ def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
     resource = ConfigResource(ResourceType.TOPIC, topic)
     answers = ask(lambda admin, left: admin.describe_configs([resource], request_timeout=left))
     return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
+
+
+def commit_group_offsets(
+    kafka: Mapping[str, str], group: str, topic: str, offsets: Mapping[int, int], timeout: float = 2.0
+) -> None:
+    """Note the next offset of each partition under a consumer group, for those who look there; nothing here reads it.
+
+    KafkaError where the group has members of its own, a partition is gone, or the right to READ the group is missing.
+    """
+    ask = _Question(kafka, f"committing offsets of {topic} for consumer group {group}", timeout)
+    places = [TopicPartition(topic, partition, offset) for partition, offset in sorted(offsets.items())]
+    wanted = [ConsumerGroupTopicPartitions(group, places)]
+    for _, future in ask(lambda admin, left: admin.alter_consumer_group_offsets(wanted, request_timeout=left)):
+        for place in ask.answer(future, topic).topic_partitions:
+            if place.error is not None:
+                raise ask.connection.error(place.error, ask.doing, topic)
 
 
 class _Admin:

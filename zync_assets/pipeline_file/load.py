@@ -25,7 +25,7 @@ DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_SETTLE_SECONDS = 45.0
 
 _KEYS = (
-    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value"),
+    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value", "consumer-group"),
     *("inputs", "outputs", "output", "transforms"),
 )
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
@@ -79,6 +79,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         rules=rules,
         settle_seconds=DEFAULT_SETTLE_SECONDS if settle is None else settle,
         unavailable_value=_unavailable_value(fields),
+        consumer_group=_consumer_group(fields),
     )
 
 
@@ -109,6 +110,13 @@ def _registry(fields: Fields, env: Mapping[str, str], needed: bool) -> RegistryC
     if not re.match(r"https?://[^\s/]", url):
         registry.problem("url", "must begin with http:// or https:// and a host")
     return RegistryConfig(url, properties)
+
+
+def _consumer_group(fields: Fields) -> str | None:
+    group = fields.text("consumer-group") if "consumer-group" in fields else None
+    if group is not None and not group.strip():
+        fields.problem("consumer-group", "is empty; write the name of a consumer group, or leave the key out")
+    return group
 
 
 def _unavailable_value(fields: Fields) -> str | None:

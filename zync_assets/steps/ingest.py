@@ -7,6 +7,7 @@ commit_raw    files, quarantine and next offsets, once
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,9 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
+from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
-from zync_assets.kafka.topics import TopicState, offsets_at, topic_states
+from zync_assets.kafka.topics import TopicState, commit_group_offsets, offsets_at, topic_states
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
@@ -38,6 +39,8 @@ from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_log = logging.getLogger(__name__)
 
 BATCH_OFFSETS = 8_000_000
 """Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
@@ -243,6 +246,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     except CommitConflict:
         quarantine.withdraw(lake, pool, topic, bad)
         raise
+    _show_progress(pipeline, topic, until)
     keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
     keep_short(pipeline, item, plan.state)
     return RawCommit(
@@ -256,6 +260,16 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         time.monotonic() - started,
         sum(made.left_out.values()),
     )
+
+
+def _show_progress(pipeline: Pipeline, topic: str, until: Mapping[int, int]) -> None:
+    """Tell Kafka's own tools how far the topic is read. Nothing depends on it: what is ingested, the lake alone says."""
+    if pipeline.consumer_group is None:
+        return
+    try:
+        commit_group_offsets(pipeline.kafka, pipeline.consumer_group, topic, until)
+    except KafkaError as error:
+        _log.warning("the lag that Kafka shows for %s is out of date, and nothing else: %s", topic, error)
 
 
 def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> None:
