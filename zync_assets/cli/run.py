@@ -121,7 +121,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: str | None, fmt: Format) -
     loaded = load(pipeline)
     deadline = time.monotonic() + _seconds(exit_after) if exit_after else None
     stopping = _stop_on_signals()
-    session = _session(loaded)
+    session = _session(loaded, long=not until_idle)
     inputs = [item.topic for item in loaded.inputs]
     outputs = [item.topic for item in loaded.outputs]
     back_off = POLL_SECONDS
@@ -157,8 +157,8 @@ def _sleep(seconds: float, stopping: Callable[[], bool], deadline: float | None)
         time.sleep(min(seconds, POLL_SECONDS))
 
 
-def _session(pipeline: Pipeline) -> Callable[[], SparkSession]:
-    return partial(spark_session, pipeline.spark, pipeline.lake)
+def _session(pipeline: Pipeline, *, long: bool = False) -> Callable[[], SparkSession]:
+    return partial(spark_session, pipeline.spark, pipeline.lake, long=long)
 
 
 def guard(pipeline: Pipeline, plan: PublishPlan) -> None:

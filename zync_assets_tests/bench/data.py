@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from confluent_kafka import Producer
 
 from zync_assets.codecs.encode import make_encoder
@@ -35,8 +36,9 @@ def _record(name: str, *fields: tuple[str, Any]) -> dict[str, Any]:
     return {"type": "record", "name": name, "fields": [{"name": field, "type": kind} for field, kind in fields]}
 
 
-def _texts(prefix: str, numbers: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.array(np.char.add(prefix, numbers.astype(str)))
+def texts(prefix: str, numbers: np.ndarray[Any, Any]) -> pa.Array:
+    """The prefix with each number behind it."""
+    return pc.binary_join_element_wise(prefix, pa.array(numbers).cast(pa.string()), "")
 
 
 ORDER = _record(
@@ -57,7 +59,7 @@ def orders(numbers: np.ndarray[Any, Any]) -> pa.Array:
     items = pa.array(np.where(numbers % 5 == 0, None, _CITIES[numbers % 8]), pa.string())
     columns = [
         pa.array(numbers, pa.int64()),
-        _texts("customer ", numbers % 10_007),
+        texts("customer ", numbers % 10_007),
         pa.array(_CITIES[numbers % 8]),
         items,
         pa.array(numbers % 1000, pa.int32()),
@@ -92,7 +94,7 @@ def envelopes(numbers: np.ndarray[Any, Any]) -> pa.Array:
     changed = pa.array(numbers % 3 == 0)
     row = [
         pa.array(numbers, pa.int64()),
-        _texts("customer ", numbers % 10_007),
+        texts("customer ", numbers % 10_007),
         pa.array(numbers % 1_000_000, pa.int32()).cast(pa.decimal128(12, 2)),
         pa.array(numbers % 100, pa.int32()).cast(pa.decimal128(14, 4)),
         pa.array([b"0123456789abcdef"] * len(numbers), pa.binary()),

@@ -13,7 +13,7 @@ import pyarrow as pa
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.loops import etl_all
-from zync_assets_tests.bench.data import EPOCH, append_raw
+from zync_assets_tests.bench.data import EPOCH, append_raw, texts
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import TASKS, World
 
@@ -66,8 +66,8 @@ def append_invoices(
         [
             pa.array(["c"] * len(keys)),
             pa.array(keys, pa.int64()),
-            pa.array(np.char.add("customer ", (keys % 10_007).astype(str))),
-            pa.array(np.char.add("item ", (keys % 101).astype(str))),
+            texts("customer ", keys % 10_007),
+            texts("item ", keys % 101),
         ],
         ["op", "id", "customer", "item"],
     )
@@ -89,7 +89,7 @@ def _append(pipeline: Pipeline, topic: str, values: pa.Array, numbers: np.ndarra
     state = raw.open_raw(pipeline.lake, "Raw", topic)
     start = state.next[0] if state else 0
     offsets = start + np.arange(len(numbers)) * step
-    keys = pa.array(np.char.add("k", numbers.astype(str)))
+    keys = texts("k", numbers)
     append_raw(pipeline.lake, "Raw", topic, offsets, keys, values, pa.array(EPOCH + np.maximum(numbers, 0)))
     return len(numbers)
 

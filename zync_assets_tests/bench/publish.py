@@ -16,7 +16,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.steps.encoding import encoded_rows, staged_topic
 from zync_assets.steps.loops import etl_all, publish_all
 from zync_assets.steps.publish import recreate_topic
-from zync_assets_tests.bench.data import EPOCH, append_raw, orders
+from zync_assets_tests.bench.data import EPOCH, append_raw, orders, texts
 from zync_assets_tests.bench.references import prepare_records, produce
 from zync_assets_tests.bench.table import rate_row
 from zync_assets_tests.bench.world import World
@@ -59,7 +59,7 @@ def staged(world: World, records: int) -> Pipeline:
     world.empty(pipeline)
     for first in range(0, records, 1_000_000):
         numbers = np.arange(first, min(first + 1_000_000, records))
-        keys = pa.array(np.char.add("k", numbers.astype(str)))
+        keys = texts("k", numbers)
         append_raw(pipeline.lake, "Raw", "sent", numbers, keys, orders(numbers), pa.array(EPOCH + numbers))
     spark = world.spark(pipeline)
     list(etl_all(pipeline, lambda: spark))

@@ -52,7 +52,7 @@ class World:
         return pipeline_file.load(path)
 
     def spark(self, pipeline: Pipeline) -> SparkSession:
-        return spark_session(pipeline.spark)
+        return spark_session(pipeline.spark, long=True)
 
     def empty(self, pipeline: Pipeline, pool: str = "") -> None:
         """Remove a pipeline's lake, or one pool of it."""
