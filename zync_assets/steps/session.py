@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -120,6 +121,8 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     """
     from pyspark import SparkConf, SparkContext
 
+    # At its debug level py4j logs all that passes to the JVM: settings, and tasks' code with the connections in it.
+    logging.getLogger("py4j").setLevel(logging.INFO)
     # Known to Spark's launcher before there is a JVM to ask.
     public = SparkConf(loadDefaults=False)
     public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])

@@ -13,6 +13,7 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets_tests.assets.rig import OPEN, make_pipeline, orders, payments, send
 from zync_assets_tests.assets.webserver import REPOSITORY, Webserver, events, webserver
+from zync_assets_tests.network.processes import family, listening
 
 SECOND = "1:0-999999"
 NODES = """
@@ -45,8 +46,9 @@ def server(pipeline: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_it_listens_on_this_machine_alone(server: Webserver) -> None:
-    listening = [item.laddr.ip for item in psutil.Process(server.pid).net_connections("tcp") if item.status == "LISTEN"]
-    assert listening == ["127.0.0.1"]
+    """The pages, and the process that loads the definitions."""
+    places = {address.removeprefix("::ffff:") for address, _ in listening(family(psutil.Process(server.pid)))}
+    assert places == {"127.0.0.1"}
 
 
 def test_the_graph_says_what_things_are_for(server: Webserver) -> None:
