@@ -35,6 +35,7 @@ from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.model import Model
+from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.test_chain import assert_equals_model, ingest, publish, transform
 
@@ -52,7 +53,8 @@ class Rig:
 
     shop: Shop
     model: Model
-    spark: SparkSession
+    spark: SparkSession | None
+    """This process's session; None: the lake is in a bucket, which that session can't read."""
     log: Path
 
     def produce(self, changes: list[Any]) -> None:
@@ -60,7 +62,10 @@ class Rig:
         self.model.batch(self.shop.produce(changes))
 
     def run_here(self) -> None:
-        """Run to idle in this process, whose Spark session is there already."""
+        """Run to idle in this process, whose Spark session is there already, or else in another."""
+        if self.spark is None:
+            assert self.run_process(RUN) == 0, self.log.read_text()
+            return
         ingest(self.shop, self.spark, self.shop.orders, self.shop.status)
         transform(self.shop, self.spark)
         publish(self.shop, self.spark)
@@ -101,14 +106,15 @@ def with_many_ledger_files(rig: Rig) -> None:
     later(rig)
     state = staging.open_staging(rig.shop.pipeline.lake, "Staging")
     assert state is not None
-    rows = pa.concat_tables([pq.ParquetFile(state.uri(item)).read() for item in state.ledger_files])
+    folder = rig.shop.files / "Staging"
+    rows = pa.concat_tables([pq.ParquetFile(folder / item.path).read() for item in state.ledger_files])
     assert rows.num_rows >= 10
     pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
     pieces += [rows.slice(0, 0)] * (fold.FILES + 1 - len(pieces))
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
-        full = Path(state.opened.uri, path)
+        full = folder / path
         full.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(piece, full)
         made.append(tables.DataFile(path, full.stat().st_size, piece.num_rows, group=staging.ACCOUNT))
@@ -123,7 +129,7 @@ def with_many_raw_files(rig: Rig) -> None:
     state = open_raw(rig.shop.pipeline.lake, "Raw", rig.shop.status)
     assert state is not None
     item = next(item for item in state.opened.files if item.partition == 0)
-    rows = pq.ParquetFile(Path(state.opened.uri, item.path)).read()
+    rows = pq.ParquetFile(rig.shop.files / "Raw" / rig.shop.status / item.path).read()
     assert rows.num_rows >= compaction.FILES
     made = []
     for place in range(rows.num_rows):
@@ -241,27 +247,38 @@ def test_a_run_that_died_goes_on_as_if_nothing_had_been(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("lake", ["folder", "bucket"])
 @pytest.mark.parametrize(("name", "case"), [*CASES.items(), *AGAIN.items()])
 def test_every_point_with_processes_alone(
     services: Services,
     spark: SparkSession,
+    s3: S3,
     tmp_path: Path,
     unique: str,
     name: str,
     case: Case,
+    lake: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    rig = make_rig(services, spark, tmp_path, unique)
+    rig = (
+        make_rig(services, spark, tmp_path, unique) if lake == "folder" else bucket_rig(services, s3, tmp_path, unique)
+    )
     case.prepare(rig)
     command = ("to-kafka", "--recreate", rig.shop.new) if case.recreate else RUN
     rig.die(command, f"{name}@{case.count}")
     assert rig.run_process(command) == 0, rig.log.read_text()
-    assert_sound(services, rig, unique, name, record_property)
+    assert_sound(services, rig, unique, f"{name}, lake in a {lake}", record_property)
 
 
 def make_rig(services: Services, spark: SparkSession, folder: Path, prefix: str) -> Rig:
     shop = make_shop(services, folder, prefix, settle="1")
     return Rig(shop, shop.model(), spark, folder / "zync.log")
+
+
+def bucket_rig(services: Services, s3: S3, folder: Path, prefix: str) -> Rig:
+    place = f"lakes/{prefix}"
+    shop = make_shop(services, folder, prefix, lake=s3.lake(place), files=s3.folder / place)
+    return Rig(shop, shop.model(), None, folder / "zync.log")
 
 
 def assert_sound(

@@ -5,54 +5,77 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from zync_assets.local.services import Services
-from zync_assets_tests.checker import statement as statements
-from zync_assets_tests.checker.evidence import gather
-from zync_assets_tests.checker.verdict import judge
-from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.s3 import S3
-from zync_assets_tests.shop import Shop, changes, make_shop
+from zync_assets_tests.shop import changes, make_shop
 from zync_assets_tests.test_chain import assert_equals_model
+from zync_assets_tests.test_crashes import RUN, Rig, assert_sound, bucket_rig
 
 
-def shop_on(s3: S3, services: Services, folder: Path, prefix: str) -> Shop:
-    """A shop whose lake is in the bucket ``lakes``."""
-    place = f"lakes/{prefix}"
-    return make_shop(services, folder, prefix, lake=s3.lake(place), files=s3.folder / place)
-
-
-def zync(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def zync(*arguments: str | Path) -> str:
+    """Run the command; what it printed."""
     script = "from zync_assets.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.timeout(600)
-def test_the_chain_from_topics_to_topics(services: Services, s3: S3, tmp_path: Path, unique: str) -> None:
-    shop = shop_on(s3, services, tmp_path, unique)
-    model = shop.model()
-    whole = list(changes(shop, range(60), seed=3))
-    model.batch(shop.produce(whole))
-    ran = zync("run", "--until-idle", shop.pipeline.path)
-    assert ran.returncode == 0, ran.stderr
-    report = judge(
-        statements.shop(unique),
-        gather(services.bootstrap_servers, shop.files, statements.shop(unique)),
-        Schemas(services.registry_url),
-        drained=True,
-    )
-    assert report.sound, str(report)
-    assert_equals_model(shop, model)
-    told = zync("status", shop.pipeline.path)
-    assert told.returncode == 0, told.stderr
-    assert s3.secret not in ran.stdout + ran.stderr + told.stdout + told.stderr
+def test_a_run_that_died_goes_on_in_a_bucket_and_nothing_that_it_writes_down_has_the_keys(
+    services: Services, s3: S3, tmp_path: Path, unique: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Spark's event log has the plans, the session's properties and the JVM's command line, as its pages show them."""
+    rig = bucket_rig(services, s3, tmp_path, unique)
+    events = tmp_path / "events"
+    events.mkdir()
+    path = rig.shop.pipeline.path
+    options = {"enabled": "true", "compress": "false", "dir": events.as_uri()}
+    logged = "".join(f'spark.eventLog.{name}: "{value}", ' for name, value in options.items())
+    path.write_text(path.read_text().replace("spark: {", f"spark: {{{logged}"))
+    rig.produce(list(changes(rig.shop, range(40), seed=7)))
+    rig.die(RUN, "etl:outputs-written")
+    assert rig.run_process(RUN) == 0, rig.log.read_text()
+    assert_sound(services, rig, unique, "etl:outputs-written, lake in a bucket", record_property)
+
+    written = rig.log.read_text() + zync("status", path)
+    seen = [item.read_text(errors="replace") for item in events.rglob("*") if item.is_file()]
+    assert any("s3a://lakes" in text and "InsertIntoHadoopFsRelationCommand" in text for text in seen)
+    for text in [written, *seen]:
+        assert s3.secret not in text
+        assert s3.key not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_chain_in_a_bucket_beside_the_same_in_a_folder(
+    services: Services, s3: S3, tmp_path: Path, unique: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The time is told, and asserted nowhere."""
+    orders = 10_000
+    for place in ("folder", "bucket"):
+        prefix, folder = f"{unique}{place}", tmp_path / place
+        folder.mkdir()
+        if place == "bucket":
+            rig = bucket_rig(services, s3, folder, prefix)
+        else:
+            shop = make_shop(services, folder, prefix)
+            rig = Rig(shop, shop.model(), None, folder / "zync.log")
+        rig.produce(list(changes(rig.shop, range(orders), seed=3)))
+        started = time.monotonic()
+        assert rig.run_process(RUN) == 0, rig.log.read_text()
+        first = time.monotonic() - started
+        rig.produce(list(changes(rig.shop, range(orders, orders + 100), seed=4)))
+        started = time.monotonic()
+        assert rig.run_process(RUN) == 0, rig.log.read_text()
+        again = time.monotonic() - started
+        assert_equals_model(rig.shop, rig.model)
+        count = sum(map(len, rig.shop.sent.values()))
+        told = f"{place} | {count} records | {first:.1f} s at first | {again:.1f} s for the last 400"
+        record_property("table: the lake in a bucket and in a folder", told)

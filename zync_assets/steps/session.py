@@ -53,8 +53,10 @@ REQUIRED = {
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     "spark.sql.requireAllClusterKeysForCoPartition": "false",
     "spark.sql.caseSensitive": "false",
+    # Readers' and writers' options stand in plans. Spark's own pattern has no `fs.azure.account.key`.
+    "spark.sql.redaction.options.regex": "(?i)url|secret|password|token|key",
 }
-"""Settings that results depend on; set on every session that is used, whoever made it."""
+"""Settings that results, or secrets, depend on; set on every session that is used, whoever made it."""
 
 
 def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:

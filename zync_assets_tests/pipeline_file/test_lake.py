@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from zync_assets.errors import PipelineFileError
 from zync_assets.lake import storage
 from zync_assets.pipeline import LakeUri, Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets.steps.session import REQUIRED
+from zync_assets.stores import KINDS
 
 REST = """
 inputs: [{topic: a, pool: Raw, format: string}]
@@ -89,6 +92,14 @@ def test_other_stores_by_the_same_settings_and_by_names_of_delta_rs(tmp_path: Pa
     assert options is not None
     assert options["google_service_account"] == "/key.json"
     assert storage.spark_options(google)["fs.gs.auth.service.account.json.keyfile"] == "/key.json"
+
+
+def test_spark_redacts_every_option_that_is_a_secret() -> None:
+    redacted = re.compile(REQUIRED["spark.sql.redaction.options.regex"])
+    for kind in KINDS.values():
+        for name, item in kind.settings.items():
+            secret = name not in ("endpoint", "region", "account-name", "service-account")
+            assert not item.hadoop or not secret or redacted.search(item.hadoop), name
 
 
 @pytest.mark.parametrize(
