@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -129,3 +134,62 @@ def test_rows_come_back_as_they_were_written(s3: S3, unique: str) -> None:
     system, path = storage.filesystem(storage.join(uri, item.path))
     assert pq.ParquetFile(path, filesystem=system).read().equals(pa.Table.from_batches([records([3, 4, 7])]))
     assert Path(s3.folder, uri.removeprefix("s3://"), item.path).stat().st_size == item.size
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """A server that knows nobody: its address, and the path and authorization of each request."""
+    seen: list[tuple[str, str]] = []
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Authorization", "")))
+            body = b"<?xml version='1.0'?><Error><Code>AuthenticationFailed</Code><Message>no</Message></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+
+
+def test_an_azure_lake_asks_its_container_with_its_key(asked: tuple[str, list[tuple[str, str]]]) -> None:
+    endpoint, seen = asked
+    settings = {
+        "account-name": "acc",
+        "account-key": base64.b64encode(b"hush" * 8).decode(),
+        "azure_storage_endpoint": endpoint,
+        "allow_http": "true",
+    }
+    uri = LakeUri("abfss://box@acc.dfs.core.windows.net/lake/Raw", settings)
+    with pytest.raises(LakeError, match=r"knows no such credentials \(AuthenticationFailed\)") as error:
+        tables.open_table(uri)
+    assert "box" in seen[0][0]
+    assert "lake%2FRaw" in seen[0][0] or "lake/Raw" in seen[0][0]
+    assert seen[0][1].startswith("SharedKey acc:")
+    assert settings["account-key"] not in str(error.value)
+
+
+def test_a_google_lake_asks_its_bucket_with_its_service_account(
+    asked: tuple[str, list[tuple[str, str]]], tmp_path: Path
+) -> None:
+    endpoint, seen = asked
+    account = {
+        "gcs_base_url": endpoint,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
+    path = tmp_path / "key.json"
+    path.write_text(json.dumps(account))
+    uri = LakeUri("gs://box/lake/Raw", {"service-account": str(path), "allow_http": "true"})
+    with pytest.raises(LakeError, match=r"lake gs://box"):
+        tables.open_table(uri)
+    assert "box" in seen[0][0]
