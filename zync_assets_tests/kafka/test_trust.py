@@ -1,0 +1,26 @@
+"""What of librdkafka's reports will not pass by itself."""
+
+from __future__ import annotations
+
+import pytest
+from confluent_kafka import KafkaError as ClientError
+
+from zync_assets.kafka.trust import is_refusal
+
+TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "refused"),
+    [
+        (ClientError._AUTHENTICATION, "SASL authentication error: Authentication failed", True),
+        (ClientError._AUTHENTICATION, TOKEN + '{"error": "invalid_client"}', True),
+        (ClientError._AUTHENTICATION, TOKEN + "Failed to connect to 127.0.0.1:1 after 0 ms: Could not connect", False),
+        (ClientError._TRANSPORT, "ssl://h:1/bootstrap: error:0A000086:SSL routines::certificate verify failed", True),
+        (ClientError._SSL, "ssl://h:1/1: Receive failed: ssl/tls alert bad certificate: SSL alert number 42", True),
+        (ClientError._TRANSPORT, "ssl://h:1/1: SSL handshake failed: Disconnected: connection closed by peer", False),
+        (ClientError._ALL_BROKERS_DOWN, "1/1 brokers are down", False),
+    ],
+)
+def test_a_refusal_is_told_from_an_outage(code: int, text: str, refused: bool) -> None:
+    assert is_refusal(ClientError(code, text)) is refused
