@@ -26,7 +26,9 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     system, path = storage.filesystem(uri)
     try:
         with pq.ParquetFile(path, filesystem=system) as file:
-            yield from file.iter_batches(ROWS, columns=list(columns))
+            for batch in file.iter_batches(ROWS, columns=list(columns)):
+                plain = pa.schema([item.with_type(_plain(item.type)) for item in batch.schema])
+                yield batch if plain.equals(batch.schema) else batch.cast(plain)
     except FileNotFoundError:
         raise DamagedFile(f"file {uri} is in the log and not in the lake") from None
     except pa.ArrowInvalid as error:
@@ -36,6 +38,20 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         if error.errno is None:
             raise DamagedFile(f"file {uri} can't be read: {error}") from None
         raise LakeError(f"file {uri} can't be read: {error}") from error
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type with text and bytes as we write them: other programs write them large, or as views."""
+    kinds = pa.types
+    if kinds.is_string_view(kind) or kinds.is_large_string(kind):
+        return pa.string()
+    if kinds.is_binary_view(kind) or kinds.is_large_binary(kind):
+        return pa.binary()
+    if kinds.is_struct(kind):
+        return pa.struct([item.with_type(_plain(item.type)) for item in kind])
+    if kinds.is_list(kind) or kinds.is_large_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    return kind
 
 
 def positions(uri: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:

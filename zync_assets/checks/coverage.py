@@ -15,7 +15,7 @@ from zync_assets.checks.marks import CHUNK, Marks
 from zync_assets.checks.quarantined import read_quarantine, touches
 from zync_assets.checks.result import Number
 from zync_assets.compute import pc
-from zync_assets.lake import raw
+from zync_assets.lake import foreign, raw
 from zync_assets.lake.staging import Position, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
@@ -36,6 +36,8 @@ def problems(
             f"rule {rule}: {heads[rule, topic]} records of {topic} were counted as pending,"
             f" and the ledger has {waiting[rule, topic]}"
         )
+    for item in foreign.files(state.files)[:1]:
+        yield f"file {item.path} was written by another program.{foreign.commits(state.opened)}"
     marks = Marks()
     yield from _read_sources(state, ranges, marks, numbers)
     for topic, partition, offset in marks.doubled[:1]:
@@ -111,6 +113,9 @@ class _Input:
         upcoming = 0 if table is None else table.next.get(self.partition, 0)
         if table is None or self.position.seen > upcoming:
             yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
+            return
+        if self.position.table not in (None, table.table_id):
+            yield f"{name}: the account is of another raw table than {table.opened.uri}, which was made since"
             return
         kept = table.kept.get(self.partition, 0)
         if self.position.seen < kept:

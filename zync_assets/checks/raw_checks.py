@@ -14,7 +14,7 @@ from zync_assets.checks.schema_changes import schema_changes
 from zync_assets.errors import DataLoss, LakeError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import topic_state
-from zync_assets.lake import raw, storage
+from zync_assets.lake import foreign, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
@@ -47,6 +47,10 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
     for item in selected:
         problems += _file_problems(state.opened.uri, item)
     problems += _replay_problems(state, everything)
+    problems += [
+        f"file {item.path} was written by another program.{foreign.commits(state.opened)}"
+        for item in foreign.files(everything)[:1]
+    ]
     records = sum(item.records for item in selected)
     return conclude(
         MONOTONIC,

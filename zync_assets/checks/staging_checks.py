@@ -13,6 +13,7 @@ from zync_assets.checks.account import read_facts
 from zync_assets.checks.columns import DamagedFile, positions, read_columns
 from zync_assets.checks.result import CheckResult, Number, conclude
 from zync_assets.compute import pc
+from zync_assets.errors import LakeError
 from zync_assets.lake import raw, staging
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.staging import StagingState
@@ -96,7 +97,7 @@ def pending_age(
     if numbers["pending"]:
         try:
             problems += _age_problems(pipeline, state, max_age_seconds, moment, numbers)
-        except DamagedFile as error:
+        except (DamagedFile, LakeError) as error:
             problems.append(str(error))
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
 

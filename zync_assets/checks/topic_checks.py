@@ -15,7 +15,7 @@ from zync_assets.errors import LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.published import Published, open_published
+from zync_assets.lake.published import Published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
@@ -38,6 +38,9 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     high = high_watermark(pipeline.kafka, topic, 0) if found else 0
     state = staging.open_staging(pipeline.lake, pool)
     position = state.head.outputs.get((topic, 0)) if state else None
+    if done.verified and (position is None or position.next < done.verified):
+        gone = str(went_back(pool, topic, done.verified, position.next if position else None))
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [gone], "", {"compared": 0})
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
     numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}

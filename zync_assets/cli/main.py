@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import sys
@@ -68,6 +69,11 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ZyncError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
             click.echo(f"error: {error}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:

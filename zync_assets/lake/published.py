@@ -11,10 +11,12 @@ offset, a publisher stopped uncleanly, and records of it may still surface.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from zync_assets.errors import LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import Opened
 
@@ -46,6 +48,23 @@ def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Publ
     place = f"{topic}:{partition}"
     return Published(
         opened, topic, partition, opened.number(f"zync:window:{place}"), opened.number(f"zync:verified:{place}")
+    )
+
+
+def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]:
+    """Output topic → the offset below which Kafka holds what staging held, of those that were published."""
+    opened = tables.open_table(storage.published_uri(lake, pool))
+    found = {topic: opened.number(f"zync:verified:{topic}:0") for topic in topics} if opened else {}
+    return {topic: offset for topic, offset in found.items() if offset is not None}
+
+
+def went_back(pool: str, topic: str, verified: int, end: int | None) -> LakeError:
+    """The error for a staging table that lacks what was published of it."""
+    has = "is not there" if end is None else f"ends at offset {end}"
+    return LakeError(
+        f"pool {pool}: {topic} was published up to offset {verified}, and the staging table {has}: it went back to an older"
+        " version, or is gone. Nothing was done. Put the newer table back; or, to go on from what staging holds, publish all of"
+        f" it anew: zync to-kafka --recreate {topic}."
     )
 
 

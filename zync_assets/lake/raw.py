@@ -9,6 +9,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:began:<partition>   where the last batch that took offsets of it began
     zync:attempt:<partition> which attempt at that batch was committed, of those in the quarantine (``quarantine``); 0: one
                              that put nothing there
+    zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
     zync:kept:<partition>    below this offset retention took the records (``retention``); what replays brought stays
     zync:removed:<partition>  how many records that was
     zync:reached:<partition>  the highest time of them
@@ -29,6 +30,7 @@ keep their names.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +42,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import storage, tables
+from zync_assets.lake import foreign, storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize
 
@@ -86,6 +88,8 @@ class RawState:
     """Partition → records that retention took, ever."""
     reached: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of what retention took, milliseconds since the epoch."""
+    records: Mapping[int, int] = field(default_factory=dict)
+    """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -124,8 +128,22 @@ def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
         return {p: n for p, n in numbers.items() if n is not None}
 
     bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
-    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached")]
+    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records")]
     return RawState(opened, of("first"), of("next"), bad, replays, *more)
+
+
+def check_whole(state: RawState) -> None:
+    """LakeError if the files don't hold as many records as were ingested and not removed, by the log's statistics alone."""
+    held = Counter[int]()
+    for item in state.opened.files:
+        if not is_replay(item):
+            held[item.partition or 0] += item.records
+    for partition, counted in sorted(state.records.items()):
+        wanted = counted - state.removed.get(partition, 0)
+        if held[partition] != wanted:
+            raise foreign.changed(
+                state.opened, f"it holds {held[partition]} records of partition {partition}, and {wanted} were ingested"
+            )
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
@@ -237,6 +255,11 @@ def commit_raw(
     numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
     position = {**(before.next if before else {}), **first}
     numbers |= {f"zync:began:{p}": position[p] for p in until} | {f"zync:attempt:{p}": attempt for p in until}
+    for partition in until:
+        counted = before.records.get(partition) if before and partition in before.next else 0
+        if counted is not None:
+            made = sum(item.records for item in files if item.partition == partition)
+            numbers[f"zync:records:{partition}"] = counted + made
     numbers |= _writer_numbers(before, writers)
     old_out = before.left_out if before else {}
     numbers |= {f"zync:left-out:{p}": old_out.get(p, 0) + count for p, count in (left_out or {}).items()}

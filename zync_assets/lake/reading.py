@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.spark_types import spark_schema
-from zync_assets.lake import storage
+from zync_assets.lake import refusals, storage
 from zync_assets.lake.raw import RawState, carried_times, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
@@ -28,13 +28,18 @@ MANY_RANGES = 32
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
     """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened."""
+    from pyspark.errors import AnalysisException
+
     kind = spark_schema(schema)
     if not files:
         return spark.createDataFrame([], kind)
     frames: list[DataFrame] = []
     for own, paths in by_own_types(uri, [item.path for item in files], schema):
         places = [storage.spark_path(storage.join(uri, path)) for path in paths]
-        frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
+        try:
+            frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
+        except AnalysisException as error:
+            raise refusals.missing_file(str(error)) or error from None
         frames.append(frame if own.equals(schema) else _cast(frame, kind))
     return reduce(lambda one, other: one.unionByName(other), frames)
 

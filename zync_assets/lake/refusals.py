@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 from zync_assets.errors import LakeError
 from zync_assets.stores import kind_of
 
+_TRACE = re.compile(r"(stack backtrace|\d+: |at )", re.IGNORECASE)
+"""Of Rust's backtraces, which some errors of delta-rs carry."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"\b(40[0-9]|412|429|50[0-9]) [A-Z]")
 _UNANSWERED = (
@@ -59,8 +61,38 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
     return None
 
 
+_DISK = {
+    r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122": "the disk is full. Make room",
+    r"Read-only file system|os error 30|[Ee]rrno 30": "it is read-only. Make it writable",
+    r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13": "this user may not do that. Give it the right to write",
+}
+
+
+def disk_refusal(uri: str, text: str) -> LakeError | None:
+    """What a folder's file system refuses; None where the text is of something else."""
+    for pattern, told in _DISK.items():
+        if re.search(pattern, text):
+            return LakeError(
+                f"lake {uri}: {told}, and run again: nothing of this step is visible, and what was committed before is kept."
+            )
+    return None
+
+
+def missing_file(text: str) -> LakeError | None:
+    """The error for a data file that Spark did not find; None where its text is of something else."""
+    found = re.search(r"(?:PATH_NOT_FOUND|FILE_NOT_EXIST|FILE_READ|FAILED_READ_FILE|FileNotFound)", text)
+    if found is None:
+        return None
+    place = re.search(r"(?:file|s3a?|gs|abfss?):/[^\s,]+\.parquet", text)
+    return LakeError(
+        f"file {place[0].removeprefix('file:') if place else 'of a table'} is in the Delta log and can't be read: another program"
+        " removed or changed it, as a vacuum of less than a week does. Nothing was committed. Restore the file from a copy; zync"
+        " check tells which others are missing."
+    )
+
+
 def first_line(error: BaseException) -> str:
     """What a library says in many lines, in one, without what a store answered."""
     lines = [re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines()]
-    plain = [line for line in lines if line and "<?xml" not in line]
+    plain = [line for line in lines if line and "<?xml" not in line and not _TRACE.match(line)]
     return ": ".join(plain[:1] + plain[-1:] if len(plain) > 1 else plain) or type(error).__name__

@@ -42,7 +42,7 @@ import pyarrow.parquet as pq
 from zync_assets.compute import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import storage, tables
+from zync_assets.lake import foreign, storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 
 ACCOUNT = "#account"
@@ -175,12 +175,21 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     batch = opened.number("zync:batch")
     heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     if batch is None or len(heads) != 1:
-        raise LakeError(
-            f"table {opened.uri}: {len(heads)} head files and batch {batch}: the account was changed by another program."
-            " Restore the table to the version before that."
-        )
+        raise foreign.changed(opened, f"its account has {len(heads)} head files and batch {batch}")
+    if int(heads[0].path.removeprefix(_HEAD)[:12]) != batch:
+        number = int(heads[0].path.removeprefix(_HEAD)[:12])
+        raise foreign.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
     rows = _read(storage.join(opened.uri, heads[0].path)).to_pylist()
     return StagingState(opened, _parse_head(batch, rows), files)
+
+
+def check_whole(state: StagingState) -> None:
+    """LakeError if the files of an output don't hold as many records as were numbered, by the log's statistics alone."""
+    for topic in sorted({topic for topic, _ in state.head.outputs}):
+        numbered = sum(item.next - item.base for (name, _), item in state.head.outputs.items() if name == topic)
+        held = sum(item.records for item in state.output_files(topic))
+        if held != numbered:
+            raise foreign.changed(state.opened, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
 
 
 def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:
@@ -279,7 +288,8 @@ def write_entries(uri: str, path: str, rows: pa.Table) -> DataFile:
 def _write_account(uri: str, path: str, rows: pa.Array) -> DataFile:
     storage.make_folder(storage.join(uri, path.rsplit("/", 1)[0]))
     system, full = storage.filesystem(storage.join(uri, path))
-    pq.write_table(pa.table({"account": rows}), full, filesystem=system)
+    with storage.accessed(storage.join(uri, path), "can't be written"):
+        pq.write_table(pa.table({"account": rows}), full, filesystem=system)
     return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
 
 
@@ -306,7 +316,8 @@ def _span(footer: pq.FileMetaData, column: int) -> tuple[int, int]:
 
 def _read(uri: str) -> pa.Table:
     system, path = storage.filesystem(uri)
-    table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
+    with storage.accessed(uri, "is in the Delta log and can't be read"):
+        table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
     return pa.table(dict(zip(ACCOUNT_TYPE.names, _flatten(table), strict=True)))
 
 

@@ -128,8 +128,17 @@ def _in_our_words(root: str) -> Generator[None]:
 
 def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
     """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
-    told = refusals.refusal(uri, settings(uri), error) if is_store(uri) else None
+    told = refusals.refusal(uri, settings(uri), error) if is_store(uri) else refusals.disk_refusal(uri, str(error))
     return told or LakeError(otherwise)
+
+
+@contextmanager
+def accessed(uri: str, doing: str) -> Generator[None]:
+    """LakeError for what the system says while a file is read or written. ``doing``: such as ``can't be read``."""
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        raise failure(uri, error, f"file {uri} {doing}: {refusals.first_line(error)}; run zync check") from None
 
 
 def settings(uri: str) -> Mapping[str, str]:
@@ -163,7 +172,7 @@ def make_folder(uri: str) -> None:
     try:
         system.create_dir(path, recursive=True)
     except OSError as error:
-        raise LakeError(f"lake {uri}: can't create the folder: {error}") from error
+        raise failure(uri, error, f"lake {uri}: can't create the folder: {error}") from None
 
 
 def file_size(uri: str) -> int:

@@ -28,8 +28,17 @@ from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsu
 from zync_assets.lake import refusals, storage, widening
 
 _READER_FEATURES = frozenset({"timestampNtz"})
+_FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
+_FORBIDDEN_OFF = ("false", "none")
+"""Properties that ask a writer for what is not done here."""
+_known: dict[str, int] = {}
+"""Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_TOKEN = "zync.commit"
+_WITHOUT = (
+    "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
+    " that knows it."
+)
+TOKEN = "zync.commit"
 """What a commit's log entry says to be told from another's, while its writer asks whether it happened; no state."""
 
 
@@ -81,30 +90,68 @@ class Opened:
 def open_table(uri: str, version: int | None = None) -> Opened | None:
     """The table at a place, or None where there is none.
 
-    Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost.
+    Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost, LakeError
+    where this process has seen a table that is there no more, or a newer version of it.
     """
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
-        return None
+        return _absent(uri)
     try:
         table = DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
-        return None
+        return _absent(uri)
     except (DeltaError, OSError) as error:
-        raise _failed(uri, error, "the Delta log can't be read") from None
+        text = str(error)
+        if "Unsupported" in text or "olumn mapping" in text:
+            raise TableUnsupported(
+                f"table {uri} uses a feature of the Delta protocol that is not known here: {refusals.first_line(error)}."
+                f" {_WITHOUT}"
+            ) from None
+        raise _failed(uri, error, "the Delta log can't be read", " Restore its files from a copy.") from None
     protocol = table.protocol()
     features = set(protocol.reader_features or ())
     if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:
         raise TableUnsupported(
             f"table {uri} asks for reader version {protocol.min_reader_version} with {sorted(features)}; files are read here"
-            " past Delta's own reader, which knows none of these. Rewrite the table without them."
+            f" past Delta's own reader, which knows none of these. {_WITHOUT}"
         )
     if "delta.setTransactionRetentionDuration" in table.metadata().configuration:
         raise TableUnsupported(
             f"table {uri} sets delta.setTransactionRetentionDuration, which would remove the record of what was ingested."
             " Unset that property."
         )
+    if version is None:
+        if table.version() < _known.get(uri, 0):
+            raise LakeError(
+                f"table {uri} went back: it is at version {table.version()}, and was at {_known[uri]} when this process saw it"
+                " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
+            )
+        _known[uri] = table.version()
     return Opened(uri, table)
+
+
+def _absent(uri: str) -> None:
+    if uri in _known:
+        raise LakeError(
+            f"table {uri} was there and is gone: its folder was moved or deleted, or is not mounted. Put it back and run again."
+            " If it is meant to be gone, start this program anew."
+        )
+
+
+def forget(uri: str) -> None:
+    """A place whose tables are deleted on purpose."""
+    for known in [known for known in _known if known == uri or known.startswith(f"{uri}/")]:
+        del _known[known]
+
+
+def _check_writable(opened: Opened) -> None:
+    """Refuse to write where the table asks for more than is done here (Delta protocol, "Requirements for Writers")."""
+    for name, value in sorted(opened.table.metadata().configuration.items()):
+        if name.startswith(_FORBIDDEN) and value.lower() not in _FORBIDDEN_OFF:
+            raise TableUnsupported(
+                f"table {opened.uri} has the property {name} = {value}, which writers must obey and this one does not know."
+                " Nothing was committed. Unset the property."
+            )
 
 
 def list_files(opened: Opened) -> list[DataFile]:
@@ -179,6 +226,7 @@ def commit(
     ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
     committed one of the numbers since the table was opened.
     """
+    _check_writable(opened)
     now = int(time.time() * 1000)
     before, token = opened.version, uuid.uuid4().hex
     try:
@@ -194,6 +242,7 @@ def commit(
         found = open_table(opened.uri)
         if found is not None and _committed(found, token, before):
             return
+        _check_refused(opened, found, error)
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
         raise _failed(opened.uri, error, "the commit failed and nothing of it is visible") from None
@@ -224,6 +273,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
         found = open_table(opened.uri)
         if found is not None and _committed(found, token, before):
             return found
+        _check_refused(opened, found, error)
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
         raise SchemaError(f"table {opened.uri}: its columns can't be changed: {error}") from error
@@ -249,22 +299,30 @@ def unneeded(opened: Opened, hours: float) -> list[str]:
     return [path for path in found if path not in live and unquote(path) not in live]
 
 
-def _failed(uri: str, error: Exception, what: str) -> LakeError:
-    return storage.failure(uri, error, f"table {uri}: {what}: {refusals.first_line(error)}")
+def _failed(uri: str, error: Exception, what: str, cure: str = "") -> LakeError:
+    return storage.failure(uri, error, f"table {uri}: {what}: {refusals.first_line(error)}.{cure}")
+
+
+def _check_refused(opened: Opened, found: Opened | None, error: Exception) -> None:
+    """TableUnsupported where a commit failed and nobody was first: the table asks for a feature that delta-rs can't write."""
+    if isinstance(error, CommitFailedError) and found is not None and found.version == opened.version:
+        raise TableUnsupported(
+            f"table {opened.uri} could not be written, and nothing was committed: {refusals.first_line(error)}. {_WITHOUT}"
+        ) from None
 
 
 def _committed(found: Opened, token: str, before: int) -> bool:
     """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
     the same state sets the same ones, and a commit need not add a file."""
     commits = found.table.history(max(1, found.version - before))
-    return any(item.get(_TOKEN) == token for item in commits)
+    return any(item.get(TOKEN) == token for item in commits)
 
 
 def _properties(numbers: Mapping[str, int], token: str, retries: int | None = None) -> CommitProperties:
     return CommitProperties(
         max_commit_retries=retries,
         app_transactions=[Transaction(name, value) for name, value in numbers.items()],
-        custom_metadata={_TOKEN: token},
+        custom_metadata={TOKEN: token},
     )
 
 

@@ -22,6 +22,9 @@ _ASCENDING = ("kafka.offset", "kafka.timestamp", "kafka.time")
 delta encoding (DELTA_BINARY_PACKED) for the latter. To try a dictionary on each column takes as long as all else."""
 
 
+_WRITTEN = "can't be written"
+
+
 class RangeWriter:
     """Writes the batches of one Kafka partition, in offset order, as sorted files of a table.
 
@@ -80,15 +83,16 @@ class _OpenFile:
         self._low: int | None = None
         self._high = 0
         system, path = storage.filesystem(self._uri)
-        system.create_dir(path.rsplit("/", 1)[0], recursive=True)
-        self._writer = pq.ParquetWriter(
-            path,
-            schema,
-            filesystem=system,
-            compression="snappy",
-            use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
-            column_encoding=dict.fromkeys(_ASCENDING, "DELTA_BINARY_PACKED"),
-        )
+        with storage.accessed(self._uri, _WRITTEN):
+            system.create_dir(path.rsplit("/", 1)[0], recursive=True)
+            self._writer = pq.ParquetWriter(
+                path,
+                schema,
+                filesystem=system,
+                compression="snappy",
+                use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
+                column_encoding=dict.fromkeys(_ASCENDING, "DELTA_BINARY_PACKED"),
+            )
 
     def write(self, batch: pa.RecordBatch) -> None:
         kafka = batch.column("kafka")
@@ -97,10 +101,12 @@ class _OpenFile:
             self._first, self._low = offsets[0].as_py(), times[0].value // 1000
         self._last, self._high = offsets[-1].as_py(), times[-1].value // 1000
         self.records += batch.num_rows
-        self._writer.write_batch(batch)
+        with storage.accessed(self._uri, _WRITTEN):
+            self._writer.write_batch(batch)
 
     def finish(self) -> DataFile:
-        self._writer.close()
+        with storage.accessed(self._uri, _WRITTEN):
+            self._writer.close()
         return DataFile(
             self._path,
             storage.file_size(self._uri),

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.batches import BATCH_RECORDS, first_batch
-from zync_assets.lake import raw, reading, staging
+from zync_assets.lake import published, raw, reading, staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
+from zync_assets.steps.seen import check_seen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -90,18 +91,30 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
 
     Raises EtlError if a raw table is another one than the account's.
     """
+    # Each before what is ahead of it: another process may be at work.
+    verified = published.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
     state = staging.open_staging(pipeline.lake, pool)
     head = state.head if state else Head()
+    for topic, offset in verified.items():
+        position = head.outputs.get((topic, 0))
+        if offset and (position is None or position.next < offset):
+            raise published.went_back(pool, topic, offset, position.next if position else None)
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     ranges: dict[str, tuple[OffsetRange, ...]] = {}
     for topic, found in states.items():
+        check_seen(pipeline.input(topic), head, found)
         if found is None:
             ranges[topic] = ()
             continue
         _check_table(pool, head, topic, found)
         _check_kept(pool, head, topic, found)
         ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
+    for topic, found in states.items():
+        if found is not None and ranges[topic]:
+            raw.check_whole(found)
+    if state is not None and any(ranges.values()):
+        staging.check_whole(state)
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()

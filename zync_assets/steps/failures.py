@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from zync_assets.errors import ZyncError
+from zync_assets.lake import refusals
 
 
 @contextmanager
@@ -18,7 +19,9 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        raise raised(said(error)) from error
+        text = str(error)
+        of_lake = refusals.missing_file(text) or refusals.disk_refusal("of this pipeline", text)
+        raise (of_lake or raised(said(error))) from error
 
 
 _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")

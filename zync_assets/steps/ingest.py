@@ -33,6 +33,7 @@ from zync_assets.steps.quarantined import Held, admit
 from zync_assets.steps.raw_columns import added_fields
 from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
+from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, task_frame
 from zync_assets.steps.upkeep import keep_up
@@ -154,6 +155,8 @@ def plan_ingest(
             for limit_ in within
             if limit_.partition == part.partition and limit_.first <= part.first < limit_.end
         ]
+    if ranges:
+        check_before_ingest(pipeline, item, state)
     return IngestPlan(item, found, state, tuple(_limited(ranges, limit)), first, lost, lag)
 
 

@@ -24,7 +24,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, is_compacted, topic_states
 from zync_assets.kafka.writer import check_sizes, high_watermark, write_in_order
 from zync_assets.lake import reading, staging
-from zync_assets.lake.published import Published, commit_published, open_published
+from zync_assets.lake.published import Published, commit_published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
@@ -124,6 +124,10 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     high = high_watermark(pipeline.kafka, topic, 0) if found else None
     state = staging.open_staging(pipeline.lake, item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
+    if done.verified and (position is None or position.next < done.verified):
+        raise went_back(item.pool, topic, done.verified, position.next if position else None)
+    if state is not None:
+        staging.check_whole(state)
     if found is None and position is not None:
         if done.topic_known() or position.topic_id is not None:
             raise TopicMissing(

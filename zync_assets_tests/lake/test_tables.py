@@ -219,3 +219,53 @@ def test_a_log_that_is_no_log_is_a_lake_error(tmp_path: Path) -> None:
     (folder / f"{0:020d}.json").write_text("{ not json")
     with pytest.raises(LakeError, match="Delta log"):
         tables.open_table(str(tmp_path / "t"))
+
+
+def with_actions(uri: str, *actions: dict[str, Any]) -> None:
+    """Another program commits."""
+    version = opened(uri).version + 1
+    Path(uri, "_delta_log", f"{version:020d}.json").write_text("".join(json.dumps(item) + "\n" for item in actions))
+
+
+def asks(reader: int, writer: int, readers: Sequence[str] = (), writers: Sequence[str] = ()) -> dict[str, Any]:
+    found: dict[str, Any] = {"minReaderVersion": reader, "minWriterVersion": writer}
+    if writer == 7:
+        found["writerFeatures"] = [*readers, *writers]
+    if reader == 3:
+        found["readerFeatures"] = list(readers)
+    return {"protocol": found}
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        asks(3, 7, ["deletionVectors"]),
+        asks(3, 7, ["v2Checkpoint"]),
+        asks(3, 7, ["fromTheFuture"]),
+        asks(2, 5),
+        asks(9, 12),
+    ],
+)
+def test_a_table_that_can_t_be_read_rightly_is_not_read(table: str, action: dict[str, Any]) -> None:
+    with_actions(table, action)
+    with pytest.raises(TableUnsupported, match="Restore the table to a version from before that feature"):
+        open_table(table)
+
+
+@pytest.mark.parametrize("feature", ["fromTheFuture", "rowTracking", "icebergCompatV1"])
+def test_a_feature_that_only_writers_must_know_is_no_conflict(table: str, feature: str) -> None:
+    """It was told as another writer's commit, and tried again for ever."""
+    with_actions(table, asks(1, 7, writers=[feature]))
+    with pytest.raises(TableUnsupported, match="could not be written, and nothing was committed"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["delta.constraints.low", "delta.appendOnly", "delta.enableChangeDataFeed"])
+def test_a_property_that_writers_must_obey_is_refused(table: str, name: str) -> None:
+    first = Path(table, "_delta_log", f"{0:020d}.json").read_text().splitlines()
+    [found] = [json.loads(line) for line in first if "metaData" in line]
+    found["metaData"]["configuration"] = {name: "true"}
+    with_actions(table, asks(1, 4), found)
+    with pytest.raises(TableUnsupported, match=f"property {name} = true"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})

@@ -1,0 +1,60 @@
+"""What another program did to a table: told by the names of files that are not ours, and by commits without our token.
+
+A lake is open to every Delta tool, and any of them may have deleted, restored, optimised or appended. Nothing of that is
+repaired here: it is found, named, and the way back is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deltalake.exceptions import DeltaError
+
+from zync_assets.errors import LakeError
+from zync_assets.lake import tables
+from zync_assets.lake.tables import DataFile, Opened
+
+_OWN = re.compile(
+    r"(part|replay-\d+|attempt-[0-9a-f]+)-\d{5}-[0-9a-f]{32}\.parquet"  # ingest, replay
+    r"|compact-[0-9a-f]{32}(\.parquet|/.*)"
+    r"|batch-\d{12}-[0-9a-f]{12}/.*"  # ETL
+    r"|topic=(%23|#)account/(head|folded|carved)-.*"
+)
+_HARMLESS = ("VACUUM START", "VACUUM END")
+_RECENT = 200
+"""Commits that are looked at for what another program did."""
+
+
+def commits(opened: Opened) -> str:
+    """The last commits of other programs, and the version to restore; empty where the log says nothing of one."""
+    try:
+        history = opened.table.history(_RECENT)
+    except (DeltaError, OSError):
+        return ""
+    others = [item for item in history if tables.TOKEN not in item and item.get("operation") not in _HARMLESS]
+    if not others:
+        return ""
+    # From the newest back to the last of ours before them: what we committed after them would be lost by a restore too.
+    before = [item["version"] for item in history if item["version"] < others[0]["version"] and tables.TOKEN in item]
+    since = [item for item in others if not before or item["version"] > before[0]]
+    told = ", ".join(_told(item) for item in reversed(since))
+    back = f" Restore version {before[0]}." if before else ""
+    return f" Another program committed {told} to it.{back}"
+
+
+def _told(item: Mapping[str, Any]) -> str:
+    return f"version {item['version']} ({item.get('operation', 'unknown')})"
+
+
+def files(items: Iterable[DataFile]) -> list[DataFile]:
+    """Those that this package did not write."""
+    return [item for item in items if not _OWN.fullmatch(item.path)]
+
+
+def changed(opened: Opened, what: str) -> LakeError:
+    """The error for a table that is not what its numbers say. ``what``: how it is seen."""
+    told = commits(opened)
+    cure = "" if "Restore" in told else " Restore it to a version, or from a copy, from before that."
+    return LakeError(f"table {opened.uri} was changed by another program: {what}. Nothing was done.{told}{cure}")
