@@ -61,19 +61,25 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
     return None
 
 
-_DISK = {
-    r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122": "the disk is full. Make room",
-    r"Read-only file system|os error 30|[Ee]rrno 30": "it is read-only. Make it writable",
-    r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13": "this user may not do that. Give it the right to write",
-}
+_DISK = (
+    (
+        r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122",
+        "the disk is full (No space left on device). Make room",
+    ),
+    (r"Read-only file system|os error 30|[Ee]rrno 30", "it is read-only. Make it writable"),
+    (
+        r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13",
+        "this user may not do that. Give it the right to write",
+    ),
+)
 
 
-def disk_refusal(uri: str, text: str) -> LakeError | None:
-    """What a folder's file system refuses; None where the text is of something else."""
-    for pattern, told in _DISK.items():
+def disk_refusal(place: str, text: str) -> LakeError | None:
+    """What the file system at a place refuses; None where the text is of something else."""
+    for pattern, told in _DISK:
         if re.search(pattern, text):
             return LakeError(
-                f"lake {uri}: {told}, and run again: nothing of this step is visible, and what was committed before is kept."
+                f"{place}: {told}, and run again: nothing of this step is visible, and what was committed before is kept."
             )
     return None
 
@@ -84,10 +90,11 @@ def missing_file(text: str) -> LakeError | None:
     if found is None:
         return None
     place = re.search(r"(?:file|s3a?|gs|abfss?):/[^\s,]+\.parquet", text)
+    name = re.sub("^file:/+", "/", place[0]) if place else "of a table"
     return LakeError(
-        f"file {place[0].removeprefix('file:') if place else 'of a table'} is in the Delta log and can't be read: another program"
-        " removed or changed it, as a vacuum of less than a week does. Nothing was committed. Restore the file from a copy; zync"
-        " check tells which others are missing."
+        f"file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
+        " less than a week does. Nothing was committed. Restore the file from a copy; zync check tells which others are"
+        " missing."
     )
 
 

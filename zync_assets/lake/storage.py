@@ -128,7 +128,11 @@ def _in_our_words(root: str) -> Generator[None]:
 
 def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
     """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
-    told = refusals.refusal(uri, settings(uri), error) if is_store(uri) else refusals.disk_refusal(uri, str(error))
+    told = (
+        refusals.refusal(uri, settings(uri), error)
+        if is_store(uri)
+        else refusals.disk_refusal(f"lake {uri}", str(error))
+    )
     return told or LakeError(otherwise)
 
 

@@ -20,7 +20,7 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         text = str(error)
-        of_lake = refusals.missing_file(text) or refusals.disk_refusal("of this pipeline", text)
+        of_lake = refusals.missing_file(text) or refusals.disk_refusal("the lake, or Spark's own folder", text)
         raise (of_lake or raised(said(error))) from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zync_assets import pipeline_file
+from zync_assets.lake import tables
 from zync_assets.local import services
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.session import spark_session
@@ -58,6 +59,7 @@ class World:
         """Remove a pipeline's lake, or one pool of it."""
         for folder in ("", "~published", "~quarantine"):
             shutil.rmtree(Path(pipeline.lake, folder, pool), ignore_errors=True)
+        tables.forget(pipeline.lake)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from zync_assets.checks.staging_checks import (
     exactly_once_done_coverage,
     pending_age,
 )
-from zync_assets.lake import raw, staging
+from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.checks.chain import Chain
@@ -123,6 +123,7 @@ class TestCoverage:
 
     def test_a_raw_pool_that_was_set_back(self, chain: Chain) -> None:
         shutil.rmtree(chain.lake / "Raw" / chain.status)
+        tables.forget(str(chain.lake))
         assert "seen is 6, past the next offset 0 of Raw" in coverage(chain).summary
 
     @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ class TestCoverage:
 
     def test_before_the_first_batch(self, chain: Chain) -> None:
         shutil.rmtree(chain.lake / "Staging")
+        tables.forget(str(chain.lake))
         assert coverage(chain).summary == "nothing transformed yet"
 
 

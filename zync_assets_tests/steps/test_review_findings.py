@@ -19,10 +19,10 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from zync_assets.cli.main import main
-from zync_assets.errors import CommitConflict, EtlError, TopicMissing, ZyncError
+from zync_assets.errors import CommitConflict, EtlError, LakeError, TopicMissing, ZyncError
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
-from zync_assets.lake import staging
+from zync_assets.lake import staging, tables
 from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
@@ -140,13 +140,13 @@ def test_a_task_that_fails_is_an_error_in_a_line(spark: SparkSession) -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_a_raw_file_that_spark_can_t_read_is_an_etl_error_in_a_line(make: Make) -> None:
+def test_a_raw_file_that_spark_can_t_read_is_an_error_in_a_line(make: Make) -> None:
     it = make(BOTH + COPY)
     it.send(it.left, row(1))
     it.ingest()
     [path] = Path(it.lake, "Raw", it.left).glob("*.parquet")
     path.write_bytes(b"PAR1" + b"\0" * 100 + b"PAR1")
-    with pytest.raises(EtlError, match=r"batch 1: .*Nothing was committed") as raised:
+    with pytest.raises(LakeError, match=rf"file {path} .*Nothing was committed") as raised:
         it.etl()
     assert "\n" not in str(raised.value)
 
@@ -158,8 +158,14 @@ def test_a_raw_table_that_was_made_anew_is_an_error_and_not_skipped(make: Make) 
     shutil.rmtree(f"{it.lake}/Raw/{it.left}")
     delete_topic(it.pipeline.kafka, it.left)
     create_topic(it.pipeline.kafka, it.left, 1, 1, {})
+    tables.forget(it.lake)  # as in another process
     it.send(it.left, row(3), row(4), row(5))
+    with pytest.raises(LakeError, match="transformed up to offset 2, and the table is not there"):
+        it.ingest(it.left)
+    away = Path(it.lake, "Staging").rename(Path(it.lake, "Away"))
     it.ingest(it.left)
+    shutil.rmtree(it.lake + "/Staging", ignore_errors=True)
+    away.rename(Path(it.lake, "Staging"))
     with pytest.raises(EtlError, match="another raw table"):
         it.etl()
     assert it.values() == [{"id": 1}, {"id": 2}]
