@@ -315,9 +315,10 @@ _REPEATED = (
 def _write(frame: DataFrame, uri: str) -> None:
     """Spark's own Parquet writer, without the marker file that nothing here reads."""
     options = {
+        **storage.spark_options(uri),
         "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
         "compression": "snappy",
         "parquet.enable.dictionary": "false",
         **{f"parquet.enable.dictionary#{path}": "true" for path in _REPEATED},
     }
-    frame.write.options(**options).parquet(uri)
+    frame.write.options(**options).parquet(storage.spark_path(uri))
