@@ -29,29 +29,43 @@ _SIMPLE: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "timestamp_ltz": pa.timestamp("us", tz="UTC"),
 }
+MAX_DEPTH = 100
+"""Levels of a type, as of an Avro schema."""
+MAX_TYPES = 50_000
+_SHOWN = 200
+"""Characters of a DDL text that a message repeats."""
+_SPACE = re.compile(r"\s*")
 _UNHELD = re.compile(r"[ ,;{}()\n\t=]")
 
 
 def parse_ddl(ddl: str) -> pa.DataType:
     """The Arrow type of a Spark DDL string: a struct of its columns, or the one type that it names.
 
-    NOT NULL and COMMENT are read and left out: everything in the lake is nullable. SchemaError says where it stops
-    making sense.
+    It may be MAX_DEPTH deep and have MAX_TYPES types. NOT NULL and COMMENT are read and left out: everything in the lake
+    is nullable. SchemaError says where it stops making sense.
     """
     parser = _Parser(ddl)
     single = parser.try_single()
     return single if single is not None else parser.columns()
 
 
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
 class _Parser:
     def __init__(self, ddl: str) -> None:
-        self.ddl = ddl
+        self.ddl = ddl if len(ddl) <= _SHOWN else f"{ddl[:_SHOWN]}…"
+        self.size = len(ddl)
+        self.depth = 0
+        self.types = 0
         self.tokens: list[tuple[str, str, int]] = []
         at = 0
-        while ddl[at:].strip():
+        while (start := _end_of_space(ddl, at)) < len(ddl):
             match = _TOKEN.match(ddl, at)
             if match is None:
-                raise self.error("unexpected character", at + len(ddl[at:]) - len(ddl[at:].lstrip()))
+                raise self.error("unexpected character", start)
             kind = ("name", "text", "word", "sign")[(match.lastindex or 1) - 1]
             text = match.group(match.lastindex or 1)
             self.tokens.append(
@@ -62,7 +76,7 @@ class _Parser:
 
     def error(self, what: str, position: int | None = None) -> SchemaError:
         if position is None:
-            position = self.tokens[self.at][2] if self.at < len(self.tokens) else len(self.ddl)
+            position = self.tokens[self.at][2] if self.at < len(self.tokens) else self.size
         return SchemaError(f"the DDL type {self.ddl!r}: {what} at character {position + 1}")
 
     def peek(self) -> str:
@@ -85,9 +99,9 @@ class _Parser:
         if type is None or self.at < len(self.tokens):
             # `int int` is a column; `array<int` is a broken type, which columns() would blame on its first word.
             if type is None and len(self.tokens) > 1 and self.tokens[1][1] in ("<", "("):
-                self.at = 0
+                self.at = self.depth = 0
                 self.type()
-            self.at = 0
+            self.at = self.depth = 0
             return None
         return type
 
@@ -106,12 +120,10 @@ class _Parser:
             self.at += 1
         seen: dict[str, str] = {}
         for field in fields:
-            if (
-                seen.setdefault(field.name.lower(), field.name) != field.name
-                or [f.name for f in fields].count(field.name) > 1
-            ):
-                other = seen[field.name.lower()]
+            other = seen.get(field.name.lower())
+            if other is not None:
                 raise SchemaError(f"the DDL type {self.ddl!r}: {other!r} and {field.name!r} would be one column")
+            seen[field.name.lower()] = field.name
         return pa.struct(fields)
 
     def field(self) -> pa.Field:
@@ -135,6 +147,17 @@ class _Parser:
         return pa.field(name, type)
 
     def type(self) -> pa.DataType:
+        if self.depth == MAX_DEPTH:
+            raise self.error(f"nested deeper than {MAX_DEPTH} levels")
+        if self.types == 2 * MAX_TYPES:  # it may be read twice: as one type, and as columns
+            raise self.error(f"more than {MAX_TYPES} types")
+        self.types += 1
+        self.depth += 1
+        found = self.one_type()
+        self.depth -= 1
+        return found
+
+    def one_type(self) -> pa.DataType:
         word = self.peek()
         if word == "":
             raise self.error("a type expected")
@@ -181,7 +204,7 @@ class _Parser:
         self.take("(")
         found: list[int] = []
         while True:
-            if not self.peek().isdigit() or len(found) == most:
+            if not re.fullmatch("[0-9]{1,9}", self.peek()) or len(found) == most:
                 raise self.error("a number expected" if len(found) < most else "')' expected")
             found.append(int(self.peek()))
             self.at += 1
