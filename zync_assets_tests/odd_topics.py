@@ -57,7 +57,7 @@ def cut(kafka: Kafka, topic: str, before: int, partition: int = 0) -> None:
 
 
 def plain(kafka: Kafka, records: Iterable[Sent]) -> None:
-    producer = Producer({**kafka, "linger.ms": 5, "log_level": 0})
+    producer = Producer({**kafka, "linger.ms": 5, "log_level": 0, "queue.buffering.max.messages": 2_000_000})
     refused: list[object] = []
     for topic, partition, at, key, value in records:
         producer.produce(
@@ -68,7 +68,7 @@ def plain(kafka: Kafka, records: Iterable[Sent]) -> None:
             timestamp=at,
             on_delivery=lambda error, _: refused.append(error) if error else None,
         )
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     assert not refused
 
 

@@ -311,14 +311,18 @@ _REPEATED = (
 )
 """Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
 
+_WRITING = {
+    # A marker file that nothing here reads.
+    "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
+    "compression": "snappy",
+    "parquet.enable.dictionary": "false",
+    **{f"parquet.enable.dictionary#{path}": "true" for path in _REPEATED},
+    # Parquet looks at what it has in memory after so many rows for the first time: a hundred of 5 MB are too many.
+    "parquet.page.size.row.check.min": "4",
+    "parquet.block.size.row.check.min": "4",
+}
+
 
 def _write(frame: DataFrame, uri: str) -> None:
-    """Spark's own Parquet writer, without the marker file that nothing here reads."""
-    options = {
-        **storage.spark_options(uri),
-        "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
-        "compression": "snappy",
-        "parquet.enable.dictionary": "false",
-        **{f"parquet.enable.dictionary#{path}": "true" for path in _REPEATED},
-    }
-    frame.write.options(**options).parquet(storage.spark_path(uri))
+    """Spark's own Parquet writer."""
+    frame.write.options(**_WRITING, **storage.spark_options(uri)).parquet(storage.spark_path(uri))
