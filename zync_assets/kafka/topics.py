@@ -258,6 +258,8 @@ _BETWEEN_LEADERS = {
     ClientError.LEADER_NOT_AVAILABLE,
     ClientError.FENCED_LEADER_EPOCH,
     ClientError.UNKNOWN_LEADER_EPOCH,
+    # A new leader does not know yet how far its followers are (KIP-207).
+    ClientError.OFFSET_NOT_AVAILABLE,
     # librdkafka's "No leaders found": of none of the partitions that were asked for, as while a lone broker comes back.
     ClientError._NOENT,
 }

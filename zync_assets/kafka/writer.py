@@ -107,7 +107,8 @@ def _check_end(topic: str, partition: int, expected: int, end: int) -> None:
 def _foreign(topic: str, partition: int, offset: int) -> ForeignRecord:
     return ForeignRecord(
         f"{topic}/{partition} holds a record at offset {offset} that was not published from here: another producer "
-        f"writes to {topic}; stop it, then rebuild the topic with: zync to-kafka --recreate {topic}"
+        f"writes to {topic}, and is to be stopped; or what a killed publisher had sent came later than settle allows for, and "
+        f"settle is to be raised. Then rebuild the topic with: zync to-kafka --recreate {topic}"
     )
 
 

@@ -1,0 +1,151 @@
+"""A Kafka cluster of one's own on loopback: three brokers and a controller, each a process that may be stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from confluent_kafka.admin import AdminClient, NewTopic  # pyright: ignore[reportPrivateImportUsage]
+
+from zync_assets.local import broker, jars, processes
+from zync_assets.local.java import find_java
+
+BROKERS = (1, 2, 3)
+CONTROLLER = 9
+ID = "zync-tests-cluster-aaa"
+FAILOVER = {
+    # A broker that is silent for so long is taken for dead, a follower that lags for so long leaves the replicas in sync.
+    "broker.session.timeout.ms": "6000",
+    "broker.heartbeat.interval.ms": "500",
+    "replica.lag.time.max.ms": "4000",
+    "replica.fetch.wait.max.ms": "100",
+    "unclean.leader.election.enable": "false",
+}
+
+
+@dataclass
+class Cluster:
+    """``ports``: node → its port; the controller is a node of its own, so that a broker's end costs no election there."""
+
+    folder: Path
+    ports: Mapping[int, int]
+    running: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def servers(self) -> str:
+        return ",".join(f"127.0.0.1:{self.ports[node]}" for node in BROKERS)
+
+    def start(self, node: int) -> None:
+        """Start a node, without waiting for it. Its previous process has ended."""
+        java, found = find_java(), jars.resolve(find_java())
+        home = self.folder / str(node)
+        log = home / broker.LOG
+        log.unlink(missing_ok=True)
+        command = broker.command(java, found.kafka, f"cluster-{node}-{os.getpid()}")
+        self.running[node] = psutil.Process(processes.spawn(command, cwd=home, log=log))
+
+    def await_ready(self, *nodes: int) -> None:
+        give_up = time.monotonic() + 120
+        for node in nodes:
+            while not self._ready(node):
+                assert self.running[node].is_running() and time.monotonic() < give_up, self.log(node)
+                time.sleep(0.1)
+
+    def _ready(self, node: int) -> bool:
+        if node == CONTROLLER:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.ports[node])) == 0
+        return broker.ready(self.folder / str(node), self.ports[node])
+
+    def log(self, node: int) -> str:
+        return (self.folder / str(node) / broker.LOG).read_text(errors="replace")[-3000:]
+
+    def signal(self, sign: int, *nodes: int) -> None:
+        """SIGSTOP, SIGCONT or SIGKILL; returns when those that were killed have ended."""
+        for node in nodes:
+            self.running[node].send_signal(sign)
+        if sign == signal.SIGKILL:
+            assert processes.wait([self.running[node] for node in nodes], 20) == []
+
+    def restart(self, *nodes: int) -> None:
+        for node in nodes:
+            self.start(node)
+        self.await_ready(*nodes)
+
+    def create(self, topic: str, assignment: Sequence[Sequence[int]]) -> None:
+        """A topic whose partitions have these replicas: the first that is in sync leads."""
+        replicas, config = [list(each) for each in assignment], {"min.insync.replicas": "2"}
+        client = AdminClient({"bootstrap.servers": self.servers})
+        new = NewTopic(topic, num_partitions=len(replicas), replica_assignment=replicas, config=config)
+        for future in client.create_topics([new]).values():
+            future.result(30)
+        self.await_state(topic, assignment[0][0], len(assignment[0]))
+
+    def await_state(self, topic: str, leader: int | None, in_sync: int) -> None:
+        """Wait until partition 0 has that leader (None: any) and as many replicas in sync."""
+        client = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        give_up = time.monotonic() + 60
+        while True:
+            found = client.list_topics(topic, timeout=20).topics[topic].partitions.get(0)
+            if found is not None and leader in (None, found.leader) and len(found.isrs) == in_sync:
+                return
+            assert time.monotonic() < give_up, (
+                f"{topic}: {found and (found.leader, found.isrs)}, not {(leader, in_sync)}"
+            )
+            time.sleep(0.1)
+
+    def log_bytes(self, node: int, topic: str) -> int:
+        """What lies on a broker's disk for partition 0, whether any reader may see it yet or not."""
+        return sum(path.stat().st_size for path in (self.folder / str(node) / "data" / f"{topic}-0").glob("*.log"))
+
+    def close(self) -> None:
+        for process in self.running.values():
+            if process.is_running():
+                process.kill()
+        processes.wait(list(self.running.values()), 20)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_cluster(folder: Path) -> Cluster:
+    """Three brokers and their controller, ready."""
+    java = find_java()
+    found = jars.resolve(java)
+    cluster = Cluster(folder, {node: processes.free_port() for node in (*BROKERS, CONTROLLER)})
+    try:
+        for node in (CONTROLLER, *BROKERS):
+            home = folder / str(node)
+            home.mkdir(parents=True)
+            settings = {**broker.SETTINGS, **FAILOVER, **_addresses(cluster, node)}
+            (home / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+            tool = [str(java), "-XX:TieredStopAtLevel=1", "-cp", f"{found.kafka}/*", "kafka.tools.StorageTool"]
+            subprocess.run(
+                [*tool, "format", "-t", ID, "-c", "server.properties"], cwd=home, check=True, capture_output=True
+            )
+        for node in (CONTROLLER, *BROKERS):
+            cluster.start(node)
+        cluster.await_ready(CONTROLLER, *BROKERS)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _addresses(cluster: Cluster, node: int) -> dict[str, str]:
+    own = f"127.0.0.1:{cluster.ports[node]}"
+    common = {
+        "node.id": str(node),
+        "controller.quorum.voters": f"{CONTROLLER}@127.0.0.1:{cluster.ports[CONTROLLER]}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    }
+    if node == CONTROLLER:
+        return {**common, "process.roles": "controller", "listeners": f"CONTROLLER://{own}"}
+    listening = {"listeners": f"PLAINTEXT://{own}", "advertised.listeners": f"PLAINTEXT://{own}"}
+    return {**common, **listening, "process.roles": "broker", "inter.broker.listener.name": "PLAINTEXT"}
