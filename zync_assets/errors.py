@@ -8,6 +8,7 @@
     │   ├── TrustError             one side does not trust the other; trying again won't help
     │   │   ├── AuthenticationFailed   the broker refused the user, the password, the token or the client's certificate
     │   │   └── CertificateRejected    the broker's certificate is for another host, or of an unknown CA
+    │   ├── NotAuthorized          an ACL is missing
     │   ├── TopicMissing
     │   ├── TopicRecreated         the topic is another one than the pool's
     │   ├── DataLoss               offsets are gone that were not ingested yet
@@ -81,6 +82,10 @@ class AuthenticationFailed(TrustError):
 
 class CertificateRejected(TrustError):
     """The broker's certificate was not signed by a trusted CA, is for another host, or is not valid now."""
+
+
+class NotAuthorized(KafkaError):
+    """The broker knows who asks and does not let them: an ACL is missing."""
 
 
 class TopicMissing(KafkaError):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, libversion
 
-from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, TopicMissing
 from zync_assets.kafka.tokens import token_callback
 from zync_assets.kafka.trust import is_refusal, trust_error
 
@@ -54,6 +54,17 @@ UNREACHABLE = frozenset(
 PATIENCE = 1.0
 """Seconds that a refusal stands before it is the answer: another broker of the list may answer meanwhile, or this one at
 the next try."""
+
+NOT_AUTHORIZED = frozenset(
+    {
+        ClientError.TOPIC_AUTHORIZATION_FAILED,
+        # Who may write to no topic at all gets no producer id (KIP-679).
+        ClientError.CLUSTER_AUTHORIZATION_FAILED,
+    }
+)
+
+Operation: TypeAlias = Literal["Describe", "DescribeConfigs", "Read", "Write", "Create", "Delete"]
+"""What an ACL allows on a topic, as Kafka's own tools spell it. Read, Write and Delete allow Describe too."""
 
 UNKNOWN_TOPIC = frozenset(
     {ClientError.UNKNOWN_TOPIC_OR_PART, ClientError._UNKNOWN_TOPIC, ClientError._UNKNOWN_PARTITION}
@@ -139,8 +150,17 @@ class Connection:
             "check bootstrap.servers and that the broker is up"
         )
 
-    def error(self, error: ClientError | KafkaException, doing: str, topic: str | None = None) -> KafkaError:
-        """librdkafka's error as one of this package's, for the caller to raise."""
+    def error(
+        self,
+        error: ClientError | KafkaException,
+        doing: str,
+        topic: str | None = None,
+        needs: Operation = "Describe",
+    ) -> KafkaError:
+        """librdkafka's error as one of this package's, for the caller to raise.
+
+        ``topic``: what was asked for; ``needs``: the operation on it that an ACL must allow.
+        """
         cause = error.args[0] if isinstance(error, KafkaException) and error.args else error
         if not isinstance(cause, ClientError):
             return KafkaError(f"{doing} at {self.servers}: {cause}")
@@ -154,7 +174,24 @@ class Connection:
             return self.unavailable(doing)
         if topic is not None and cause.code() in UNKNOWN_TOPIC:
             return missing(topic, self.servers)
+        if topic is not None and _is_not_authorized(cause):
+            return self._not_authorized(doing, topic, needs)
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
+
+    def _not_authorized(self, doing: str, topic: str, needs: Operation) -> NotAuthorized:
+        """Who may not do what, and the ACL that lets them. A user's name is no secret."""
+        user = self._kafka.get("sasl.username") or self._kafka.get("sasl.user.name")
+        principal = f"User:{user}" if user else "this client's principal"
+        return NotAuthorized(
+            f"{doing} at {self.servers}: {principal} may not {needs} topic {topic}; allow it: kafka-acls.sh"
+            f" --bootstrap-server {self.servers} --add --allow-principal {f'User:{user}' if user else 'User:…'}"
+            f" --operation {needs} --topic {topic}"
+        )
+
+
+def _is_not_authorized(error: ClientError) -> bool:
+    # What ended an idempotent producer has a code of its own; its text has the broker's.
+    return error.code() in NOT_AUTHORIZED or any(ClientError(code).str() in error.str() for code in NOT_AUTHORIZED)
 
 
 def missing(topic: str, at: str) -> TopicMissing:

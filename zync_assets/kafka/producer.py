@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Message, Producer
 
-from zync_assets.errors import KafkaError, SchemaError
+from zync_assets.errors import KafkaError, NotAuthorized, SchemaError
 from zync_assets.kafka.client import Connection, missing
 from zync_assets.kafka.json_avro import datum
 from zync_assets.kafka.json_lines import Line, text_bytes
@@ -108,8 +108,11 @@ def produce(
         _drain(producer, connection, doing, failures)
     except (KafkaException, ValueError) as error:
         cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-        raise connection.error(cause, doing, topic) from None
+        raise connection.error(cause, doing, topic, "Write") from None
     if failures:
+        said = connection.error(failures[0], doing, topic, "Write")
+        if isinstance(said, NotAuthorized):
+            raise said
         raise KafkaError(f"{doing} at {connection.servers}: {failures[0].str()}; {len(failures)} records were refused")
     return sent
 

@@ -298,4 +298,4 @@ def end_reported(message: Message, connection: Connection, place: str, wanted: s
         # Of the connection or of the unused group: librdkafka goes on trying.
         connection.trouble = error
         return None
-    raise connection.error(error, f"reading {place}", message.topic())
+    raise connection.error(error, f"reading {place}", message.topic(), "Read")

@@ -32,13 +32,18 @@ from confluent_kafka.admin import (
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
-from zync_assets.kafka.client import Connection, missing
+from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, TopicMissing
+from zync_assets.kafka.client import Connection, Operation, missing
 
 T = TypeVar("T")
 
 WAIT = 10.0
 """Seconds that a broker has to answer."""
+ATTEMPT = 4.0
+"""Seconds after which another broker, or by then another leader, is asked the same."""
+ELECTION = 3.0
+"""How many times as long the leader of a partition has to answer where some broker did: Kafka takes a silent broker for dead
+after nine seconds, and then elects another leader."""
 
 LOOK = 0.1
 """Seconds between two looks at what went wrong, while an answer is waited for."""
@@ -80,7 +85,8 @@ def topic_states(kafka: Mapping[str, str], topics: Sequence[str], timeout: float
 
 def _states(ask: _Question, names: list[str]) -> dict[str, TopicState]:
     described: dict[str, tuple[str, list[int]]] = {}
-    for topic, future in ask(lambda admin, left: admin.describe_topics(TopicCollection(names), request_timeout=left)):
+    wait = ask.attempt()
+    for topic, future in ask(lambda admin, _: admin.describe_topics(TopicCollection(names), request_timeout=wait)):
         try:
             found = ask.answer(future, topic)
         except TopicMissing:
@@ -151,18 +157,20 @@ def create_topic(
     config: Mapping[str, str],
 ) -> TopicState:
     """Create ``topic`` unless it is there, wait until it can be used, and return its state."""
-    ask = _Question(kafka, f"creating topic {topic}", 3 * WAIT)
+    ask = _Question(kafka, f"creating topic {topic}", 3 * WAIT, "Create")
     new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
     for _, future in ask(lambda admin, left: admin.create_topics([new], request_timeout=left)):
         try:
             ask.result(future)
         except KafkaException as error:
             if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
-                raise ask.connection.error(error, ask.doing) from None
+                raise ask.connection.error(error, ask.doing, topic, ask.needs) from None
     while True:
         # A new topic is known before all of its partitions have a leader.
         try:
             return topic_state(kafka, topic, ask.left())
+        except NotAuthorized:
+            raise
         except (TopicMissing, KafkaError):
             if ask.left() <= 0.2:
                 raise
@@ -171,7 +179,7 @@ def create_topic(
 
 def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
     """Delete ``topic`` if it is there, and wait until it is gone."""
-    ask = _Question(kafka, f"deleting topic {topic}", 3 * WAIT)
+    ask = _Question(kafka, f"deleting topic {topic}", 3 * WAIT, "Delete")
     for _, future in ask(lambda admin, left: admin.delete_topics([topic], request_timeout=left)):
         try:
             ask.answer(future, topic)
@@ -191,7 +199,7 @@ def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
 def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int]:
     """The ``max.message.bytes`` of those ``topics`` that are there and whose configuration may be seen; none where no broker
     answers in time."""
-    ask = _Question(kafka, f"asking for the configuration of {_listed(topics)}", timeout)
+    ask = _Question(kafka, f"asking for the configuration of {_listed(topics)}", timeout, "DescribeConfigs")
     resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
     found: dict[str, int] = {}
     for resource, future in ask(lambda admin, left: admin.describe_configs(resources, request_timeout=left)):
@@ -206,10 +214,15 @@ def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
 
 
 def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
-    ask = _Question(kafka, f"asking for the configuration of {topic}", WAIT)
+    ask = _Question(kafka, f"asking for the configuration of {topic}", WAIT, "DescribeConfigs")
     resource = ConfigResource(ResourceType.TOPIC, topic)
-    answers = ask(lambda admin, left: admin.describe_configs([resource], request_timeout=left))
-    return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
+
+    def question() -> str:
+        wait = ask.attempt()
+        answers = ask(lambda admin, _: admin.describe_configs([resource], request_timeout=wait))
+        return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
+
+    return ask.until_led(question)
 
 
 def commit_group_offsets(
@@ -265,14 +278,10 @@ _BETWEEN_LEADERS = {
 }
 
 
-class _NoLeader(BrokerUnavailable):
-    """A partition has no leader at this moment; who waits for brokers waits for this too."""
-
-
 class _Question:
     """Requests that share one deadline and one name for the errors."""
 
-    def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float) -> None:
+    def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float, needs: Operation = "Describe") -> None:
         self._admin = _admin(kafka)
         # Reports of trouble queue up until they are asked for; those of an earlier question are old news.
         self._admin.client.poll(0)
@@ -280,12 +289,18 @@ class _Question:
         self.connection.trouble = None
         self.servers = self.connection.servers
         self.doing = doing
+        self.needs: Operation = needs
         self._began = time.monotonic()
+        self._timeout = timeout
         self._deadline = self._began + timeout
 
     def left(self) -> float:
         """Seconds to the deadline, at least a tenth."""
         return max(self._deadline - time.monotonic(), 0.1)
+
+    def attempt(self) -> float:
+        """Seconds for a question that is asked again."""
+        return min(self.left(), ATTEMPT)
 
     def __call__(
         self, request: Callable[[AdminClient, float], Mapping[Any, Future[Any]]]
@@ -300,14 +315,15 @@ class _Question:
             found = self.result(future)
         except KafkaException as error:
             self._admin.client.poll(0)
-            said = self.connection.error(error, self.doing, topic)
+            said = self.connection.error(error, self.doing, topic, self.needs)
             if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in _BETWEEN_LEADERS:
-                raise _NoLeader(str(said)) from None
+                raise BrokerUnavailable(str(said)) from None
             raise said from None
         except FutureTimeout:
             self._admin.client.poll(0)
             raise self.connection.unavailable(self.doing) from None
         self.connection.answered()
+        self._deadline = max(self._deadline, self._began + ELECTION * self._timeout)
         return found
 
     def result(self, future: Future[T]) -> T:
@@ -323,12 +339,12 @@ class _Question:
                     raise
 
     def until_led(self, question: Callable[[], T]) -> T:
-        """Ask again, up to the deadline, while a partition is between two leaders: one that was just added, or whose
-        leader has just gone."""
+        """Ask again, up to the deadline: a partition may be between two leaders, since it was just added or its leader has
+        just gone, and the broker that was asked may be the one that hangs."""
         while True:
             try:
                 return question()
-            except _NoLeader:
+            except BrokerUnavailable:
                 if self.left() <= 0.2:
                     raise
             time.sleep(0.1)
@@ -342,7 +358,8 @@ class _Question:
         request: dict[Any, Any] = {TopicPartition(topic, partition): spec for topic, partition in wanted}
         if not request:
             return ()
-        return self(lambda admin, left: admin.list_offsets(request, isolation_level=isolation, request_timeout=left))
+        wait = self.attempt()
+        return self(lambda admin, _: admin.list_offsets(request, isolation_level=isolation, request_timeout=wait))
 
     def collect(self, answers: Iterable[tuple[TopicPartition, Future[Any]]]) -> dict[tuple[str, int], int]:
         """The offsets by topic and partition, without those that do not exist (any more)."""

@@ -163,7 +163,7 @@ class _Writer:
             self._produce(records)
         except (KafkaException, BufferError) as error:
             cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-            raise self._connection.error(cause, self._doing, self._topic) from None
+            raise self._connection.error(cause, self._doing, self._topic, "Write") from None
         self._serve(0)
 
     def _produce(self, records: pa.RecordBatch) -> None:
@@ -249,7 +249,7 @@ class _Writer:
                 f"{self._topic}/{self._partition} did not take a record after offset {self.confirmed - 1}: "
                 f"{error.str()}; raise max.message.bytes of {self._topic}"
             )
-        return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic)
+        return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic, "Write")
 
     def _explained(self, chunk: _Chunk, offset: int) -> KafkaError:
         """Why the last record of ``chunk`` is at ``offset`` and not at the chunk's end."""

@@ -22,6 +22,8 @@ from zync_assets_tests.network.certificates import Authority
 from zync_assets_tests.network.tokens import AUDIENCE, CLIENT, ISSUER, Tokens, token_server
 
 USER = "zync"
+LIMITED = ("reader", "rules", "publisher", "owner", "watcher", "auditor", "source")
+"""Users that may do what ACLs allow, where all others may do everything; they come in by the listener BARE."""
 LISTENERS = {
     "TLS": "SSL",
     "MUTUAL": "SSL",
@@ -69,7 +71,11 @@ def broker_properties(
         "listener.name.plain.sasl.enabled.mechanisms": "PLAIN",
         "listener.name.plain.plain.sasl.jaas.config": _jaas("plain.PlainLoginModule", **{f"user_{USER}": secret}),
         "listener.name.bare.sasl.enabled.mechanisms": "PLAIN",
-        "listener.name.bare.plain.sasl.jaas.config": _jaas("plain.PlainLoginModule", **{f"user_{USER}": secret}),
+        "listener.name.bare.plain.sasl.jaas.config": _jaas(
+            "plain.PlainLoginModule", **{f"user_{name}": secret for name in (USER, *LIMITED)}
+        ),
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": f"User:ANONYMOUS;User:{USER};User:CN=client;User:{CLIENT}",
         "listener.name.scram.sasl.enabled.mechanisms": "SCRAM-SHA-256,SCRAM-SHA-512",
         "listener.name.scram.scram-sha-256.sasl.jaas.config": _jaas("scram.ScramLoginModule"),
         "listener.name.scram.scram-sha-512.sasl.jaas.config": _jaas("scram.ScramLoginModule"),
