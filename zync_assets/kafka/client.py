@@ -30,8 +30,14 @@ ALIASES: Mapping[str, str] = {
 }
 """Properties that librdkafka knows by two names: who overrides one must drop the other."""
 
-RECONNECT: Mapping[str, str] = {"reconnect.backoff.ms": "100", "reconnect.backoff.max.ms": "1000"}
-"""librdkafka waits up to 10 s before it tries again; a sensor asks every 5 s."""
+RECONNECT: Mapping[str, str] = {
+    # librdkafka waits up to 10 s before it tries again; a sensor asks every 5 s.
+    "reconnect.backoff.ms": "100",
+    "reconnect.backoff.max.ms": "1000",
+    # Of several brokers, the one that takes a connection and says nothing is left after this time and not after 10 s.
+    "api.version.request.timeout.ms": "3000",
+}
+"""How soon a broker that does not answer is asked again, or another one in its place."""
 
 UNREACHABLE = frozenset(
     {

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from confluent_kafka import (
+    OFFSET_INVALID,
     ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaException,
@@ -42,8 +43,8 @@ WAIT = 10.0
 ATTEMPT = 4.0
 """Seconds after which another broker, or by then another leader, is asked the same."""
 ELECTION = 3.0
-"""How many times as long the leader of a partition has to answer where some broker did: Kafka takes a silent broker for dead
-after nine seconds, and then elects another leader."""
+"""How many times as long a cluster has to answer, or the leader of a partition where some broker did: Kafka takes a silent
+broker for dead after nine seconds, and then elects another leader."""
 
 LOOK = 0.1
 """Seconds between two looks at what went wrong, while an answer is waited for."""
@@ -266,6 +267,15 @@ def _admin(kafka: Mapping[str, str]) -> _Admin:
         return _admins[key]
 
 
+def _another_admin(kafka: Mapping[str, str], old: _Admin) -> _Admin:
+    """A client in place of ``old``, for all who ask from now on."""
+    with _admins_lock:
+        for key, found in list(_admins.items()):
+            if found is old:
+                del _admins[key]
+    return _admin(kafka)
+
+
 _BETWEEN_LEADERS = {
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
@@ -282,6 +292,7 @@ class _Question:
     """Requests that share one deadline and one name for the errors."""
 
     def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float, needs: Operation = "Describe") -> None:
+        self._kafka = kafka
         self._admin = _admin(kafka)
         # Reports of trouble queue up until they are asked for; those of an earlier question are old news.
         self._admin.client.poll(0)
@@ -292,7 +303,8 @@ class _Question:
         self.needs: Operation = needs
         self._began = time.monotonic()
         self._timeout = timeout
-        self._deadline = self._began + timeout
+        # Where several brokers are known, there is one to take over.
+        self._deadline = self._began + timeout * (ELECTION if "," in self.servers else 1)
 
     def left(self) -> float:
         """Seconds to the deadline, at least a tenth."""
@@ -342,11 +354,16 @@ class _Question:
         """Ask again, up to the deadline: a partition may be between two leaders, since it was just added or its leader has
         just gone, and the broker that was asked may be the one that hangs."""
         while True:
+            asked = time.monotonic()
             try:
                 return question()
             except BrokerUnavailable:
                 if self.left() <= 0.2:
                     raise
+            if time.monotonic() > asked + ATTEMPT - 1:
+                # The client goes on asking the broker that it chose once, for as long as it is told of no other.
+                self._admin = _another_admin(self._kafka, self._admin)
+                self.connection = self._admin.connection
             time.sleep(0.1)
 
     def offsets(
@@ -366,9 +383,16 @@ class _Question:
         found: dict[tuple[str, int], int] = {}
         for place, future in answers:
             try:
-                found[place.topic, place.partition] = self.answer(future, place.topic).offset
+                offset = self.answer(future, place.topic).offset
             except TopicMissing:
                 continue
+            if offset == OFFSET_INVALID:
+                # So librdkafka answers for a leader that went away under the question.
+                raise BrokerUnavailable(
+                    f"the leader of {place.topic}/{place.partition} at {self.servers} did not answer while {self.doing}; "
+                    "try again when there is a leader"
+                )
+            found[place.topic, place.partition] = offset
         return found
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (
+    AdminClient,
+    ListOffsetsResultInfo,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
 from zync_assets.kafka import topics
@@ -163,3 +166,26 @@ def test_a_topic_without_a_leader_is_asked_again_and_then_waited_for(
     refusals[0] = 1_000_000
     with pytest.raises(BrokerUnavailable, match="No leaders found"):
         topic_states(kafka, [topic], timeout=0.3)
+
+
+def test_an_answer_without_an_offset_is_none(
+    kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As librdkafka gives it for a leader that was killed under the question: no error, and offset -1001."""
+    fill("a")
+    real, missing = AdminClient.list_offsets, [2]
+
+    def unanswered(client: AdminClient, request: dict[Any, Any], **named: Any) -> dict[Any, Any]:
+        if not missing[0]:
+            return real(client, request, **named)
+        missing[0] -= 1
+        answers: dict[Any, Any] = {place: Future() for place in request}
+        for answer in answers.values():
+            answer.set_result(ListOffsetsResultInfo(-1001, -1, -1))
+        return answers
+
+    monkeypatch.setattr(AdminClient, "list_offsets", unanswered)
+    assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 1),)
+    missing[0] = 1_000_000
+    with pytest.raises(BrokerUnavailable, match=f"leader of {topic}/0"):
+        topics.high_watermark(kafka, topic, 0)
