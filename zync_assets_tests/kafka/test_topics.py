@@ -188,4 +188,4 @@ def test_an_answer_without_an_offset_is_none(
     assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 1),)
     missing[0] = 1_000_000
     with pytest.raises(BrokerUnavailable, match=f"leader of {topic}/0"):
-        topics.high_watermark(kafka, topic, 0)
+        topic_states(kafka, [topic], timeout=0.3)
