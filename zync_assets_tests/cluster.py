@@ -102,10 +102,6 @@ class Cluster:
             )
             time.sleep(0.1)
 
-    def log_bytes(self, node: int, topic: str) -> int:
-        """What lies on a broker's disk for partition 0, whether any reader may see it yet or not."""
-        return sum(path.stat().st_size for path in (self.folder / str(node) / "data" / f"{topic}-0").glob("*.log"))
-
     def close(self) -> None:
         for process in self.running.values():
             if process.is_running():
