@@ -25,7 +25,7 @@ import pytest
 
 import zync_assets
 from zync_assets import pipeline_file
-from zync_assets.lake import cleaning, compaction, fold, staging, tables
+from zync_assets.lake import cleaning, compaction, fold, staging, storage, tables
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.storage import raw_uri
 from zync_assets.lake.writer import RangeWriter
@@ -114,10 +114,11 @@ def with_many_ledger_files(rig: Rig) -> None:
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
-        full = folder / path
-        full.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(piece, full)
-        made.append(tables.DataFile(path, full.stat().st_size, piece.num_rows, group=staging.ACCOUNT))
+        uri = storage.join(state.opened.uri, path)
+        storage.make_folder(uri.rpartition("/")[0])
+        system, full = storage.filesystem(uri)
+        pq.write_table(piece, full, filesystem=system)
+        made.append(tables.DataFile(path, storage.file_size(uri), piece.num_rows, group=staging.ACCOUNT))
     tables.commit(state.opened, made, {}, removed=state.ledger_files, partition_by=["topic"])
 
 
