@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +30,15 @@ UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 
 NO_SETTINGS: Mapping[str, str] = {}
 
+_TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
 SOURCE_HEADER = "source"
 """The header that ``provenance: true`` adds for each raw record."""
+
+
+def is_topic_name(text: str) -> bool:
+    """Whether Kafka lets a topic be called so (``org.apache.kafka.common.internals.Topic``)."""
+    return _TOPIC_NAME.fullmatch(text) is not None and text not in (".", "..")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
+from zync_assets.cli.arguments import Whole
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.local import services as local_services
 from zync_assets.local.services import Services
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-PORT = click.IntRange(1, 65535)
+PORT = Whole(1, 65535)
 
 
 def _dir_option(command: _Command) -> _Command:

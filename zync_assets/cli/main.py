@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from zync_assets.cli.arguments import check_text, harmless
 from zync_assets.errors import ZyncError
 
 INTERRUPTED = 130
@@ -65,16 +66,23 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        check_text(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            error.message = harmless(error.message)
+            raise
         except ZyncError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {harmless(str(error))}", err=True)
             ctx.exit(1)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {harmless(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)

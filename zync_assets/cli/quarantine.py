@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from zync_assets.cli.arguments import MAX_OFFSET, MAX_PARTITION, OFFSET, PARTITION, TOPIC, shown, whole
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import ZyncError
 from zync_assets.lake import quarantine as side
@@ -25,10 +26,12 @@ from zync_assets.steps.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
 
-_RANGE = re.compile(r"(\d+):(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]+):([0-9]+)(?:-([0-9]+))?")
 
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
-_topics = click.option("--topic", "topics", multiple=True, help="Only this input topic; may be given again.")
+_topics = click.option(
+    "--topic", "topics", type=TOPIC, multiple=True, help="Only this input topic; may be given again."
+)
 _ranges = click.option(
     "--offsets",
     "ranges",
@@ -63,9 +66,9 @@ def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...
 
 @quarantine.command()
 @_pipeline
-@click.argument("topic")
-@click.argument("offset", type=click.IntRange(min=0))
-@click.option("--partition", type=click.IntRange(min=0), default=0, show_default=True)
+@click.argument("topic", type=TOPIC)
+@click.argument("offset", type=OFFSET)
+@click.option("--partition", type=PARTITION, default=0, show_default=True)
 @format_option
 def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show one record of quarantine, whole: key, value, headers, and what is wrong with it.
@@ -146,9 +149,15 @@ def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ..
 
 def _range(text: str) -> OffsetRange:
     found = _RANGE.fullmatch(text)
-    if found is None or (found[3] is not None and int(found[3]) < int(found[2])):
-        raise ZyncError(f"--offsets {text}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99.")
-    return OffsetRange(int(found[1]), int(found[2]), int(found[3] or found[2]) + 1)
+    if found is not None:
+        partition, first = whole(found[1], MAX_PARTITION), whole(found[2], MAX_OFFSET)
+        last = whole(found[3] or found[2], MAX_OFFSET)
+        if partition is not None and first is not None and last is not None and first <= last:
+            return OffsetRange(partition, first, last + 1)
+    raise ZyncError(
+        f"--offsets {shown(text)}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99; partitions end at"
+        f" {MAX_PARTITION}, offsets at {MAX_OFFSET}."
+    )
 
 
 def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:

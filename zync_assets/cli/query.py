@@ -18,6 +18,7 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
+from zync_assets.cli.arguments import shown
 from zync_assets.cli.output import Format, format_option, print_rows
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.etl.shapes import short
@@ -28,6 +29,9 @@ from zync_assets.steps.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+MAX_LENGTH = 1_000_000
+"""Characters of a query."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,17 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> Rewritten:
 
     Raises ZyncError for SQL that does not parse, that is no query, or that names a table that is not there.
     """
+    if len(sql) > MAX_LENGTH:
+        raise ZyncError(f"the query is longer than {MAX_LENGTH} characters; make it shorter")
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
     except SqlglotError as error:
-        raise ZyncError(f"the query does not parse: {str(error).splitlines()[0]}") from None
+        raise ZyncError(f"the query does not parse: {_first_line(error)}") from None
+    except RecursionError:
+        raise ZyncError("the query does not parse: nested too deep") from None
+    except (ValueError, TypeError, AttributeError, LookupError):
+        # Some malformed texts get past the parser's own checks.
+        raise ZyncError("the query does not parse") from None
     if len(statements) != 1 or not isinstance(statements[0], exp.Query):
         raise ZyncError("zync query takes one query, such as: select * from Pool.Topic")
     edits: list[tuple[int, int, str]] = []
@@ -162,7 +173,11 @@ def _find(pool: str, topic: str, tables: Sequence[tuple[str, str]]) -> tuple[str
     if len(alike) == 1:
         return alike[0]
     known = ", ".join(f"{item[0]}.{_quoted(item[1])}" for item in tables)
-    raise ZyncError(f"there is no table {pool}.{_quoted(topic)}; there are {known}")
+    raise ZyncError(f"there is no table {shown(f'{pool}.{_quoted(topic)}')}; there are {known}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
 
 
 def _quoted(topic: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zync_assets.cli.arguments import TOPIC, shown
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
 from zync_assets.offsets import OffsetRange
@@ -41,7 +42,7 @@ _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 
 @click.command()
 @_pipeline
-@click.option("--topic", "topics", multiple=True, help="Only this input topic; may be given again.")
+@click.option("--topic", "topics", type=TOPIC, multiple=True, help="Only this input topic; may be given again.")
 @format_option
 def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
     """Read the input topics of PIPELINE into the raw pools, up to their present ends."""
@@ -79,7 +80,8 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     for name in waiting:
         if name not in joins:
             raise ZyncError(
-                f"--retry-pending {name}: no denorm rule of this pipeline is called so; there are {', '.join(joins) or 'none'}."
+                f"--retry-pending {shown(name)}: no denorm rule of this pipeline is called so; there are"
+                f" {', '.join(joins) or 'none'}."
                 " What waits for a rule that is no more is looked at with --retry-unmatched."
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
@@ -88,9 +90,12 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
 
 @click.command()
 @_pipeline
-@click.option("--topic", "topics", multiple=True, help="Only this output topic; may be given again.")
+@click.option("--topic", "topics", type=TOPIC, multiple=True, help="Only this output topic; may be given again.")
 @click.option(
-    "--recreate", metavar="TOPIC", help="Delete this output topic, create it anew, publish all of staging to it."
+    "--recreate",
+    metavar="TOPIC",
+    type=TOPIC,
+    help="Delete this output topic, create it anew, publish all of staging to it.",
 )
 @format_option
 def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt: Format) -> None:
@@ -277,9 +282,9 @@ def _progress() -> Generator[Told]:
 
 
 def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", text.strip())
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|h)?", text.strip())
     if found is None:
-        raise ZyncError(f"--exit-after {text}: give a time such as 60s, 5m or 1h.")
+        raise ZyncError(f"--exit-after {shown(text)}: give a time such as 60s, 5m or 1h, of nine digits at the most.")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
 
 

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeAlias, TypeVar
 
 import click
 
+from zync_assets.cli.arguments import COUNT, MAX_OFFSET, PARTITION, TOPIC, Whole, shown, whole
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import ZyncError
 from zync_assets.kafka.json_lines import Line, Rendering, parse_line, render
@@ -105,7 +106,7 @@ def ls(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str |
 
 
 @click.command()
-@click.argument("topic")
+@click.argument("topic", type=TOPIC)
 @target_options
 @format_option
 def info(
@@ -121,22 +122,41 @@ def info(
     print_rows(rows, ["topic", "topic_id", *columns] if fmt == "json" else columns, fmt)
 
 
+Start: TypeAlias = Literal["earliest", "latest"] | int
+
+
+class StartType(click.ParamType):
+    """``earliest``, ``latest`` or an offset."""
+
+    name = "start"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Start:
+        text = str(value)
+        if text == "earliest" or text == "latest":
+            return text
+        offset = whole(text, MAX_OFFSET)
+        if offset is None:
+            self.fail(f"{shown(text)!r} is not earliest, latest or an offset up to {MAX_OFFSET}", param, ctx)
+        return offset
+
+
 RENDERINGS = click.Choice(["auto", "avro", "json", "string", "bytes"])
 
 
 @click.command()
-@click.argument("topic")
+@click.argument("topic", type=TOPIC)
 @target_options
 @click.option(
     "--from",
     "start",
+    type=StartType(),
     default="earliest",
     show_default=True,
     metavar="earliest|latest|OFFSET",
     help="Where to begin, in every partition.",
 )
-@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
-@click.option("--count", type=click.IntRange(0), help="Stop after so many records.")
+@click.option("--partition", type=PARTITION, help="Only this partition.")
+@click.option("--count", type=COUNT, help="Stop after so many records.")
 @click.option("--until-end", is_flag=True, help="Stop at the end that the topic has now.")
 @click.option("--key-format", type=RENDERINGS, default="auto", show_default=True)
 @click.option("--value-format", type=RENDERINGS, default="auto", show_default=True)
@@ -145,7 +165,7 @@ def consume(
     pipeline: Path | None,
     bootstrap_servers: str | None,
     registry_url: str | None,
-    start: str,
+    start: Start,
     partition: int | None,
     count: int | None,
     until_end: bool,
@@ -165,10 +185,8 @@ def consume(
         print_json(render(record, where.registry, key_format, value_format))
 
 
-def _starts(state: TopicState, start: str, partition: int | None) -> dict[int, int]:
+def _starts(state: TopicState, start: Start, partition: int | None) -> dict[int, int]:
     """Per partition the offset to begin with."""
-    if start not in ("earliest", "latest") and not start.isdecimal():
-        raise click.BadParameter(f"{start!r} is not earliest, latest or an offset", param_hint="--from")
     chosen = [item for item in state.partitions if partition in (None, item.partition)]
     if not chosen:
         raise ZyncError(f"topic {state.topic} has no partition {partition}; it has 0 to {len(state.partitions) - 1}")
@@ -176,7 +194,7 @@ def _starts(state: TopicState, start: str, partition: int | None) -> dict[int, i
         return {item.partition: item.low for item in chosen}
     if start == "latest":
         return {item.partition: item.end for item in chosen}
-    return {item.partition: min(max(int(start), item.low), item.end) for item in chosen}
+    return {item.partition: min(max(start, item.low), item.end) for item in chosen}
 
 
 ENCODINGS = click.Choice(["avro", "json", "string"])
@@ -184,7 +202,7 @@ SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("topic")
+@click.argument("topic", type=TOPIC)
 @click.argument("file", type=click.File(encoding="utf-8"), default="-")
 @target_options
 @click.option("--format", "encoding", type=ENCODINGS, default="avro", show_default=True, help="How values are written.")
@@ -192,7 +210,7 @@ SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--schema", type=SCHEMA_FILE, help="The values' Avro schema.  [default: inferred from all of FILE]")
 @click.option("--key-schema", type=SCHEMA_FILE, help="The keys' Avro schema.  [default: inferred from all of FILE]")
 @click.option("--create", is_flag=True, help="Create the topic if it is not there.")
-@click.option("--partitions", type=click.IntRange(1), default=1, show_default=True, help="Of a topic that is created.")
+@click.option("--partitions", type=Whole(1, 100_000), default=1, show_default=True, help="Of a topic that is created.")
 def produce(
     topic: str,
     file: IO[str],
@@ -230,9 +248,13 @@ def produce(
 
 
 def _lines(file: IO[str]) -> Iterator[Line]:
-    for number, text in enumerate(file, 1):
-        if text.strip():
-            yield parse_line(text, number)
+    number = 0
+    try:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield parse_line(text, number)
+    except UnicodeDecodeError as error:
+        raise ZyncError(f"after line {number} come bytes that are no UTF-8: {error.reason}; give UTF-8 text") from None
 
 
 def _encoder(

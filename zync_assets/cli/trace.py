@@ -14,6 +14,7 @@ import click
 
 from zync_assets.checks.account import read_waiting
 from zync_assets.checks.columns import DamagedFile
+from zync_assets.cli.arguments import OFFSET, PARTITION, TOPIC
 from zync_assets.cli.output import Format, format_option, print_rows
 from zync_assets.errors import LakeError
 from zync_assets.lake import raw, staging
@@ -45,9 +46,9 @@ def pending(pipeline: Path, fmt: Format) -> None:
 
 @click.command()
 @click.argument("pipeline", type=click.Path(path_type=Path))
-@click.argument("topic")
-@click.argument("offset", type=click.IntRange(min=0))
-@click.option("--partition", type=click.IntRange(min=0), default=0, show_default=True, help="Of the output topic.")
+@click.argument("topic", type=TOPIC)
+@click.argument("offset", type=OFFSET)
+@click.option("--partition", type=PARTITION, default=0, show_default=True, help="Of the output topic.")
 @format_option
 def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show which raw records made the output at OFFSET of the output topic TOPIC.

@@ -21,6 +21,8 @@ from zync_assets.kafka.tail import Record
 
 Rendering: TypeAlias = Literal["auto", "avro", "json", "string", "bytes"]
 
+_MOST_INT32, _MOST_INT64 = (1 << 31) - 1, (1 << 63) - 1
+
 ENVELOPE = frozenset({"kafka", "key", "value", "headers", "partition", "timestamp"})
 
 
@@ -41,12 +43,16 @@ def parse_line(text: str, number: int) -> Line:
         document = json.loads(text)
     except ValueError as error:
         raise ZyncError(f"line {number} is no JSON: {error}; put one JSON value on each line") from None
+    except RecursionError:
+        raise ZyncError(f"line {number} is nested too deep to be read; make it flatter") from None
     if not isinstance(document, dict) or "value" not in document or not ENVELOPE.issuperset(document):
         return Line(document)
     partition, timestamp = document.get("partition"), document.get("timestamp")
-    for name, given in (("partition", partition), ("timestamp", timestamp)):
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-            raise ZyncError(f"line {number}: {name} is {json.dumps(given)}; it must be a whole number")
+    for name, given, most in (("partition", partition, _MOST_INT32), ("timestamp", timestamp, _MOST_INT64)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= most):
+            raise ZyncError(
+                f"line {number}: {name} is {json.dumps(given)[:80]}; it must be a whole number from 0 to {most}"
+            )
     return Line(document["value"], document.get("key"), _headers(document, number), partition, timestamp)
 
 

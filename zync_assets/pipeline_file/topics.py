@@ -19,6 +19,7 @@ from zync_assets.pipeline import (
     SideFormat,
     SubjectNameStrategy,
     Unmatched,
+    is_topic_name,
 )
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
@@ -31,7 +32,6 @@ _INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape", "r
 _SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
 _OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", "shape", *_SUBJECT_KEYS)
 _FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
 _NAMESPACE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
@@ -186,7 +186,7 @@ def _on_schema_change(item: Fields, key: SideFormat, value: SideFormat) -> OnSch
 
 def _topic(item: Fields) -> str | None:
     topic = item.text("topic", "name the topic")
-    if topic is not None and (not _TOPIC.fullmatch(topic) or topic in (".", "..")):
+    if topic is not None and not is_topic_name(topic):
         item.problem(
             "topic",
             "is no legal topic name: 1 to 249 of letters, digits, `.`, `_` and `-`, and not `.` or `..`",

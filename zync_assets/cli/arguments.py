@@ -1,0 +1,86 @@
+"""The kinds of arguments that commands share, held to Kafka's own bounds before anything is asked or opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from zync_assets.pipeline import is_topic_name
+
+MAX_PARTITION = (1 << 31) - 1
+MAX_OFFSET = (1 << 63) - 2
+"""The last offset whose next one is a number of 64 bits too (Kafka protocol: INT64)."""
+
+_LONGEST = 80
+
+
+def harmless(text: str) -> str:
+    """The text with nothing in it that a terminal obeys, but for new lines and tabs: records and files may hold anything."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def shown(text: str) -> str:
+    """What a user wrote, fit for a message: not too long, and harmless."""
+    plain = harmless(text[: _LONGEST + 1])
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 1]}…"
+
+
+def check_text(arguments: Sequence[str]) -> None:
+    """UsageError for an argument that no file, topic or query can be called by: bytes that are no UTF-8, or a NUL."""
+    for given in arguments:
+        try:
+            if "\0" not in given and given.encode():
+                continue
+        except UnicodeEncodeError:
+            pass
+        if given:
+            raise click.UsageError(f"{shown(given)!r} is no UTF-8 text; give it as text, without NUL")
+
+
+class Whole(click.ParamType):
+    """A whole number from ``low`` to ``high``, both included, in ASCII digits."""
+
+    name = "integer"
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low = low
+        self.high = high
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = value if isinstance(value, int) else whole(str(value), self.high)
+        if number is None or number < self.low:
+            self.fail(f"{shown(str(value))!r} is no whole number from {self.low} to {self.high}", param, ctx)
+        return number
+
+
+def whole(text: str, high: int) -> int | None:
+    """The number that the digits are; None for other text and for numbers above ``high``.
+
+    Without ``int`` for text of any length, which refuses thousands of digits by a ValueError of its own.
+    """
+    if not (text.isascii() and text.isdigit()) or len(text) > len(str(high)):
+        return None
+    return int(text) if int(text) <= high else None
+
+
+class TopicName(click.ParamType):
+    """A name that Kafka lets a topic have."""
+
+    name = "topic"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not is_topic_name(str(value)):
+            self.fail(
+                f"{shown(str(value))!r} is no legal topic name: 1 to 249 of letters, digits, `.`, `_` and `-`, and not"
+                " `.` or `..`",
+                param,
+                ctx,
+            )
+        return str(value)
+
+
+PARTITION = Whole(0, MAX_PARTITION)
+OFFSET = Whole(0, MAX_OFFSET)
+COUNT = Whole(0, MAX_OFFSET)
+TOPIC = TopicName()
