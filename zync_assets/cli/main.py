@@ -73,9 +73,11 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.ClickException as error:
-            error.message = harmless(error.message)
-            raise
+        except click.UsageError as error:
+            told = error.format_message()
+            if harmless(told) == told:
+                raise
+            raise click.UsageError(harmless(told), error.ctx) from None
         except ZyncError as error:
             click.echo(f"error: {harmless(str(error))}", err=True)
             ctx.exit(1)
