@@ -61,7 +61,7 @@ settle: {settle}
 spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
 inputs:
   - {{topic: {orders}, pool: Raw, key-format: string, value-format: avro, unmatched: drop}}
-  - {{topic: {status}, pool: Raw, key-format: string, value-format: avro}}
+  - {{topic: {status}, pool: Raw, key-format: string, value-format: avro{retention}}}
 outputs:
   - {{topic: {new}, pool: Staging, format: avro, create: {{replication-factor: 1}}}}
   - {{topic: {audit}, pool: Staging, key-format: string, value-format: avro, create: {{replication-factor: 1}}}}
@@ -173,9 +173,10 @@ def make_shop(
     there: bool = False,
     lake: str | None = None,
     files: Path | None = None,
+    retention: str = "",
 ) -> Shop:
     """Empty topics and a pipeline over them, its lake in ``folder``, or as the text ``lake`` says, with its files in ``files``.
-    ``there``: the topics were made before, and what they hold is not in ``sent``."""
+    ``there``: the topics were made before, and what they hold is not in ``sent``; ``retention``: of the raw statuses."""
     orders, status, new, audit = shop_topics(prefix)
     path = folder / "shop.yaml"
     path.write_text(
@@ -188,6 +189,7 @@ def make_shop(
             new=new,
             audit=audit,
             settle=settle,
+            retention=f", retention: {retention}" if retention else "",
         )
     )
     pipeline = pipeline_file.load(path)

@@ -72,7 +72,7 @@ def _another_admin(kafka: Mapping[str, str], old: _Admin) -> _Admin:
     return _admin(kafka)
 
 
-_BETWEEN_LEADERS = {
+BETWEEN_LEADERS = {
     ClientError.NOT_LEADER_FOR_PARTITION,
     ClientError.LEADER_NOT_AVAILABLE,
     ClientError.FENCED_LEADER_EPOCH,
@@ -124,7 +124,7 @@ class Question:
         except KafkaException as error:
             self._admin.client.poll(0)
             said = self.connection.error(error, self.doing, topic, self.needs)
-            if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in _BETWEEN_LEADERS:
+            if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in BETWEEN_LEADERS:
                 raise BrokerUnavailable(str(said)) from None
             raise said from None
         except FutureTimeout:

@@ -19,7 +19,8 @@ from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 
 from zync_assets.errors import DataLoss, TopicMissing
-from zync_assets.kafka.client import PATIENCE, UNREACHABLE, Connection
+from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
+from zync_assets.kafka.questions import BETWEEN_LEADERS
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -38,6 +39,9 @@ tombstone."""
 
 STALLED = 60.0
 """Seconds without any progress after which the broker counts as gone."""
+
+PROPAGATION = 5.0
+"""Seconds for which a broker that comes back may not know a topic that is there."""
 
 CHUNK = 1000
 """Messages asked for at once: large enough that a call costs nothing, small enough to see how large they
@@ -68,7 +72,7 @@ _PROMISES: Mapping[str, Any] = {
     "auto.offset.reset": "error",
     "allow.auto.create.topics": False,
     # A topic that was there and is unknown now is gone; the default waits 30 s for it.
-    "topic.metadata.propagation.max.ms": 5000,
+    "topic.metadata.propagation.max.ms": int(PROPAGATION * 1000),
 }
 
 _GROUP: Mapping[str, str] = {"group.id": "zync"}
@@ -187,8 +191,12 @@ def _watermarks(consumer: Consumer, connection: Connection, topic: str, partitio
         try:
             found = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE)
         except KafkaException as error:
-            if error.args[0].code() not in UNREACHABLE or time.monotonic() - began > STALLED:
+            code, waited = error.args[0].code(), time.monotonic() - began
+            if waited > (PROPAGATION if code in UNKNOWN_TOPIC else STALLED):
                 raise
+            if code not in UNREACHABLE | BETWEEN_LEADERS | UNKNOWN_TOPIC:
+                raise
+            time.sleep(0.1)
             # Serves the callbacks: nothing is assigned yet that it could return.
             consumer.poll(0)
             connection.raise_refused(doing, began)

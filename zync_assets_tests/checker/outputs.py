@@ -160,13 +160,14 @@ def pairs(statement: Statement, staging: Staging, records: Mapping[Place, Record
 def order(
     staging: Staging, output: Output, place_of: Callable[[str], int], times: Mapping[Place, int]
 ) -> Iterator[str]:
-    """Within a batch, outputs come as they became possible: by time, place, partition and offset of the latest input."""
+    """Within a batch, outputs come as they became possible: by time, place, partition and offset of the latest input. Nothing
+    is said of one that retention took an input of: when that came is known no more."""
     cuts, before = staging.cuts.get(output.topic, set()), None
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]
-        possible = [(times[of], place_of(of[0]), of[1], of[2]) for of in sources(row) if of in times]
-        if not possible:
+        if any(of not in times for of in sources(row)):
             continue
+        possible = [(times[of], place_of(of[0]), of[1], of[2]) for of in sources(row)]
         if before is not None and offset not in cuts and max(possible) < before:
             yield f"{output.topic}: offset {offset} became possible at {max(possible)}, before the output ahead of it"
         before = max(possible)

@@ -29,8 +29,8 @@ from pathlib import Path
 import zync_assets.cli.run as run
 made = run.spark_session
 marker = Path(sys.argv.pop(1))
-def marked(settings):
-    session = made(settings)
+def marked(*settings, **how):
+    session = made(*settings, **how)
     marker.touch()
     return session
 run.spark_session = marked
@@ -45,6 +45,9 @@ EXPECTED: dict[str, str] = {
     "another writer was first": r"another writer (committed|changed)|was created by another writer",
     "a Spark task was killed": r"a Spark task failed|the Spark task that published was lost",
     "foreign record": r"holds a record at offset|is not staging's",
+    "topic made anew by another": r"was deleted and created again|is gone; it was there|does not exist at|is not there\."
+    r"|which is another topic|was truncated or created again|the topic has lost records",
+    "nothing to make anew yet": r"nothing is staged for it",
     "broker between two leaders": r"No leaders found|NOT_LEADER|LEADER_NOT_AVAILABLE|_TRANSPORT|NOT_ENOUGH_REPLICAS",
 }
 """What a command may say while others are at work and services are down; anything else is a finding."""
@@ -72,7 +75,8 @@ class Instance(threading.Thread):
         log, marker = (self.world.folder / f"instance-{self.place}.{name}" for name in ("log", "ready"))
         marker.unlink(missing_ok=True)
         armed = {"ZYNC_CRASH": f"{plan.point}@{plan.count}"} if plan.end == "point" else {}
-        self.process = start(self.world.pipeline, plan.command, log, marker, armed)
+        options = ("--recreate", getattr(self.world.shop, plan.recreate)) if plan.recreate else ()
+        self.process = start(self.world.pipeline, plan.command, log, marker, armed, *options)
         self._watch(self.process, plan, marker)
         code, text = self.process.wait(), log.read_text(errors="replace")
         self.process = None
@@ -80,7 +84,7 @@ class Instance(threading.Thread):
             where = re.search(r"^killed at (\S+)$", text, re.MULTILINE)
             self.tally.count("kills", f"{plan.command}, {where[1]}" if where else f"{plan.command}, at some moment")
         elif code in (0, -signal.SIGTERM):
-            self.tally.count("ends", f"{plan.command}, done")
+            self.tally.count("ends", f"{plan.command}{' --recreate' if plan.recreate else ''}, done")
         else:
             self.tally.count("ends", f"{plan.command}, error")
             self._explain(plan, text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 POINTS: dict[str, tuple[str, ...]] = {
     "from-kafka": (
@@ -18,6 +18,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "ingest:committed",
         "compact:written",
         "compact:committed",
+        "retention:released",
+        "retention:removed",
     ),
     "etl": (
         "etl:outputs-written",
@@ -29,6 +31,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "etl:committed",
         "compact:written",
         "compact:committed",
+        "retention:released",
+        "retention:removed",
     ),
     "to-kafka": (
         "publish:topic-created",
@@ -39,6 +43,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "publish:window-closed",
     ),
 }
+RECREATING = ("publish:topic-deleted", "publish:topic-created")
 RARE = frozenset(
     {
         "ingest:table-created",
@@ -48,6 +53,8 @@ RARE = frozenset(
         "publish:topic-created",
         "compact:written",
         "compact:committed",
+        "retention:released",
+        "retention:removed",
     }
 )
 """Points that are passed once in a pipeline's life, or once in many batches."""
@@ -62,6 +69,8 @@ class ChildPlan:
     start    ``delay`` seconds after it was started, session or not
     term     SIGTERM, ``delay`` seconds after it has its session
     itself   when it is done
+
+    ``recreate``: which of the output topics, ``new`` or ``audit``, it makes anew.
     """
 
     command: str
@@ -69,6 +78,7 @@ class ChildPlan:
     point: str = ""
     count: int = 1
     delay: float = 0.0
+    recreate: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,19 +94,26 @@ class FaultPlan:
 @dataclass(frozen=True)
 class TrafficPlan:
     """The changes of so many orders, after ``pause`` seconds. ``how``: ``plain``, in a transaction that is ``committed``,
-    or in one that is ``aborted`` and sent again."""
+    or in one that is ``aborted`` and sent again. ``ahead``: some of them have a timestamp in the future; ``grows``: ``orders``
+    or ``status``, a topic that gets one more partition before."""
 
     pause: float
     orders: int
     how: str
     seed: int
+    ahead: bool = False
+    grows: str = ""
 
 
 def children(seed: int, place: int) -> Iterator[ChildPlan]:
     """The processes that one of the instances runs, one after the other."""
     dice = random.Random(f"{seed} children {place}")
     while True:
-        command = dice.choices(("run", "from-kafka", "etl", "to-kafka"), (8, 2, 4, 6))[0]
+        command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "recreate"), (16, 4, 8, 12, 1))[0]
+        if command == "recreate":
+            ends = [*(ChildPlan("to-kafka", "point", point) for point in RECREATING), ChildPlan("to-kafka", "itself")]
+            yield replace(dice.choices(ends, (1, 1, 8))[0], recreate=dice.choice(("new", "audit")))
+            continue
         end = dice.choices(("point", "moment", "start", "term", "itself"), (60, 25, 3, 4, 8))[0]
         if end == "point":
             step = dice.choice(tuple(POINTS)) if command == "run" else command
@@ -123,4 +140,6 @@ def traffic(seed: int, rate: float) -> Iterator[TrafficPlan]:
     while True:
         pause = dice.uniform(0.2, 2.0)
         how = dice.choices(("plain", "committed", "aborted"), (6, 3, 1))[0]
-        yield TrafficPlan(pause, max(1, round(rate * pause * dice.uniform(0.3, 1.7))), how, dice.randrange(1 << 30))
+        orders = max(1, round(rate * pause * dice.uniform(0.3, 1.7)))
+        grows = dice.choice(("orders", "status")) if dice.random() < 0.004 else ""
+        yield TrafficPlan(pause, orders, how, dice.randrange(1 << 30), dice.random() < 0.03, grows)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from confluent_kafka import KafkaException, Producer
 
+from zync_assets.errors import ZyncError
+from zync_assets_tests.odd_topics import add_partitions
 from zync_assets_tests.shop import changes
 from zync_assets_tests.torture.plan import TrafficPlan
 from zync_assets_tests.torture.report import Tally
@@ -16,6 +19,7 @@ from zync_assets_tests.torture.world import World
 Change = tuple[str, int, int, Any, Any]
 
 TRANSACTION_SECONDS = 10.0
+MOST_PARTITIONS = 6
 
 
 class Traffic(threading.Thread):
@@ -47,7 +51,16 @@ class Traffic(threading.Thread):
     def _one(self, plan: TrafficPlan) -> None:
         upcoming = range(self.orders, self.orders + plan.orders)
         self.orders = upcoming.stop
+        if plan.grows:
+            self._grow(getattr(self.world.shop, plan.grows))
         made = list(changes(self.world.shop, upcoming, plan.seed, sticky=True))
+        if plan.ahead:
+            # A broker refuses what is more than an hour ahead.
+            ahead = int(time.time() * 1000) + 3_000_000
+            made = [
+                (*change[:2], ahead, *change[3:]) if place % 7 == 0 else change for place, change in enumerate(made)
+            ]
+            self.tally.count("traffic", "changes ahead of their time", len(made[::7]))
         if plan.how == "plain":
             self._send(self._plain, made)
             # Some of it may wait for a broker that is down; what comes next must come after it.
@@ -60,6 +73,20 @@ class Traffic(threading.Thread):
             self._transaction(made, abort=False)
         self.tally.count("traffic", f"orders, {plan.how}", plan.orders)
         self.tally.count("traffic", "changes", len(made))
+
+    def _grow(self, topic: str) -> None:
+        """One more partition. The orders that come from now on are spread over it too, each with all of its changes."""
+        count = len(self.world.shop.partitions(topic)) + 1
+        if count > MOST_PARTITIONS or self._plain.flush(10):
+            return
+        try:
+            add_partitions(self.world.shop.pipeline.kafka, topic, count)
+        except (KafkaException, ZyncError, TimeoutError):
+            return  # The broker is down just now.
+        self.world.shop.sent[topic, count - 1] = []
+        # Producers that know the topic as it was would refuse the new partition.
+        self._plain, self._transactional = Producer(self._settings()), None
+        self.tally.count("traffic", "partitions added")
 
     def _send(self, producer: Producer, made: list[Change]) -> None:
         shop = self.world.shop

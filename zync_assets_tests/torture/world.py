@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from zync_assets.errors import SetupError
+from zync_assets.kafka.topics import topic_states
 from zync_assets.local import processes
 from zync_assets.local.services import Services, down, status, up
 from zync_assets_tests.checker import statement as statements
@@ -19,6 +20,10 @@ from zync_assets_tests.shop import Shop, make_shop
 
 SETTLE = "12"
 """Seconds that a publisher waits after an unclean stop. A live one may pause for as long as the broker takes to come back."""
+
+
+RETENTION = "1d"
+"""Of the raw statuses. The changes say that they are of 2023: each is past its time as soon as nothing waits for it."""
 
 
 @dataclass
@@ -53,7 +58,10 @@ def make_world(folder: Path, prefix: str, *, there: bool) -> World:
     """Start the services and make the pipeline; with ``there``, its topics and lake are those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     services = up(folder / "services", broker_properties=HASTY)
-    shop = make_shop(services, folder, prefix, settle=SETTLE, there=there)
+    shop = make_shop(services, folder, prefix, settle=SETTLE, there=there, retention=RETENTION)
+    for topic, state in topic_states(shop.pipeline.kafka, [shop.orders, shop.status]).items():
+        # An earlier run may have added some.
+        shop.sent.update({(topic, part.partition): [] for part in state.partitions})
     return World(folder, prefix, services, shop)
 
 
