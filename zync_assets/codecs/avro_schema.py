@@ -9,6 +9,7 @@ a name inside the record of that name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -92,7 +93,10 @@ def branch_names(node: Node) -> tuple[str, ...]:
     )
 
 
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_DEPTH = 100
+MAX_DIGITS = 10_000
+"""Of a decimal. One of a thousand million digits after the point would be that long whatever its bytes say."""
 MAX_NODES = 50_000
 
 
@@ -105,7 +109,11 @@ def parse(schema_json: str) -> Node:
     """
     try:
         document = json.loads(schema_json)
+        # A lone surrogate ("\\ud800") is JSON, but no text, and names are columns.
+        json.dumps(document, ensure_ascii=False).encode()
         return _Parser().node(document, "", "schema", ())
+    except UnicodeEncodeError:
+        raise SchemaError("the Avro schema holds half a surrogate pair, which is no text") from None
     except ValueError as error:
         raise SchemaError(f"the Avro schema is not JSON: {error}") from None
     except RecursionError:
@@ -206,7 +214,11 @@ class _Parser:
             node = _with_logical(Node("fixed", name=name, size=size, aliases=aliases), schema)
         elif schema["type"] == "enum":
             symbols = schema.get("symbols")
-            if not isinstance(symbols, list) or not symbols or len(set(symbols)) < len(symbols):
+            if not isinstance(symbols, list) or not symbols or not all(_is_symbol(symbol) for symbol in symbols):
+                raise SchemaError(
+                    f"{path}: enum {name} needs symbols of letters, digits and _, not starting with a digit"
+                )
+            if len(set(symbols)) < len(symbols):
                 raise SchemaError(f"{path}: enum {name} needs symbols that differ")
             node = Node("enum", name=name, symbols=tuple(symbols), aliases=aliases)
         else:
@@ -221,7 +233,7 @@ class _Parser:
         space = name.rpartition(".")[0]
         nodes: list[tuple[str, Node]] = []
         for field in fields:
-            if not isinstance(field, dict) or "name" not in field or "type" not in field:
+            if not isinstance(field, dict) or not isinstance(field.get("name"), str) or "type" not in field:
                 raise SchemaError(f"{path}: a field of record {name} lacks its name or its type")
             below = f"{path}.{field['name']}"
             nodes.append((field["name"], self.node(field["type"], space, below, (*open_records, name))))
@@ -233,6 +245,11 @@ class _Parser:
             aliases=_aliases(schema, space),
             field_aliases=tuple(_aliases(field, "") for field in fields),
         )
+
+
+def _is_symbol(symbol: object) -> bool:
+    """Whether an enum may have it (specification, "Enums"); fastavro takes no other."""
+    return isinstance(symbol, str) and _SYMBOL.fullmatch(symbol) is not None
 
 
 def _aliases(schema: Mapping[str, Any], namespace: str) -> tuple[str, ...]:
@@ -303,4 +320,8 @@ def _with_logical(node: Node, schema: Mapping[str, Any]) -> Node:
     precision, scale = schema.get("precision"), schema.get("scale", 0)
     if not isinstance(precision, int) or not isinstance(scale, int) or not 0 <= scale <= precision or precision == 0:
         return node
+    if precision > MAX_DIGITS:
+        raise SchemaError(
+            f"a decimal of precision {str(precision)[:20]}: more than {MAX_DIGITS} digits are not supported"
+        )
     return replace(node, logical=logical, precision=precision, scale=scale)

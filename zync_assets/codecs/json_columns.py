@@ -2,8 +2,8 @@
 
 ``json_values`` reads what is left, record by record, and is the judge of what a text means. Left over are: what pyarrow
 refuses, and what it may read otherwise than ``json_values`` does: NaN and infinities (no JSON), texts that nest deep or
-hold numbers of a thousand digits (Python has limits), minus zeros, and what is no object. Dates, timestamps and base64 are
-read as strings, and converted by the judge's own functions.
+hold numbers of a thousand digits (Python has limits), minus zeros, what is no object, and, where there are decimals, numbers
+with very small exponents. Dates, timestamps and base64 are read as strings, and converted by the judge's own functions.
 """
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
@@ -31,6 +31,8 @@ _AN_OBJECT = rb"(?s)\A[ \t\r\n]*\{.*\}[ \t\r\n]*\z"
 """A text that begins and ends so can't run on into the next: nowhere but between two documents may ``}`` be followed by
 ``{``, and strings hold no line feeds. So as many rows as texts means a row a text."""
 _DOUBTFUL = rb"NaN|Infinity|[0-9]{1000}"
+_DOUBTFUL_DECIMAL = rb"[eE]-[0-9]{6}|\\u00(3[0-9]|[46]5|2[bBdD])"
+"""pyarrow ends the process over a decimal such as 1e-9999999, as a number or in a string, where any character may be escaped."""
 _DEEP = 400
 
 
@@ -48,13 +50,13 @@ def _readable(type: pa.DataType) -> bool:
 
 def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]:
     """As ``json_values.json_reader``, with the same results, sooner."""
-    judge = json_reader(type)
+    judge, decimals = json_reader(type), _has_decimals(type)
     if not has_columns(type):
         return judge
 
     def convert(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
         payloads = payloads.cast(pa.binary())
-        plain = np.flatnonzero(_is_plain(payloads))
+        plain = np.flatnonzero(_is_plain(payloads, decimals))
         values, odd = _read_texts(type, payloads.take(pa.array(plain)))
         left = np.ones(len(payloads), np.bool_)
         left[plain[~odd]] = False
@@ -71,9 +73,17 @@ def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, di
     return convert
 
 
-def _is_plain(payloads: pa.Array) -> Mask:
+def _has_decimals(type: pa.DataType) -> bool:
+    if pa.types.is_struct(type):
+        return any(_has_decimals(field.type) for field in type)
+    return _has_decimals(type.value_type) if pa.types.is_list(type) else pa.types.is_decimal(type)
+
+
+def _is_plain(payloads: pa.Array, decimals: bool) -> Mask:
     good = pc.match_substring_regex(payloads, _AN_OBJECT)
     good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL)))
+    if decimals:
+        good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL_DECIMAL)))
     brackets = pc.add(pc.count_substring(payloads, b"["), pc.count_substring(payloads, b"{"))
     good = pc.and_(good, pc.less(brackets, _DEEP))
     return good.fill_null(False).to_numpy(zero_copy_only=False)

@@ -44,7 +44,14 @@ def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[
 
 
 def _parse(text: str) -> Any:
-    return json.loads(text, parse_float=decimal.Decimal, parse_constant=_no_constant)
+    return json.loads(text, parse_float=_fraction, parse_constant=_no_constant)
+
+
+def _fraction(text: str) -> decimal.Decimal:
+    try:
+        return decimal.Decimal(text)
+    except decimal.DecimalException:
+        raise ValueError(f"{text[:40]} is out of range") from None
 
 
 def _no_constant(name: str) -> Any:

@@ -117,6 +117,23 @@ def connect(payload: bytes) -> list[str]:
     return [bad.error for bad in found.bad if bad.index == 1]
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("precision", "scale"), [(2_000_000_000, 2_000_000_000), (10**30, 0)])
+def test_a_decimal_of_a_thousand_million_digits_is_bad(precision: int, scale: int, native: bool) -> None:
+    schema = {"type": "bytes", "logicalType": "decimal", "precision": precision, "scale": scale}
+    ((_, error),) = avro(schema, b"\x02\x05", native=native)
+    assert "more than 10000 digits" in error
+
+
+@pytest.mark.parametrize(
+    "part", [{"name": None}, {"name": "\ud800"}, {"type": {"type": "enum", "name": "E", "symbols": [[]]}}]
+)
+def test_names_that_are_none_make_their_records_bad(part: Any) -> None:
+    fields = [{"name": "x", "type": "int", **part}]
+    ((index, _),) = avro({"type": "record", "name": "R", "fields": fields}, b"\x02")
+    assert index == 0
+
+
 @pytest.mark.parametrize("depth", [200, 300, 3_000, 100_000])
 def test_connect_json_of_many_levels_is_bad(depth: int) -> None:
     schema = '{"type": "array", "items": ' * depth + '{"type": "int32"}' + "}" * depth
