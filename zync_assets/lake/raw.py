@@ -216,9 +216,12 @@ def commit_replay(
 
     Raises CommitConflict if another replay came first; nothing of this one is visible then.
     """
+    known = before.writers  # widening takes the opened table along
     opened = tables.widen(before.opened, schema)
-    if opened is not before.opened and (opened.number("zync:replay") or 0) != before.replays:
-        raise CommitConflict(f"table {opened.uri}: another replay was committed first; run again")
+    if opened is not before.opened and (
+        (opened.number("zync:replay") or 0) != before.replays or _count_writers(opened) != len(known)
+    ):
+        raise CommitConflict(f"table {opened.uri}: another writer committed first; run again")
     tables.commit(opened, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
 
 
@@ -268,15 +271,20 @@ def commit_raw(
         tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)
         crash_point("ingest:table-created")
         return
+    writers_before = before.writers  # widening takes the opened table along
     opened = tables.widen(before.opened, schema)
     if opened is not before.opened:
         crash_point("ingest:columns-added")
         found = open_raw(lake, pool, topic)
-        if found is None or found.next != before.next or found.first != before.first:
+        if found is None or (found.next, found.first, found.writers) != (before.next, before.first, writers_before):
             raise CommitConflict(f"table {uri}: another writer committed first; run again")
         opened = found.opened
     tables.commit(opened, files, numbers)
     crash_point("ingest:committed")
+
+
+def _count_writers(opened: Opened) -> int:
+    return sum(opened.number(f"zync:schemas:{side}") or 0 for side in ("key", "value"))
 
 
 def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) -> dict[str, int]:

@@ -230,13 +230,20 @@ def commit_batch(
         crash_point("etl:table-created")
         return
     old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
+    known = _planned_on(before.head, before.opened)  # widening takes the opened table along
     opened = tables.widen(before.opened, schema)
     if opened is not before.opened:
         crash_point("etl:columns-added")
-    if opened is not before.opened and opened.number("zync:batch") != before.head.batch:
+    if opened is not before.opened and _planned_on(before.head, opened) != known:
         raise CommitConflict(f"table {uri}: another writer committed first; run again")
     tables.commit(opened, all_files, numbers, removed=[*removed, *old_heads], partition_by=["topic"])
     crash_point("etl:committed")
+
+
+def _planned_on(head: Head, opened: Opened) -> list[int | None]:
+    """What must stay as it is while a batch is made: a release of raw records leaves the batch number as it is."""
+    names = ["zync:batch", *(f"zync:released:{topic}:{partition}" for topic, partition in head.inputs)]
+    return [opened.number(name) for name in names]
 
 
 def release(state: StagingState, topic: str, until: Mapping[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.errors import CommitConflict
-from zync_assets.lake.raw import RawState, carried_times, commit_raw, open_raw, raw_files
+from zync_assets.lake.raw import (
+    RawState,
+    WriterSchema,
+    carried_times,
+    commit_raw,
+    commit_replay,
+    open_raw,
+    raw_files,
+    replay_name,
+)
 from zync_assets.lake.storage import raw_uri
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
@@ -29,12 +38,14 @@ def put(
     schema: pa.Schema = SCHEMA,
     bad: Mapping[int, int] | None = None,
     topic_id: str = "id-1",
+    writers: Sequence[WriterSchema] = (),
 ) -> None:
     """Commit records at some offsets of a partition, which begins at 0."""
     known = before.first if before else {}
     data = file(raw_uri(str(lake), "Raw", TOPIC), records(list(offsets), partition=partition))
     first = {} if partition in known else {partition: 0}
-    commit_raw(str(lake), "Raw", TOPIC, topic_id, before, schema, [data], first, {partition: offsets.stop}, bad or {})
+    until = {partition: offsets.stop}
+    commit_raw(str(lake), "Raw", TOPIC, topic_id, before, schema, [data], first, until, bad or {}, writers)
 
 
 def state(lake: Path) -> RawState:
@@ -101,6 +112,18 @@ def test_widening_does_not_let_a_loser_through(tmp_path: Path) -> None:
     assert stored(tmp_path) == [(0, offset) for offset in range(8)]
     put(tmp_path, state(tmp_path), range(8, 9), schema=wide)
     assert "more" in state(tmp_path).schema.names
+
+
+def test_widening_does_not_let_a_writer_schema_take_the_number_of_another(tmp_path: Path) -> None:
+    """A replay may bring one and leaves the next offsets as they are."""
+    put(tmp_path, None, range(5))
+    before = state(tmp_path)
+    replay = file(before.opened.uri, records([2]), replay_name(1))
+    commit_replay(before, SCHEMA, [replay], [WriterSchema("value", 7, 0, 2, True)])
+    wide = SCHEMA.append(pa.field("more", pa.string()))
+    with pytest.raises(CommitConflict):
+        put(tmp_path, before, range(5, 9), schema=wide, writers=[WriterSchema("value", 8, 0, 5, True)])
+    assert [item.id for item in state(tmp_path).writers] == [7]
 
 
 def test_files_of_a_range_are_those_that_may_hold_it(tmp_path: Path) -> None:

@@ -133,6 +133,16 @@ def test_widening_does_not_let_a_second_batch_through(lake: str) -> None:
     assert offsets(lake) == [0, 1, 2, 3, 4]
 
 
+def test_widening_does_not_let_a_batch_past_a_release_of_raw_records(lake: str) -> None:
+    """The batch may look again at a record that is about to be removed."""
+    before = first_batch(lake)
+    staging.release(before, "shop.orders", {0: 4})
+    wide = SCHEMA.append(pa.field(staging.value_column(OUT), pa.struct([("id", pa.int64())])))
+    with pytest.raises(CommitConflict):
+        commit_batch(lake, "Staging", before, second(before.head, 6), wide, [outputs(lake, 3, 6, "again")])
+    assert offsets(lake) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("first", "end", "upcoming"), [(4, 6, 6), (3, 5, 6), (2, 5, 5), (3, 6, 5)])
 def test_numbers_with_a_gap_are_refused(lake: str, first: int, end: int, upcoming: int) -> None:
     before = first_batch(lake)
