@@ -93,6 +93,7 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost, LakeError
     where this process has seen a table that is there no more, or a newer version of it.
     """
+    newest = _known.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return _absent(uri)
@@ -121,12 +122,12 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
             " Unset that property."
         )
     if version is None:
-        if table.version() < _known.get(uri, 0):
+        if table.version() < newest:
             raise LakeError(
-                f"table {uri} went back: it is at version {table.version()}, and was at {_known[uri]} when this process saw it"
+                f"table {uri} went back: it is at version {table.version()}, and was at {newest} when this process saw it"
                 " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
             )
-        _known[uri] = table.version()
+        _known[uri] = max(table.version(), _known.get(uri, 0))
     return Opened(uri, table)
 
 

@@ -89,6 +89,22 @@ def test_writers_of_different_numbers_do_not_meet(table: str) -> None:
     assert (now.number("a"), now.number("b"), now.number("n")) == (1, 1, 3)
 
 
+def test_a_newer_version_that_another_thread_sees_first_is_none_that_went_back(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any, **named: Any) -> DeltaTable:
+        found = DeltaTable(*given, **named)
+        monkeypatch.setattr(tables, "DeltaTable", DeltaTable)
+        commit(opened(table), [], {"n": 4})
+        opened(table)
+        return found
+
+    before = opened(table).version
+    monkeypatch.setattr(tables, "DeltaTable", slow)
+    assert opened(table).version == before
+    assert opened(table).version == before + 1
+
+
 def test_of_two_creations_one_wins(uri: str) -> None:
     create_table(uri, SCHEMA, "first", [file(uri, records([0]))], {"n": 1})
     with pytest.raises(CommitConflict):
