@@ -125,8 +125,8 @@ class _Input:
         # A pool that came after retention took something begins where the raw pool began then.
         if self.position.first != low and not low < self.position.first <= kept:
             yield (f"{name}: the account begins at offset {self.position.first}, {pool}.{self.topic} at {low}")
-        for low, high in ((0, self.position.first), (self.position.seen, 1 << 62)):
-            for offset in self.marks.between(self.topic, self.partition, low, high)[:1]:
+        for first, end in ((0, self.position.first), (self.position.seen, 1 << 62)):
+            for offset in self.marks.between(self.topic, self.partition, first, end)[:1]:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
         held = HeldOffsets(table.opened.uri, raw.raw_files(table, [span]))

@@ -29,6 +29,10 @@ MAX_AGE_SECONDS = 86_400
 """How long a record may wait for its counterpart before ``pending_age`` warns."""
 
 
+LOOKS = 3
+"""How often a pool is looked at, where something is wrong and another process has gone on meanwhile."""
+
+
 def exactly_once_done_coverage(
     pipeline: Pipeline, pool: str, ranges: Mapping[str, Sequence[OffsetRange]] | None = None
 ) -> CheckResult:
@@ -41,13 +45,26 @@ def exactly_once_done_coverage(
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
         return conclude(COVERAGE, pool, "error", [], "nothing transformed yet", {"records": 0})
-    numbers: dict[str, Number] = {"batches": state.head.batch}
-    try:
-        problems = list(coverage.problems(pipeline, state, ranges, numbers))
-    except DamagedFile as error:
-        problems = [str(error)]
+    problems, numbers = _coverage(pipeline, state, ranges)
+    for _ in range(LOOKS - 1):
+        now = staging.open_staging(pipeline.lake, pool) if problems else None
+        if now is None or now.head.batch == state.head.batch:
+            break
+        # A batch was committed meanwhile, and retention may have taken what it was done with.
+        state = now
+        problems, numbers = _coverage(pipeline, state, ranges)
     good = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
     return conclude(COVERAGE, pool, "error", problems, good, numbers)
+
+
+def _coverage(
+    pipeline: Pipeline, state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
+) -> tuple[list[str], dict[str, Number]]:
+    numbers: dict[str, Number] = {"batches": state.head.batch}
+    try:
+        return list(coverage.problems(pipeline, state, ranges, numbers)), numbers
+    except DamagedFile as error:
+        return [str(error)], numbers
 
 
 def contiguous_output_offsets(

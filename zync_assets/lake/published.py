@@ -61,10 +61,14 @@ def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]
 def went_back(pool: str, topic: str, verified: int, end: int | None) -> LakeError:
     """The error for a staging table that lacks what was published of it."""
     has = "is not there" if end is None else f"ends at offset {end}"
+    otherwise = (
+        "to begin anew, give its inputs another pool, and the output another staging pool and another topic."
+        if end is None
+        else f"to go on from what staging holds, publish all of it anew: zync to-kafka --recreate {topic}."
+    )
     return LakeError(
         f"pool {pool}: {topic} was published up to offset {verified}, and the staging table {has}: it went back to an older"
-        " version, or is gone. Nothing was done. Put the newer table back; or, to go on from what staging holds, publish all of"
-        f" it anew: zync to-kafka --recreate {topic}."
+        f" version, or is gone. Nothing was done. Put the newer table back; or, {otherwise}"
     )
 
 

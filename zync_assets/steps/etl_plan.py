@@ -108,7 +108,8 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             ranges[topic] = ()
             continue
         _check_table(pool, head, topic, found)
-        _check_kept(pool, head, topic, found)
+        if _is_outdated(pipeline, pool, head, topic, found):
+            return plan_etl(pipeline, pool, retry, limit)
         ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
     for topic, found in states.items():
         if found is not None and ranges[topic]:
@@ -134,17 +135,24 @@ def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
             )
 
 
-def _check_kept(pool: str, head: Head, topic: str, found: RawState) -> None:
-    """What retention took before it was looked at is lost; another pipeline file must have said so."""
+def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: RawState) -> bool:
+    """Whether a batch of another process was committed, and retention took what it transformed, between the two looks.
+
+    EtlError where retention took what was not looked at yet: it is lost, and another pipeline file must have said so.
+    """
     for partition, seen in head.seen(topic).items():
         kept = found.kept.get(partition, 0)
         if seen < kept:
+            now = staging.open_staging(pipeline.lake, pool)
+            if now is not None and now.head.batch != head.batch:
+                return True
             raise EtlError(
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
                 f" {found.opened.uri} begins at offset {kept}: retention took what is between, by a pipeline file that does"
                 " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
                 " another staging pool and other topics, and let one file name all pools that read the input."
             )
+    return False
 
 
 def read_raw(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:

@@ -15,7 +15,7 @@ from zync_assets.checks.all_checks import run_all
 from zync_assets.checks.staging_checks import exactly_once_done_coverage
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, EtlError
-from zync_assets.lake import compaction, raw, retention, staging
+from zync_assets.lake import compaction, raw, retention, staging, tables
 from zync_assets.lake.raw import RawState
 from zync_assets.local.services import Services
 from zync_assets.steps.etl import commit_staging, plan_etl, read_raw, transform
@@ -222,3 +222,41 @@ def test_a_pool_that_the_file_did_not_name_is_told_what_it_lost(it: Mini) -> Non
     with pytest.raises(EtlError, match=r"transformed up to offset 1, and .* begins at offset 3"):
         it.etl()
     assert not exactly_once_done_coverage(it.pipeline, "Staging").passed
+
+
+def test_a_batch_and_a_retention_of_another_process_between_two_looks(
+    it: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who saw the account before them and the raw table after them takes nothing for lost."""
+    look = raw.open_raw
+
+    def late(lake: str, pool: str, topic: str) -> RawState | None:
+        monkeypatch.setattr(raw, "open_raw", look)
+        it.etl()
+        return look(lake, pool, topic)
+
+    it.send(it.left, row(1, op="u"))
+    it.send(it.right, row(1, op="u"))
+    it.step()
+    it.send(it.left, row(2, op="u"))
+    it.ingest()
+    monkeypatch.setattr(raw, "open_raw", late)
+    assert plan_etl(it.pipeline, "Staging").nothing_to_do
+    it.send(it.left, row(3, op="u"))
+    it.ingest()
+    monkeypatch.setattr(raw, "open_raw", late)
+    assert exactly_once_done_coverage(it.pipeline, "Staging").passed
+    assert table(it, it.left).kept == {0: 3}
+    assert it.classes(it.left) == {"done": 3}
+
+
+def test_what_retention_took_is_counted(it: Mini) -> None:
+    it.send(it.left, row(1, "odd", op="x"), row(2, "odd", op="x"))
+    it.send(it.right, row(9, "odd", op="x"), times=now())
+    it.step()
+    state = table(it, it.left)
+    assert state.removed == {0: 2}
+    tables.commit(state.opened, [], {"zync:removed:0": 1})
+    told = exactly_once_done_coverage(it.pipeline, "Staging")
+    assert not told.passed
+    assert "2 records were counted below seen; 0 are there, and retention took 1" in told.summary
