@@ -21,6 +21,7 @@
     │   └── SchemaChanged          a writer's schema is new, and the pipeline file accepts none
     ├── LakeError              a table of the lake
     │   ├── CommitConflict         another writer committed first
+    │   ├── TableDamaged           another program took or changed what the table's log says; a finding of a check
     │   └── TableUnsupported       the table asks for a feature that is not known here
     ├── BadRecords             records that the pipeline file does not let into quarantine, or too many of them
     ├── EtlError               a batch that can't be transformed
@@ -134,6 +135,10 @@ class LakeError(ZyncError):
 
 class CommitConflict(LakeError):
     """Another writer committed first; nothing of this commit is visible."""
+
+
+class TableDamaged(LakeError):
+    """A table lacks a file that its log names, or is not what its own numbers say: another program was at it."""
 
 
 class TableUnsupported(LakeError):

@@ -11,7 +11,7 @@ from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, posit
 from zync_assets.checks.quarantined import Quarantined, read_quarantine, touches
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
-from zync_assets.errors import DataLoss, LakeError
+from zync_assets.errors import DataLoss, LakeError, TableDamaged
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import foreign, raw, storage
@@ -153,10 +153,10 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
     place = subject(pipeline, topic)
     try:
         side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state, _ingested(state, ranges))
-    except DamagedFile as error:
+        everything = held(pipeline, Selection((topic,)))
+    except (DamagedFile, TableDamaged) as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
     parts = _ingested(state, ranges)
-    everything = held(pipeline, Selection((topic,)))
     inside = [item for item in everything if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
     undecoded = [item for item in inside if item.stage != "etl"]
     failed = [item for item in inside if item.stage == "etl"]

@@ -13,7 +13,7 @@ from zync_assets.checks.account import read_facts
 from zync_assets.checks.columns import DamagedFile, positions, read_columns
 from zync_assets.checks.result import CheckResult, Number, conclude
 from zync_assets.compute import pc
-from zync_assets.errors import LakeError
+from zync_assets.errors import LakeError, TableDamaged
 from zync_assets.lake import raw, staging
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.staging import StagingState
@@ -42,7 +42,10 @@ def exactly_once_done_coverage(
     ``ranges`` narrows it to one batch: output topics → the outputs whose rows are read, input topics → the new offsets
     whose done records must have made these. The ledger is covered whole either way.
     """
-    state = staging.open_staging(pipeline.lake, pool)
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(COVERAGE, pool, "error", [str(error)], "", {"records": 0})
     if state is None:
         return conclude(COVERAGE, pool, "error", [], "nothing transformed yet", {"records": 0})
     problems, numbers = _coverage(pipeline, state, ranges)
@@ -76,7 +79,10 @@ def contiguous_output_offsets(
     """
     pool = pipeline.output(topic).pool
     subject = f"{pool}/{topic}"
-    state = staging.open_staging(pipeline.lake, pool)
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(CONTIGUOUS, subject, "error", [str(error)], "", {"records": 0})
     if state is None:
         return conclude(CONTIGUOUS, subject, "error", [], "nothing transformed yet", {"records": 0})
     files = state.output_files(topic)
@@ -98,7 +104,10 @@ def pending_age(
 
     ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
     """
-    state = staging.open_staging(pipeline.lake, pool)
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(PENDING_AGE, pool, "warn", [str(error)], "", {"pending": 0})
     if state is None:
         return conclude(PENDING_AGE, pool, "warn", [], "nothing transformed yet", {"pending": 0})
     moment = time.time() if now is None else now

@@ -11,7 +11,7 @@ import pyarrow as pa
 from zync_assets.checks.columns import integers
 from zync_assets.checks.result import CheckResult, Number, conclude
 from zync_assets.compute import pc
-from zync_assets.errors import LakeError, SchemaError
+from zync_assets.errors import LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import staging
@@ -36,7 +36,10 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     done = open_published(pipeline.lake, pool, topic)
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     high = high_watermark(pipeline.kafka, topic, 0) if found else 0
-    state = staging.open_staging(pipeline.lake, pool)
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
     position = state.head.outputs.get((topic, 0)) if state else None
     if done.verified and (position is None or position.next < done.verified):
         gone = str(went_back(pool, topic, done.verified, position.next if position else None))

@@ -1,7 +1,9 @@
 """Take away files that no one needs: those that a commit replaced long ago, and those that no commit ever named.
 
 A reader may still be at a version whose files were replaced since, and a writer's files lie there before its commit names
-them. Both have RETENTION_HOURS for it, which is Delta's own default (Delta protocol, "Vacuum"; ``deletedFileRetentionDuration``).
+them. Both have RETENTION_HOURS for it: seven days, Delta's own default (Delta protocol, "Vacuum";
+``deletedFileRetentionDuration``).
+A writer that took longer is refused by ``tables.commit``, a day before, so that no commit names a file that is gone.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pyarrow import fs
 from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import Opened
 
-RETENTION_HOURS = 7 * 24
+RETENTION_HOURS = tables.UNCOMMITTED_HOURS + 24
 COMMITS = 100
 """Commits of a table between two cleanings."""
 _NUMBER = "zync:cleaned"

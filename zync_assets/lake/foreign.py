@@ -12,7 +12,7 @@ from typing import Any
 
 from deltalake.exceptions import DeltaError
 
-from zync_assets.errors import LakeError
+from zync_assets.errors import TableDamaged
 from zync_assets.lake import tables
 from zync_assets.lake.tables import DataFile, Opened
 
@@ -53,8 +53,8 @@ def files(items: Iterable[DataFile]) -> list[DataFile]:
     return [item for item in items if not _OWN.fullmatch(item.path)]
 
 
-def changed(opened: Opened, what: str) -> LakeError:
+def changed(opened: Opened, what: str) -> TableDamaged:
     """The error for a table that is not what its numbers say. ``what``: how it is seen."""
     told = commits(opened)
     cure = "" if "Restore" in told else " Restore it to a version, or from a copy, from before that."
-    return LakeError(f"table {opened.uri} was changed by another program: {what}. Nothing was done.{told}{cure}")
+    return TableDamaged(f"table {opened.uri} was changed by another program: {what}. Nothing was done.{told}{cure}")

@@ -41,12 +41,13 @@ import pyarrow.parquet as pq
 
 from zync_assets.compute import pc
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import foreign, storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 
 ACCOUNT = "#account"
 ACCOUNT_FOLDER = "topic=%23account"
+_UNREADABLE = "is in the Delta log and can't be read"
 _HEAD = f"{ACCOUNT_FOLDER}/head-"
 
 ACCOUNT_TYPE = pa.struct(
@@ -179,8 +180,19 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     if int(heads[0].path.removeprefix(_HEAD)[:12]) != batch:
         number = int(heads[0].path.removeprefix(_HEAD)[:12])
         raise foreign.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
-    rows = _read(storage.join(opened.uri, heads[0].path)).to_pylist()
-    return StagingState(opened, _parse_head(batch, rows), files)
+    return StagingState(opened, _parse_head(batch, _read_head(opened, heads[0])), files)
+
+
+def _read_head(opened: Opened, item: DataFile) -> list[dict[str, Any]]:
+    uri = storage.join(opened.uri, item.path)
+    with storage.accessed(uri, _UNREADABLE):
+        try:
+            return _entries(uri).to_pylist()
+        except (FileNotFoundError, pa.ArrowInvalid):
+            raise TableDamaged(
+                f"table {opened.uri}: the file {item.path}, which says how far the account is, is in the Delta log and not, or"
+                " not whole, in the lake: another program removed or changed it. Nothing was done. Restore it from a copy."
+            ) from None
 
 
 def check_whole(state: StagingState) -> None:
@@ -322,9 +334,13 @@ def _span(footer: pq.FileMetaData, column: int) -> tuple[int, int]:
 
 
 def _read(uri: str) -> pa.Table:
+    with storage.accessed(uri, _UNREADABLE):
+        return _entries(uri)
+
+
+def _entries(uri: str) -> pa.Table:
     system, path = storage.filesystem(uri)
-    with storage.accessed(uri, "is in the Delta log and can't be read"):
-        table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
+    table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
     return pa.table(dict(zip(ACCOUNT_TYPE.names, _flatten(table), strict=True)))
 
 

@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,9 @@ _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
     " that knows it."
 )
+UNCOMMITTED_HOURS = 6 * 24
+"""How long files may wait for their commit. ``cleaning`` takes files that no commit names a day later: clocks differ, and a
+commit takes its time."""
 TOKEN = "zync.commit"
 """What a commit's log entry says to be told from another's, while its writer asks whether it happened; no state."""
 
@@ -60,6 +63,8 @@ class DataFile:
     max_time: int | None = None
     group: str | None = None
     """The value of the table's partition column ``topic``; None for a table without one."""
+    made: float = field(default_factory=time.time, compare=False, repr=False)
+    """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,17 @@ def _check_writable(opened: Opened) -> None:
             )
 
 
+def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
+    """Refuse files that were written so long ago that a clean-up may have taken them, or may be about to: a process that was
+    stopped for a week, or a machine that slept."""
+    age = (time.time() - min((item.made for item in files), default=time.time())) / 3600
+    if age > UNCOMMITTED_HOURS:
+        raise CommitConflict(
+            f"table {uri}: files that were written {age / 24:.0f} days ago are not committed: a clean-up may have taken them"
+            " since. Nothing of them is visible; run again, which makes them anew"
+        )
+
+
 def list_files(opened: Opened) -> list[DataFile]:
     """Every file of the table as of the opened version, in no particular order."""
     actions = pa.table(opened.table.get_add_actions(flatten=True))
@@ -192,6 +208,7 @@ def create_table(
 
     Without retries: to delta-rs a creation that finds a first commit is one to be made after it, and both would count.
     """
+    _check_fresh(uri, files)
     storage.make_folder(uri)
     token = uuid.uuid4().hex
     try:
@@ -225,9 +242,10 @@ def commit(
     """Add and remove files and set numbers, in one atomic commit on the opened object.
 
     ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
-    committed one of the numbers since the table was opened.
+    committed one of the numbers since the table was opened, or if files waited longer than UNCOMMITTED_HOURS.
     """
     _check_writable(opened)
+    _check_fresh(opened.uri, files)
     now = int(time.time() * 1000)
     before, token = opened.version, uuid.uuid4().hex
     try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
@@ -39,6 +41,29 @@ def test_a_failed_check_is_exit_code_1(chain: Chain) -> None:
     found = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
     assert found.exit_code == 1
     assert "partition 0: outputs 4 to 6 are not there" in found.stdout
+
+
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_pool_without_its_head_fails_its_checks_and_the_others_go_on(chain: Chain, how: str) -> None:
+    state = staging.open_staging(chain.pipeline.lake, "Staging")
+    assert state is not None
+    (head,) = (Path(state.uri(item)) for item in state.files if "/head-" in item.path)
+    head.unlink() if how == "gone" else head.write_bytes(head.read_bytes()[:50])
+    found = CliRunner().invoke(main, ["check", str(chain.pipeline.path), "--format", "json"])
+    assert (found.exit_code, found.stderr) == (1, "")
+    rows = {row["check"]: row for row in map(json.loads, found.stdout.splitlines())}
+    damaged = {name for name, row in rows.items() if "Restore it from a copy" in row["summary"]}
+    assert damaged == {
+        "quarantine_size",
+        "exactly_once_done_coverage",
+        "contiguous_output_offsets",
+        "pending_age",
+        "staging_equals_topic",
+    }
+    assert {rows[name]["result"] for name in ("monotonic_offsets", "no_unexplained_loss")} == {"passed"}
+    told = CliRunner().invoke(main, ["status", str(chain.pipeline.path)])
+    assert (told.exit_code, told.stderr.count("\n")) == (1, 1)
+    assert head.name in told.stderr
 
 
 def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain) -> None:

@@ -64,6 +64,48 @@ def test_a_table_below_is_another_table(opened: tables.Opened) -> None:
     assert DeltaTable(below).to_pyarrow_table().num_rows == 1
 
 
+def test_a_reader_of_an_older_version_keeps_its_files(opened: tables.Opened) -> None:
+    reader = tables.open_table(opened.uri, version=0)
+    assert reader is not None
+    cleaning.clean(opened)
+    assert reader.table.to_pyarrow_table().num_rows == 1
+
+
+def test_the_files_of_a_batch_under_way_stay_and_are_committed(opened: tables.Opened) -> None:
+    """The batch was planned, and wrote, before the clean-up; it commits after it."""
+    made = file(opened.uri, records([1, 2]))
+    other = tables.open_table(opened.uri)
+    assert other is not None
+    cleaning.clean(other)
+    tables.commit(opened, [made], {"mine": 3})
+    assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 3
+
+
+def test_a_writer_that_held_its_files_for_too_long_is_refused(
+    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that slept for a week: what it wrote before may be gone. The batch is made anew and goes through."""
+    late = file(opened.uri, records([1]))
+    monkeypatch.setattr(tables, "UNCOMMITTED_HOURS", 1 / 3600 / 1e6)
+    for refused in (
+        lambda: tables.commit(opened, [late], {"mine": 2}),
+        lambda: tables.create_table(f"{opened.uri}2", SCHEMA, "", [late], {"mine": 2}),
+    ):
+        with pytest.raises(CommitConflict, match=r"a clean-up may have taken them since.*run again"):
+            refused()
+    monkeypatch.undo()
+    assert tables.open_table(f"{opened.uri}2") is None
+    now = tables.open_table(opened.uri)
+    assert now is not None
+    assert now.version == opened.version
+    tables.commit(now, [file(opened.uri, records([1]))], {"mine": 2})
+    assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 2
+
+
+def test_files_wait_for_a_commit_for_less_time_than_orphans_are_kept() -> None:
+    assert tables.UNCOMMITTED_HOURS + 24 <= cleaning.RETENTION_HOURS == 7 * 24
+
+
 def test_of_two_at_once_one_cleans(opened: tables.Opened) -> None:
     other = tables.open_table(opened.uri)
     assert other is not None
