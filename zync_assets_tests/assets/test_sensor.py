@@ -22,11 +22,14 @@ from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets.assets import facts, names, sensor
 from zync_assets.assets.build import build_definitions
+from zync_assets.kafka.topics import topic_states
+from zync_assets.lake import raw
 from zync_assets.local.services import Services
 from zync_assets.steps import ingest
 from zync_assets.steps.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, make_rig, orders, payments
 from zync_assets_tests.checks.chain import run_steps
+from zync_assets_tests.lake.rows import SCHEMA
 
 
 @pytest.fixture
@@ -215,6 +218,29 @@ def test_without_a_broker_it_skips_and_says_so(rig: Rig, monkeypatch: pytest.Mon
     assert result.skip_reason is not None
     assert "No broker" in (result.skip_reason.skip_message or "")
     assert "127.0.0.1:1" in (result.skip_reason.skip_message or "")
+
+
+def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: Rig, ticks: Ticks) -> None:
+    """Such as a disk that is not mounted: raw tables that are gone are no topics that were never ingested."""
+    for topic, state in topic_states(rig.pipeline.kafka, [item.topic for item in rig.pipeline.inputs]).items():
+        start = {item.partition: 0 for item in state.partitions}
+        raw.commit_raw(rig.pipeline.lake, "Raw", topic, state.topic_id, None, SCHEMA, [], start, start, {})
+    assert jobs(ticks()) == []
+    rig.send(rig.payments, payments(1))
+    lake, away = Path(rig.pipeline.lake), Path(f"{rig.pipeline.lake}-away")
+    lake.rename(away)
+    for mount_point in (False, True):
+        if mount_point:
+            lake.mkdir()
+        gone = ticks()
+        assert jobs(gone) == []
+        assert gone.skip_reason is not None
+        told = gone.skip_reason.skip_message or ""
+        assert f"{rig.payments}: table {lake}/Raw/{rig.payments} was there and is gone" in told
+        assert "or is not mounted. Put it back" in told
+    lake.rmdir()
+    away.rename(lake)
+    assert jobs(ticks()) == [names.ingest_job(rig.payments)]
 
 
 def test_it_waits_to_be_switched_on_unless_asked_for(rig: Rig) -> None:
