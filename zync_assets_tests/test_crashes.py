@@ -213,9 +213,6 @@ CASES: dict[str, Case] = {
 AGAIN: dict[str, Case] = {"publish:topic-created": Case(published, recreate=True)}
 """A point that is passed on two ways."""
 
-SHORT = ("publish:produced",)
-"""Those that the default run has: what the next attempt must deal with outside of the lake."""
-
 
 def test_every_crash_point_has_a_case() -> None:
     found: set[str] = set()
@@ -226,24 +223,6 @@ def test_every_crash_point_has_a_case() -> None:
                 assert isinstance(name, ast.Constant), path
                 found.add(str(name.value))
     assert found == set(CASES)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SHORT)
-def test_a_run_that_died_goes_on_as_if_nothing_had_been(
-    services: Services,
-    spark: SparkSession,
-    tmp_path: Path,
-    unique: str,
-    name: str,
-    record_property: Callable[[str, object], None],
-) -> None:
-    rig = make_rig(services, spark, tmp_path, unique)
-    case = CASES[name]
-    case.prepare(rig)
-    rig.die(RUN, f"{name}@{case.count}")
-    rig.run_here()
-    assert_sound(services, rig, unique, name, record_property)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ T = TypeVar("T")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zync_assets_tests.torture", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--kills", type=int, default=0, help="end after so many, if the time is not over before")
     parser.add_argument("--seed", type=int, default=1, help="the same seed, the same schedule")
     parser.add_argument(
         "--folder", type=Path, help="go on with what is there, and leave it there; else a new one, removed"
@@ -81,6 +82,8 @@ def _trouble(chosen: argparse.Namespace, world: World, tally: Tally, history: Hi
         thread.start()
     try:
         while time.monotonic() - began < chosen.minutes * 60 and all(thread.is_alive() for thread in threads):
+            if chosen.kills and tally.kills.total() >= chosen.kills:
+                break
             time.sleep(0.2)
     finally:
         world.stopping.set()
