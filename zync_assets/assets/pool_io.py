@@ -11,7 +11,7 @@ from dagster_pyspark import LazyPySparkResource
 from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.resources import session
-from zync_assets.errors import ZyncError
+from zync_assets.errors import CommitConflict, ZyncError
 from zync_assets.offsets import format_key
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
@@ -89,7 +89,10 @@ class PoolIOManager(IOManager):
             return commit_raw(self._pipeline, batch)
         except ZyncError as error:
             again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
-            if again.state is None or (batch.plan.state and again.state.next == batch.plan.state.next):
+            same = (
+                batch.plan.state is not None and again.state is not None and again.state.next == batch.plan.state.next
+            )
+            if again.state is None or (same and not isinstance(error, CommitConflict)):
                 raise
             context.log.info("Another writer of %s was first (%s); looking again.", batch.topic, error)
             return None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
@@ -118,7 +121,8 @@ class PoolIOManager(IOManager):
             return commit_staging(self._pipeline, batch)
         except ZyncError as error:
             plan = plan_etl(self._pipeline, batch.plan.pool)
-            if plan.head.batch == batch.plan.head.batch:
+            # A retention that was first leaves the batch number as it is.
+            if plan.head.batch == batch.plan.head.batch and not isinstance(error, CommitConflict):
                 raise
             context.log.info("Another writer of pool %s was first (%s); looking again.", batch.plan.pool, error)
             if plan.nothing_to_do:

@@ -24,7 +24,7 @@ from pyspark.sql import DataFrame
 
 from zync_assets.assets import names, pool_io
 from zync_assets.assets.build import build_definitions
-from zync_assets.lake import raw
+from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlPlan
@@ -214,3 +214,28 @@ def test_a_writer_that_was_first_is_taken_into_account(
     done = rig.stage()
     assert told(done, names.pool_key("Staging", rig.sales))[OPEN]["rows"] == batches_before + 1
     assert told(done, names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1
+
+
+def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process lets go of raw records between this run's look and its commit: the batch is made anew."""
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+    rig.send(rig.orders, orders(8))
+    rig.send(rig.payments, payments(8))
+    rig.ingest(rig.orders)
+    rig.ingest(rig.payments)
+    look, raced = pool_io.plan_etl, list[str]()
+
+    def slow(pipeline: Pipeline, pool: str) -> EtlPlan:
+        plan = look(pipeline, pool)
+        if not raced and plan.state is not None:
+            raced.append(pool)
+            staging.release(plan.state, rig.orders, {0: 1})
+            plan = replace(plan, state=before.pop())
+        return plan
+
+    before = [staging.open_staging(rig.pipeline.lake, "Staging")]
+    monkeypatch.setattr(pool_io, "plan_etl", slow)
+    assert told(rig.stage(), names.pool_key("Staging", rig.sales))[OPEN]["rows"] == 2
+    assert raced
