@@ -202,12 +202,17 @@ def read_batches(
 
 
 def list_files(uri: str, suffix: str) -> list[str]:
-    """Paths below a folder, relative to it, that end in ``suffix``; sorted. An absent folder is empty."""
+    """Paths below a folder, relative to it, that end in ``suffix``; sorted. An absent folder is empty.
+
+    Without what Hadoop hides (names that begin with ``_`` or a dot): a Spark task that is no longer waited for, as a
+    speculative one, may still write below ``_temporary``.
+    """
     system, path = filesystem(uri)
     selector = fs.FileSelector(path, allow_not_found=True, recursive=True)
     base = path.rstrip("/") + "/"
-    return sorted(
+    found = [
         info.path.removeprefix(base)
         for info in system.get_file_info(selector)
         if info.type == fs.FileType.File and info.path.endswith(suffix)
-    )
+    ]
+    return sorted(path for path in found if not any(part.startswith(("_", ".")) for part in path.split("/")))

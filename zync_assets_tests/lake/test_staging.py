@@ -151,6 +151,14 @@ def test_numbers_with_a_gap_are_refused(lake: str, first: int, end: int, upcomin
     assert offsets(lake) == [0, 1, 2]
 
 
+def test_what_an_abandoned_task_of_spark_still_writes_is_no_part_of_a_batch(tmp_path: Path) -> None:
+    late = tmp_path / "topic=t" / "_temporary" / "0" / "attempt_1"
+    late.mkdir(parents=True)
+    for folder in (tmp_path / "topic=t", late):
+        (folder / "part-0.snappy.parquet").touch()
+    assert storage.list_files(str(tmp_path / "topic=t"), ".parquet") == ["part-0.snappy.parquet"]
+
+
 def test_an_account_without_its_head_is_refused(lake: str) -> None:
     found = first_batch(lake)
     heads = [item for item in found.files if "head-" in item.path]
