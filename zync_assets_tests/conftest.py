@@ -14,9 +14,15 @@ LONG = (
     "test_crashes",
     "test_kills",
     "test_chain",
+    "test_torture",
+    "test_topics_as_they_are",
+    "test_secrets",
+    "cli.test_rights",
     "assets.test_webserver",
     "checks.test_staging_checks",
     "test_exactly_once",
+    "steps.test_retention",
+    "steps.test_lake_faults",
 )
 """Modules that take longest; they go first, so that no worker is left alone with one of them at the end."""
 

@@ -27,6 +27,7 @@ def zync(*arguments: str | Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_died_goes_on_in_a_bucket_and_nothing_that_it_writes_down_has_the_keys(
     services: Services, s3: S3, tmp_path: Path, unique: str, record_property: Callable[[str, object], None]
