@@ -74,7 +74,10 @@ def assert_equals_model(shop: Shop, model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("orders", "native"),
-    [pytest.param(28_500, True, id="100,000 records"), pytest.param(300, False, id="fastavro alone")],
+    [
+        pytest.param(28_500, True, id="100,000 records"),
+        pytest.param(1_500, False, id="fastavro alone", marks=pytest.mark.slow),
+    ],
 )
 def test_the_output_topics_hold_what_the_model_says(
     services: Services,

@@ -73,6 +73,7 @@ def odd_times(shop: Shop, records: Iterator[tuple[str, int, int, Any, Any]]) -> 
         yield topic, partition, odd[place // 4 % 5] if place % 4 == 0 else at, key, shop.encoded(topic, value)
 
 
+@pytest.mark.slow
 def test_everything_odd_at_once_is_exactly_once(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

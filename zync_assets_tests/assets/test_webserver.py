@@ -71,6 +71,7 @@ def test_the_graph_says_what_things_are_for(server: Webserver) -> None:
     assert above == {"Raw/web.shop.orders", "Raw/web.shop.payments"}
 
 
+@pytest.mark.slow
 def test_a_range_run_and_the_way_to_the_topic(server: Webserver) -> None:
     raw = names.raw_partitions("web.shop", "Raw", "web.shop.orders")
     for definition, keys in {

@@ -73,6 +73,7 @@ def newer_log(uri: str, keep: int) -> list[Path]:
     return sorted(Path(uri, "_delta_log").glob("*.json"))[keep:]
 
 
+@pytest.mark.slow
 def test_a_full_disk(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
     folder = tmp_path / "small"
     folder.mkdir()

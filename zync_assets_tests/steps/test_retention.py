@@ -125,6 +125,7 @@ def test_what_no_rule_took_goes_and_looking_again_says_so(it: Mini, caplog: pyte
     assert exactly_once_done_coverage(it.pipeline, "Staging").passed
 
 
+@pytest.mark.slow
 def test_a_batch_that_looks_again_and_a_retention_at_once(it: Mini) -> None:
     """Whichever commits first, no record is pending whose raw record is gone."""
     kept = it.edited(BOTH + JOIN.replace("type: denorm", "type: denorm\n    where: \"value.op = 'c'\""))
@@ -162,6 +163,7 @@ def test_a_retention_that_died_half_way_is_taken_up_again(it: Mini, monkeypatch:
     assert sound(again)
 
 
+@pytest.mark.slow
 def test_of_a_compaction_and_a_retention_at_once_one_is_committed(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = it.edited(BOTH + JOIN)
     for number in range(4):
@@ -224,6 +226,7 @@ def test_a_pool_that_the_file_did_not_name_is_told_what_it_lost(it: Mini) -> Non
     assert not exactly_once_done_coverage(it.pipeline, "Staging").passed
 
 
+@pytest.mark.slow
 def test_a_batch_and_a_retention_of_another_process_between_two_looks(
     it: Mini, monkeypatch: pytest.MonkeyPatch
 ) -> None:

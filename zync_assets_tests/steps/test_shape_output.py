@@ -45,6 +45,7 @@ def made(services: Services, spark: SparkSession, folder: Path, prefix: str) -> 
     return mini(services, spark, folder, prefix, BOTH[: BOTH.index("outputs:")] + OUTPUT.lstrip() + SHAPE + RULES)
 
 
+@pytest.mark.slow
 def test_outputs_are_mapped_and_filtered_and_those_that_waited_are_dropped(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

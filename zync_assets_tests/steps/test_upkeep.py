@@ -34,6 +34,7 @@ def raw_files(it: Mini, topic: str) -> list[tables.DataFile]:
     return raw.raw_files(state)
 
 
+@pytest.mark.slow
 def test_small_files_become_one_by_themselves_and_the_pipeline_goes_on(it: Mini) -> None:
     it.send(it.left, row(100, "orphan"), times=[9_000])
     it.step()
