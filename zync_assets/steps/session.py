@@ -123,8 +123,9 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     """
     from pyspark import SparkConf, SparkContext
 
-    # At its debug level py4j logs all that passes to the JVM: settings, and tasks' code with the connections in it.
-    logging.getLogger("py4j").setLevel(logging.INFO)
+    # At its debug level py4j logs all that passes to the JVM: settings, and tasks' code with the connections in it; at its
+    # info level that a connection was closed, which nobody asks for.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     # Known to Spark's launcher before there is a JVM to ask.
     public = SparkConf(loadDefaults=False)
     public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
