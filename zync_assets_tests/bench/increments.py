@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from zync_assets.lake import raw, staging
 from zync_assets.pipeline import Pipeline
@@ -80,9 +79,9 @@ class _Growing:
     def _make(self) -> None:
         history, spark = self.history, self.world.spark(self.pipeline)
         records = self.world.sized(history.records)
-        state = staging.open_staging(self.pipeline.lake, "Staging")
-        if state is not None and _done(self.pipeline) >= records:
-            self.invoice = _next_invoice(self.pipeline, history)
+        made = _statuses(self.pipeline)
+        if staging.open_staging(self.pipeline.lake, "Staging") is not None and made * 3 // 2 >= records:
+            self.invoice = made // 2
             return
         self.world.empty(self.pipeline)
         share = max(3, min(1_500_000, records // history.commits))
@@ -98,13 +97,7 @@ class _Growing:
         return end
 
 
-def _done(pipeline: Pipeline) -> int:
+def _statuses(pipeline: Pipeline) -> int:
+    """How many raw statuses there are: two for each invoice number."""
     state = raw.open_raw(pipeline.lake, "Raw", "statuses")
-    return 0 if state is None else sum(item.records for item in raw.raw_files(state)) * 3 // 2
-
-
-def _next_invoice(pipeline: Pipeline, history: History) -> int:
-    """Two statuses come with each invoice."""
-    state = raw.open_raw(pipeline.lake, "Raw", "statuses")
-    assert state is not None and Path(pipeline.lake).exists()
-    return sum(item.records for item in raw.raw_files(state)) // 2
+    return 0 if state is None else sum(item.records for item in raw.raw_files(state))

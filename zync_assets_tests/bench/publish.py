@@ -40,12 +40,11 @@ def measure_publish(world: World) -> Iterator[dict[str, object]]:
     assert state is not None
     rows = encoded_rows(staged_topic(state, pipeline.outputs[0].topic, pipeline.registry), 0, records)
     pq.write_table(pa.Table.from_batches(list(rows)).select(["key", "value"]), path)
-    assert all(each.result() == records for each in [world.processes.submit(prepare_records, str(path))])
     found = world.rounds.measure(
         f"publish, {records}",
         {
             "ours": lambda: publish_once(world, pipeline, records),
-            "reference": lambda: _reference(world, pipeline, path.as_posix()),
+            "reference": lambda: _reference(world, pipeline, str(path), records),
         },
     )
     world.empty(pipeline)
@@ -77,15 +76,14 @@ def publish_once(world: World, pipeline: Pipeline, records: int) -> float:
     return took
 
 
-def _reference(world: World, pipeline: Pipeline, path: str) -> float:
+def _reference(world: World, pipeline: Pipeline, path: str, records: int) -> float:
     topic = "bench-reference"
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
     create_topic(pipeline.kafka, topic, 1, 1, {})
-    world.processes.submit(prepare_records, path).result()
-    return world.processes.submit(_prepared, world.services.bootstrap_servers, topic, path).result()
+    return world.processes.submit(_prepared, world.services.bootstrap_servers, topic, path, records).result()
 
 
-def _prepared(servers: str, topic: str, path: str) -> float:
-    prepare_records(path)
+def _prepared(servers: str, topic: str, path: str, records: int) -> float:
+    assert prepare_records(path) == records
     return produce(servers, topic)
