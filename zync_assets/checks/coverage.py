@@ -36,8 +36,8 @@ def problems(
             f"rule {rule}: {heads[rule, topic]} records of {topic} were counted as pending,"
             f" and the ledger has {waiting[rule, topic]}"
         )
-    for item in foreign.files(state.files)[:1]:
-        yield f"file {item.path} was written by another program.{foreign.commits(state.opened)}"
+    if (strange := foreign.strange_file(state.opened, state.files)) is not None:
+        yield strange
     marks = Marks()
     yield from _read_sources(state, ranges, marks, numbers)
     for topic, partition, offset in marks.doubled[:1]:

@@ -47,10 +47,8 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
     for item in selected:
         problems += _file_problems(state.opened.uri, item)
     problems += _replay_problems(state, everything)
-    problems += [
-        f"file {item.path} was written by another program.{foreign.commits(state.opened)}"
-        for item in foreign.files(everything)[:1]
-    ]
+    if (strange := foreign.strange_file(state.opened, everything)) is not None:
+        problems.append(strange)
     records = sum(item.records for item in selected)
     return conclude(
         MONOTONIC,

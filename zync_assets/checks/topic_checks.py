@@ -41,9 +41,8 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     except TableDamaged as error:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
     position = state.head.outputs.get((topic, 0)) if state else None
-    if done.verified and (position is None or position.next < done.verified):
-        gone = str(went_back(pool, topic, done.verified, position.next if position else None))
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [gone], "", {"compared": 0})
+    if (gone := went_back(pool, topic, done.verified, position.next if position else None)) is not None:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(gone)], "", {"compared": 0})
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
     numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}

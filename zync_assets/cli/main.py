@@ -78,11 +78,8 @@ class LazyGroup(click.Group):
             if harmless(told) == told:
                 raise
             raise click.UsageError(harmless(told), error.ctx) from None
-        except ZyncError as error:
-            click.echo(f"error: {harmless(str(error))}", err=True)
-            ctx.exit(1)
-        except OSError as error:
-            if error.errno == errno.EPIPE:
+        except (ZyncError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise
             click.echo(f"error: {harmless(str(error))}", err=True)
             ctx.exit(1)

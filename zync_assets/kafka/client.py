@@ -158,12 +158,13 @@ class Connection:
 
     def error(
         self,
-        error: ClientError | KafkaException,
+        error: ClientError | Exception,
         doing: str,
         topic: str | None = None,
         needs: Operation = "Describe",
     ) -> KafkaError:
-        """librdkafka's error as one of this package's, for the caller to raise.
+        """librdkafka's error, or what its client raised instead (a ValueError for a property), as one of this package's, for
+        the caller to raise.
 
         ``topic``: what was asked for; ``needs``: the operation on it that an ACL must allow.
         """

@@ -107,8 +107,7 @@ def produce(
                 break
         _drain(producer, connection, doing, failures)
     except (KafkaException, ValueError) as error:
-        cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-        raise connection.error(cause, doing, topic, "Write") from None
+        raise connection.error(error, doing, topic, "Write") from None
     if failures:
         said = connection.error(failures[0], doing, topic, "Write")
         if isinstance(said, NotAuthorized):

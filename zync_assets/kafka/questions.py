@@ -47,11 +47,7 @@ class _Admin:
         try:
             self.client = AdminClient(self.connection.properties)
         except (KafkaException, ValueError) as error:
-            raise self.connection.error(_as_exception(error), "setting up a client") from None
-
-
-def _as_exception(error: Exception) -> KafkaException:
-    return error if isinstance(error, KafkaException) else KafkaException(str(error))
+            raise self.connection.error(error, "setting up a client") from None
 
 
 def _admin(kafka: Mapping[str, str]) -> _Admin:
@@ -116,7 +112,7 @@ class Question:
         try:
             return request(self._admin.client, self.left()).items()
         except (KafkaException, ValueError) as error:
-            raise self.connection.error(_as_exception(error), self.doing) from None
+            raise self.connection.error(error, self.doing) from None
 
     def answer(self, future: Future[T], topic: str) -> T:
         try:

@@ -149,8 +149,7 @@ def open_consumer(
     try:
         consumer = Consumer(connection.properties)
     except (KafkaException, ValueError) as error:
-        cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-        raise connection.error(cause, "setting up a consumer") from None
+        raise connection.error(error, "setting up a consumer") from None
     try:
         yield consumer, connection
     except KafkaException as error:

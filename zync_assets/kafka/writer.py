@@ -149,8 +149,7 @@ class _Writer:
         try:
             self._producer = Producer(self._connection.properties)
         except (KafkaException, ValueError) as error:
-            cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-            raise self._connection.error(cause, "setting up a producer") from None
+            raise self._connection.error(error, "setting up a producer") from None
 
     def send(self, records: pa.RecordBatch) -> None:
         """Hand over ``records``, a chunk, once there is room for them."""
@@ -162,8 +161,7 @@ class _Writer:
         try:
             self._produce(records)
         except (KafkaException, BufferError) as error:
-            cause = error if isinstance(error, KafkaException) else KafkaException(str(error))
-            raise self._connection.error(cause, self._doing, self._topic, "Write") from None
+            raise self._connection.error(error, self._doing, self._topic, "Write") from None
         self._serve(0)
 
     def _produce(self, records: pa.RecordBatch) -> None:

@@ -48,9 +48,10 @@ def _told(item: Mapping[str, Any]) -> str:
     return f"version {item['version']} ({item.get('operation', 'unknown')})"
 
 
-def files(items: Iterable[DataFile]) -> list[DataFile]:
-    """Those that this package did not write."""
-    return [item for item in items if not _OWN.fullmatch(item.path)]
+def strange_file(opened: Opened, items: Iterable[DataFile]) -> str | None:
+    """What is to be said of the first file that this package did not write; None where it wrote them all."""
+    first = next((item for item in items if not _OWN.fullmatch(item.path)), None)
+    return None if first is None else f"file {first.path} was written by another program.{commits(opened)}"
 
 
 def changed(opened: Opened, what: str) -> TableDamaged:

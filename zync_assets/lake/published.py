@@ -58,8 +58,14 @@ def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]
     return {topic: offset for topic, offset in found.items() if offset is not None}
 
 
-def went_back(pool: str, topic: str, verified: int, end: int | None) -> LakeError:
-    """The error for a staging table that lacks what was published of it."""
+def went_back(pool: str, topic: str, verified: int | None, end: int | None) -> LakeError | None:
+    """The error for a staging table that lacks what was published of it; None where it does not.
+
+    ``verified``: up to where it was published; ``end``: the offset after the last that is staged, None: there is no such
+    output.
+    """
+    if not verified or (end is not None and end >= verified):
+        return None
     has = "is not there" if end is None else f"ends at offset {end}"
     otherwise = (
         "to begin anew, give its inputs another pool, and the output another staging pool and another topic."

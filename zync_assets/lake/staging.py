@@ -177,8 +177,8 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     if batch is None or len(heads) != 1:
         raise foreign.changed(opened, f"its account has {len(heads)} head files and batch {batch}")
-    if int(heads[0].path.removeprefix(_HEAD)[:12]) != batch:
-        number = int(heads[0].path.removeprefix(_HEAD)[:12])
+    number = int(heads[0].path.removeprefix(_HEAD)[:12])
+    if number != batch:
         raise foreign.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
     return StagingState(opened, _parse_head(batch, _read_head(opened, heads[0])), files)
 

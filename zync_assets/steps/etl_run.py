@@ -26,7 +26,7 @@ from zync_assets.steps.etl_failures import NONE, Failures
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.etl_undecoded import quarantined, undecoded_rows
-from zync_assets.steps.etl_unfit import check_outputs, suspect_sql
+from zync_assets.steps.etl_unfit import check_outputs, size_limits, suspect_sql
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.retention import keep_short
 from zync_assets.steps.upkeep import keep_up
@@ -58,11 +58,12 @@ class EtlRun:
             self.results(frames, types, matching.columns), numbering.time_bounds(self._spans())
         ).persist()
         try:
-            suspect = suspect_sql(self.pipeline, types, rows.columns)
+            limits = size_limits(self.pipeline, types)
+            suspect = suspect_sql(self.pipeline, types, rows.columns, limits)
             found = numbering.facts(rows, suspect)
             self._check(found, rows, types)
             if any(row.kind == "out" and row.suspects for row in found):
-                check_outputs(self.pipeline, types, rows, suspect)
+                check_outputs(self.pipeline, types, rows, suspect, limits)
             files, ends = self._write_outputs(rows, found, outputs, types)
             crash_point("etl:outputs-written")
             bad = undecoded_rows(self.spark, self.pipeline, plan)

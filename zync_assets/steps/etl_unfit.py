@@ -40,13 +40,14 @@ class Unfit(Exception):
         self.failures = failures
 
 
-def suspect_sql(pipeline: Pipeline, types: Mapping[str, OutputType], present: Collection[str]) -> str:
+def suspect_sql(
+    pipeline: Pipeline, types: Mapping[str, OutputType], present: Collection[str], limits: Mapping[str, int]
+) -> str:
     """A condition for result rows (see ``matching``) with the columns ``present``: an output that may be impossible to
-    encode; null or false: it is not."""
+    encode; null or false: it is not. ``limits``: see ``size_limits``."""
     from zync_assets.codecs.spark_types import spark_type
 
     cases: list[str] = []
-    limits = _limits(pipeline, types)
     for topic, kind in types.items():
         item = pipeline.output(topic)
         forms = {staging.key_column(topic): item.key.format, staging.value_column(topic): item.value.format}
@@ -64,11 +65,12 @@ def suspect_sql(pipeline: Pipeline, types: Mapping[str, OutputType], present: Co
     return f"CASE out {' '.join(cases)} ELSE false END" if cases else "false"
 
 
-def check_outputs(pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, suspect: str) -> None:
-    """Encode the suspect outputs among result rows. Raises Unfit where some can't be."""
+def check_outputs(
+    pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, suspect: str, limits: Mapping[str, int]
+) -> None:
+    """Encode the suspect outputs among result rows. Raises Unfit where some can't be. ``limits``: see ``size_limits``."""
     found: dict[Place, Failure] = {}
     present = rows.columns
-    limits = _limits(pipeline, types)
     for topic, kind in types.items():
         texts = {kind.target(rule).fingerprint: text for rule, text in kind.texts.items()}
         columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
@@ -131,7 +133,7 @@ def encoding_errors(
     return errors
 
 
-def _limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
+def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
     """The size that each topic takes, without those of which it is not known: what the topic says, else what ``create``
     does."""
     texts = {

@@ -124,8 +124,8 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     high = high_watermark(pipeline.kafka, topic, 0) if found else None
     state = staging.open_staging(pipeline.lake, item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
-    if done.verified and (position is None or position.next < done.verified):
-        raise went_back(item.pool, topic, done.verified, position.next if position else None)
+    if (gone := went_back(item.pool, topic, done.verified, position.next if position else None)) is not None:
+        raise gone
     if state is not None:
         staging.check_whole(state)
     if found is None and position is not None:

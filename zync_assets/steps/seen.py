@@ -34,7 +34,9 @@ def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None)
             if (state := staging.open_staging(pipeline.lake, pool)) is not None:
                 heads.append(state.head)
     for head in heads:
-        if any(seen > (found.next.get(p, 0) if found else 0) for p, seen in head.seen(item.topic).items()):
+        try:
+            check_seen(item, head, found)
+        except LakeError:
             # Another process may have ingested and transformed since the table was opened.
             check_seen(item, head, raw.open_raw(pipeline.lake, item.pool, item.topic))
     if found is not None:
