@@ -127,9 +127,11 @@ class AvroDecoder:
 
 
 def _distinct(ids: npt.NDArray[np.int32]) -> list[int]:
+    """Each id once, in the order in which they come: the column has its fields by the names of the first."""
     if len(ids) and (ids == ids[0]).all():
         return [int(ids[0])]
-    return np.unique(ids).tolist()
+    found, first = np.unique(ids, return_index=True)
+    return found[np.argsort(first)].tolist()
 
 
 def decode_datums(

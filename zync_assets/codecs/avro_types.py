@@ -28,7 +28,9 @@ A type of Kafka Connect or Debezium that is a plain Avro type with a ``connect.n
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -125,17 +127,21 @@ def members(node: Node) -> tuple[tuple[str, Node], ...]:
 def avro_schema(type: pa.DataType, name: str, namespace: str | None) -> str:
     """The Avro schema (JSON) of values of an Arrow type: a struct's fields are all ``["null", T]`` with default null.
 
-    Inner records are named ``<name>_<field>``. SchemaError names a field whose type or name Avro doesn't have.
+    Inner records are named ``<name>_<field>``, and with a number after it where another one has that name already.
+    SchemaError names a field whose type or name Avro doesn't have.
     """
-    schema = _to_avro(type, name, name)
+    schema = _to_avro(type, name, name, set())
     if namespace and isinstance(schema, dict) and schema.get("type") == "record":
         schema = {"type": "record", "name": name, "namespace": namespace, "fields": schema["fields"]}
     return json.dumps(schema)
 
 
-def _to_avro(type: pa.DataType, name: str, path: str) -> Any:
+def _to_avro(type: pa.DataType, name: str, path: str, records: set[str]) -> Any:
+    """``records``: the names that are taken. ``a.b`` and ``a_b`` would have one, and Avro defines a name once."""
     kinds = pa.types
     if kinds.is_struct(type):
+        name = next(free for free in _numbered(name) if free not in records)
+        records.add(name)
         fields = [type.field(index) for index in range(type.num_fields)]
         for field in fields:
             if not is_avro_name(field.name):
@@ -145,18 +151,22 @@ def _to_avro(type: pa.DataType, name: str, path: str) -> Any:
         made = [
             {
                 "name": field.name,
-                "type": ["null", _to_avro(field.type, f"{name}_{field.name}", f"{path}.{field.name}")],
+                "type": ["null", _to_avro(field.type, f"{name}_{field.name}", f"{path}.{field.name}", records)],
                 "default": None,
             }
             for field in fields
         ]
         return {"type": "record", "name": name, "fields": made}
     if kinds.is_list(type) or kinds.is_large_list(type):
-        return {"type": "array", "items": ["null", _to_avro(type.value_type, f"{name}_item", f"{path}[]")]}
+        return {"type": "array", "items": ["null", _to_avro(type.value_type, f"{name}_item", f"{path}[]", records)]}
     if kinds.is_map(type):
         if not kinds.is_string(type.key_type) and not kinds.is_large_string(type.key_type):
-            raise SchemaError(f"{path}: the keys of an Avro map are strings, not {type.key_type}")
-        return {"type": "map", "values": ["null", _to_avro(type.item_type, f"{name}_value", f"{path}{{}}")]}
+            raise SchemaError(
+                f"{path}: the keys of a map are strings here, not {type.key_type}; write"
+                " transform_keys(…, (k, v) -> string(k)) in the pipeline file"
+            )
+        values = _to_avro(type.item_type, f"{name}_value", f"{path}{{}}", records)
+        return {"type": "map", "values": ["null", values]}
     if kinds.is_decimal(type):
         return {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
     if kinds.is_timestamp(type):
@@ -165,6 +175,11 @@ def _to_avro(type: pa.DataType, name: str, path: str) -> Any:
         if check(type):
             return made
     raise SchemaError(f"{path}: there is no Avro type for {type}; cast it to another one in the pipeline file")
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
 _SCALARS: tuple[tuple[Any, Any], ...] = (

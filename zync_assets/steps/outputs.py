@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.avro_types import avro_schema
 from zync_assets.codecs.spark_types import spark_type
-from zync_assets.errors import EtlError
+from zync_assets.errors import EtlError, SchemaError
 from zync_assets.etl import matching
 from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
@@ -177,7 +177,10 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
         schema = None
         if shape is not None and kind.simpleString() != "void":
             space = item.namespace or namespace(item.topic)
-            schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), space))
+            try:
+                schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), space))
+            except SchemaError as error:
+                raise SchemaError(f"topic {item.topic}, rule {rule.name}: {error}") from None
         sides[side] = {"format": asked.format, "schema": schema}
         strategy = item.key_subject if side == "key" else item.value_subject
         if schema is not None and asked.format == "avro" and strategy != "topic":

@@ -61,7 +61,7 @@ def first_schemas(source: Source, item: Input, arrived: Sequence[Arrived]) -> li
         ids, type = getattr(source, f"{side}_schemas"), getattr(source, f"{side}_type")
         if not ordered or ids or (ordered[0].schema.schema_id is None and type is not None):
             continue
-        if any(diff for _, diff in _judged(ordered, side)):
+        if any(diff for _, diff, _ in _judged(item, ordered, side, None)):
             firsts.append(ordered[0])
     return firsts
 
@@ -87,10 +87,9 @@ def settled(
     writers: list[WriterSchema] = []
     changes: list[SchemaChange] = []
     for side in _SIDES:
-        for each, diff in _judged(_ordered(arrived, side), side):
+        column = getattr(source, f"{side}_type")
+        for each, diff, taken in _judged(item, _ordered(arrived, side), side, column):
             number, partition, offset = each.schema.schema_id, each.partition, each.offset
-            goes_in = _merges(getattr(source, f"{side}_type"), each.schema.type)
-            taken = goes_in and (not diff or item.on_schema_change == "merge")
             if diff:
                 changes.append(SchemaChange(side, number, partition, offset, diff, taken))
             if taken:
@@ -106,8 +105,11 @@ def settled(
     return tuple(writers), tuple(changes)
 
 
-def _judged(ordered: Sequence[Arrived], side: str) -> Iterator[tuple[Arrived, tuple[str, ...]]]:
-    """Each new schema of a side once, in order, with what it changes."""
+def _judged(
+    item: Input, ordered: Sequence[Arrived], side: str, column: pa.DataType | None
+) -> Iterator[tuple[Arrived, tuple[str, ...], bool]]:
+    """Each new schema of a side once, in order, with what it changes of those that were taken before, and whether it is
+    taken. ``column``: the column's type after the batch."""
     known = ordered[0].schema.before if ordered else ()
     met: set[int] = set()
     for each in ordered:
@@ -119,8 +121,10 @@ def _judged(ordered: Sequence[Arrived], side: str) -> Iterator[tuple[Arrived, tu
             met.add(schema.schema_id)
         elif known and not diff:
             continue
-        known = (*known, type)
-        yield each, diff
+        taken = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
+        if taken:
+            known = (*known, type)
+        yield each, diff, taken
 
 
 def _change(

@@ -100,6 +100,16 @@ def test_writers_in_one_batch_share_the_column(native: bool) -> None:
     assert decoded.schema_ids.to_pylist() == [1, 2, None, 1]
 
 
+def test_the_first_record_s_schema_names_the_column_whatever_its_id() -> None:
+    first = record("Row", id="int", name="string")
+    fields = [{"name": "title", "type": "string", "aliases": ["name"]}, {"name": "id", "type": "long"}]
+    renamed = {"type": "record", "name": "Row", "fields": fields}
+    payloads = [*written(9, first, {"id": 1, "name": "a"}), *written(3, renamed, {"id": 2, "title": "b"})]
+    decoded = avro({9: first, 3: renamed}).decode(pa.array(payloads))
+    assert decoded.values.to_pylist() == [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
+    assert [(item.index, item.schema_id, len(item.before)) for item in decoded.arrivals] == [(0, 9, 0), (1, 3, 1)]
+
+
 def test_the_column_keeps_its_order_and_types_and_takes_narrower_values() -> None:
     target = pa.struct([("name", pa.binary()), ("id", pa.int64()), ("gone", pa.string())])
     decoder = avro({2: V2}, target)

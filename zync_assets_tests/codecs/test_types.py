@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import fastavro
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -97,6 +98,27 @@ def test_a_column_that_avro_cannot_name_or_type_says_where() -> None:
         avro_schema(pa.struct([("a b", pa.int32())]), "Row", None)
     with pytest.raises(SchemaError, match=r"Row\.a: there is no Avro type for duration"):
         avro_schema(pa.struct([("a", pa.duration("s"))]), "Row", None)
+    with pytest.raises(SchemaError, match=r"Row\.a: the keys of a map .* int32; write transform_keys"):
+        avro_schema(pa.struct([("a", pa.map_(pa.int32(), pa.string()))]), "Row", None)
+
+
+def test_inner_records_have_a_name_each() -> None:
+    """Avro defines a name once: ``a.b`` and ``a_b`` must not be one, nor an array's items and a field beside it."""
+    inner = [pa.struct([(name, pa.int32())]) for name in "xyz"]
+    type = pa.struct(
+        [
+            ("a", pa.struct([("b", inner[0])])),
+            ("a_b", inner[1]),
+            ("a_b_2", inner[2]),
+            ("c", pa.list_(inner[0])),
+            ("c_item", inner[1]),
+            ("d", pa.map_(pa.string(), inner[0])),
+            ("d_value", inner[2]),
+        ]
+    )
+    schema = avro_schema(type, "Value", "shop")
+    fastavro.parse_schema(json.loads(schema))
+    assert arrow_type(schema) == type
 
 
 @settings(max_examples=60, deadline=None)

@@ -222,6 +222,27 @@ def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) 
     assert "is new: added value.note (string)" in held.error
 
 
+def test_what_was_put_aside_is_nothing_that_a_later_schema_is_compared_with(it: Mini) -> None:
+    old = writer(it, it.left, id="int")
+    new = writer(it, it.left, id="int", note="string")
+    alike = writer(it, it.left, id={"type": "int", "doc": "the same columns"}, note="string")
+    other = writer(it, it.left, id="int", sum="long")
+    strict = policy(it, "quarantine")
+    it.send(it.left, old({"id": 1}))
+    strict.ingest(it.left)
+    records = [new({"id": 2, "note": "x"}), alike({"id": 3, "note": "x"}), other({"id": 4, "sum": 5})]
+    for _ in range(2):
+        it.send(it.left, *records)
+        done = strict.ingest(it.left)[it.left]
+        assert (done.records, done.quarantined) == (0, 3)
+        assert [change.diff for change in done.schema_changes] == [
+            ("added value.note (string)",),
+            ("added value.note (string)",),
+            ("added value.sum (bigint)",),
+        ]
+    assert {tuple(row["value"]) for row in it.raw(it.left)} == {("id",)}
+
+
 CONNECT = AVRO.replace("value-format: avro", "value-format: connect-json", 2) + RULES
 
 
