@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from zync_assets.errors import CommitConflict, DataLoss
+from zync_assets.errors import CommitConflict, DataLoss, ZyncError
 from zync_assets.kafka.topics import TopicState, topic_states
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.steps.drop import drop_once
 from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.publish import PublishCommit, PublishPlan, plan_publish, publish, read_staging
-from zync_assets.steps.quarantined import Selection
+from zync_assets.steps.quarantined import Selection, held, readers
 from zync_assets.steps.reopened import NOTHING, Retry
 from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
 
@@ -115,7 +115,17 @@ def _replay_once(pipeline: Pipeline, session: Session, item: Input, selection: S
 
 
 def drop_all(pipeline: Pipeline, selection: Selection) -> int:
-    """Turn the selected records of quarantine into dropped ones; how many there were. No JVM."""
+    """Turn the selected records of quarantine into dropped ones; how many there were. No JVM.
+
+    ZyncError for a record of a topic that no rule reads: there is no account that could say of it that it is dropped.
+    """
+    for record in held(pipeline, selection):
+        if not readers(pipeline, record.topic) and record.stage != "etl":
+            raise ZyncError(
+                f"topic {record.topic}, partition {record.partition}, offset {record.offset} can't be dropped: no rule reads"
+                " the topic, so that there is no account of its records. Nothing was dropped. Name other topics with --topic,"
+                f" or give this one a rule and run zync etl {pipeline.path} first."
+            )
     dropped: set[tuple[str, int, int]] = set()
     for pool in pipeline.staging_pools:
         dropped |= _retried(lambda pool=pool: drop_once(pipeline, pool, selection))

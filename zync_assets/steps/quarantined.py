@@ -111,11 +111,11 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
     """
     topic, partition, offset = first.place
     place = f"topic {topic}, partition {partition}, offset {offset}"
-    cure = f"Mend the cause, or look at it with zync quarantine list {pipeline.path}"
     if item.on_bad_record == "fail":
         raise BadRecords(
-            f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. {cure}, or set"
-            " on-bad-record: quarantine."
+            f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Mend the"
+            f" cause; or set on-bad-record: quarantine, and zync quarantine list {pipeline.path} shows such records while the"
+            " others go on."
         )
     if item.max_bad_records is None:
         return
@@ -124,8 +124,8 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
         raise BadRecords(
             f"{doing}: {fresh} bad records and {have} that lie in quarantine are more than max-bad-records"
             f" {item.max_bad_records} of topic {topic}; the first of this batch is at {place.partition(', ')[2]}:"
-            f" {first.error}. Nothing of the batch was committed. {cure}; replay or drop what lies there, or raise"
-            " max-bad-records."
+            f" {first.error}. Nothing of the batch was committed. Mend the cause; or raise max-bad-records; or"
+            f" replay or drop what lies there, which zync quarantine list {pipeline.path} shows."
         )
 
 

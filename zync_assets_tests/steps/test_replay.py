@@ -172,6 +172,17 @@ def test_what_is_dropped_is_dropped_once_and_replayed_no_more(late: Late) -> Non
     sound(it)
 
 
+def test_a_topic_that_no_rule_reads_has_no_account_to_drop_its_records_in(late: Late) -> None:
+    it = late.it
+    it.send(it.right, b"\0\0\0\0\0")
+    it.step()
+    for options in (["--all"], ["--topic", it.right]):
+        refused = CliRunner().invoke(main, ["quarantine", "drop", str(it.pipeline.path), *options])
+        assert refused.exit_code == 1
+        assert f"topic {it.right}, partition 0, offset 0 can't be dropped: no rule reads the topic" in refused.output
+    assert [record.topic for record in held(it.pipeline)] == [it.left, it.right]
+
+
 UNMATCHED = (
     BOTH
     + """
