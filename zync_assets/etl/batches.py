@@ -3,17 +3,21 @@
 Outputs are numbered batch by batch, so a batch that took one topic's last week and another's last hour would number what
 happened an hour ago before what happened a week ago. Raw files know the times that they lie between; a batch takes whole
 files, in the order of the highest time that their partition has reached by then, so that it takes a partition's first.
+It ends, within its second half, where the fewest records of the same times are left behind in other files: their
+counterparts would have to wait for the next batch, and a record that waits costs several times one that does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from zync_assets.offsets import OffsetRange
 
 BATCH_RECORDS = 2_000_000
-"""Raw records of a batch, about: a batch ends with the file that reaches it."""
+"""Raw records of a batch, about: a batch ends with the file that reaches it, if not before."""
 
 
 class Span(Protocol):
@@ -28,7 +32,20 @@ class Span(Protocol):
     @property
     def records(self) -> int: ...
     @property
+    def min_time(self) -> int | None: ...
+    @property
     def max_time(self) -> int | None: ...
+
+
+class _Next(NamedTuple):
+    """A file in the order in which files are taken. ``since``: the time from which on its records are."""
+
+    reached: int
+    topic: str
+    partition: int
+    end: int
+    since: int
+    records: int
 
 
 def first_batch(
@@ -39,26 +56,42 @@ def first_batch(
     ``files``: topic → the files that hold records of its ranges; none overlaps another. Ranges that no file is in hold
     no records and are taken whole, as is a range whose files are all taken.
     """
-    queue: list[tuple[int, str, int, int, int]] = []
+    queue: list[_Next] = []
     for topic, spans in files.items():
         reached: dict[int, int] = {}
         for item in sorted(spans, key=lambda span: (span.partition or 0, span.first or 0)):
             partition = item.partition or 0
-            reached[partition] = max(reached.get(partition, 0), item.max_time or 0)
-            queue.append((reached[partition], topic, partition, (item.last or 0) + 1, item.records))
-    total = 0
-    taken: dict[tuple[str, int], int] = {}
-    left: set[tuple[str, int]] = set()
-    for _, topic, partition, end, records in sorted(queue):
-        if total < limit:
-            taken[topic, partition] = end
-        else:
-            left.add((topic, partition))
-        total += records
+            before = reached.get(partition, 0)
+            reached[partition] = max(before, item.max_time or 0)
+            since = max(before, item.min_time or 0)
+            queue.append(_Next(reached[partition], topic, partition, (item.last or 0) + 1, since, item.records))
+    queue.sort()
+    count = _even_cut(queue, limit)
+    taken = {(item.topic, item.partition): item.end for item in queue[:count]}
+    left = {(item.topic, item.partition) for item in queue[count:]}
     return {
         topic: tuple(cut for part in parts if not (cut := _cut(topic, part, taken, left)).empty)
         for topic, parts in ranges.items()
     }
+
+
+def _even_cut(queue: Sequence[_Next], limit: int) -> int:
+    """How many files to take: all, if they have fewer records than the limit."""
+    records = np.array([item.records for item in queue], dtype=np.int64)
+    totals = np.cumsum(records)
+    most = int(np.searchsorted(totals, limit)) + 1
+    if most >= len(queue):
+        return len(queue)
+    since, reached = (np.array([getattr(item, name) for item in queue], float) for name in ("since", "reached"))
+
+    def left_behind(count: int) -> float:
+        """Records of the files that are not taken whose times are not past those taken, if spread evenly."""
+        time = reached[count - 1]
+        share = np.clip((time - since[count:]) / np.maximum(1, reached[count:] - since[count:]), 0, 1)
+        return float(np.sum(np.where(reached[count:] <= time, 1, share) * records[count:]))
+
+    least = int(np.searchsorted(totals, limit / 2)) + 1
+    return min(range(most, least - 1, -1), key=left_behind)
 
 
 def _cut(

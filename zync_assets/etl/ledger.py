@@ -36,7 +36,8 @@ def exceptions(rows: DataFrame) -> DataFrame:
     """New records that made no output: kind, topic, partition, first, end, rule, hash. Those that a rule failed on are not
     among them: ``failed`` has them."""
     others = rows.where("kind NOT IN ('out', 'quarantined')")
-    each = others.selectExpr("kind", "rule", "hash", "explode(source) AS of").where("NOT of.old")
+    each = others.selectExpr("kind", "rule", "hash", "waited", "posexplode(source) AS (place, of)")
+    each = each.where("NOT waited[place]")
     return each.selectExpr(
         "kind",
         "of.topic AS topic",
@@ -58,7 +59,8 @@ def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]
 
 def completed(rows: DataFrame) -> DataFrame:
     """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
-    each = rows.where("kind IN ('out', 'dropped')").selectExpr("kind", "rule", "explode(source) AS of").where("of.old")
+    used = rows.where("kind IN ('out', 'dropped') AND array_contains(waited, true)")
+    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (place, of)").where("waited[place]")
     return _ledger(
         each.selectExpr(
             "'completed' AS kind",

@@ -9,7 +9,8 @@ makes none, with the columns
     rule     the rule that took the record, if one did
     schema   fingerprint of the output schema
     ord      struct(time, place in inputs, partition, offset) of the completing input: outputs are ordered by it
-    source   array of struct(topic, partition, offset, old) of the raw records
+    source   array of struct(topic, partition, offset) of the raw records
+    waited   array of booleans, as long: whether each was pending
     hash     hash of the join key of a pending record, null for a null key
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
@@ -162,7 +163,8 @@ def singles(
             for name, choice in texts.items()
         ),
         f"{_order('time', taken.place, 'in.kafka')} AS ord",
-        f"array({_source('in.kafka', 'false')}) AS source",
+        f"array({_source('in.kafka')}) AS source",
+        "array(false) AS waited",
         _NONE["hash"],
         *(f"{_chosen(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
@@ -250,8 +252,8 @@ def paired(
         for side, frame, topic in (("left", left, rule.left), ("right", right, rule.right))
     ]
     joined = sides[0].join(sides[1], keys, "full_outer")
-    one = f"CASE WHEN `left` IS NOT NULL THEN {_source('left.kafka', 'left_old')} ELSE {_source('right.kafka', 'right_old')} END"
-    two = f"array({_source('left.kafka', 'left_old')}, {_source('right.kafka', 'right_old')})"
+    one = f"CASE WHEN `left` IS NOT NULL THEN {_source('left.kafka')} ELSE {_source('right.kafka')} END"
+    two = f"array({_source('left.kafka')}, {_source('right.kafka')})"
     return (
         joined.where("(`left` IS NOT NULL AND `right` IS NOT NULL) OR NOT coalesce(left_old, right_old)")
         .selectExpr("*", "`left` IS NOT NULL AND `right` IS NOT NULL AS both")
@@ -262,6 +264,7 @@ def paired(
             f"CASE WHEN both THEN {text_sql(target.fingerprint)} END AS schema",
             "CASE WHEN left_ord IS NULL OR right_ord > left_ord THEN right_ord ELSE left_ord END AS ord",
             f"CASE WHEN both THEN {two} ELSE array({one}) END AS source",
+            "CASE WHEN both THEN array(left_old, right_old) ELSE array(false) END AS waited",
             "CASE WHEN NOT both THEN coalesce(left_hash, right_hash) END AS hash",
             *(f"CASE WHEN both THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
         )
@@ -291,7 +294,8 @@ def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFram
         f"{text_sql(rule.name)} AS rule",
         _NONE["schema"],
         f"{_order('time', place, f'{side}.kafka')} AS ord",
-        f"array({_source(f'{side}.kafka', 'old')}) AS source",
+        f"array({_source(f'{side}.kafka')}) AS source",
+        "array(false) AS waited",
         "hash",
     )
 
@@ -316,8 +320,8 @@ def _order(time: str, place: int, kafka: str) -> str:
     return f"struct({time} AS time, {place} AS place, {kafka}.partition AS partition, {kafka}.offset AS offset)"
 
 
-def _source(kafka: str, old: str) -> str:
-    return f"struct({kafka}.topic AS topic, {kafka}.partition AS partition, {kafka}.offset AS offset, {old} AS old)"
+def _source(kafka: str) -> str:
+    return f"struct({kafka}.topic AS topic, {kafka}.partition AS partition, {kafka}.offset AS offset)"
 
 
 def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:

@@ -62,36 +62,49 @@ def _below(span: TimeSpan, point: int) -> float:
     return span.records * (point - span.low) / (span.high - span.low)
 
 
-def arranged(results: DataFrame, bounds: Sequence[int]) -> DataFrame:
-    """Result rows in buckets, sorted within each: outputs first, by topic and order."""
-    bucket = "0"
-    if bounds:
-        limits = ", ".join(f"{bound}L" for bound in bounds)
-        bucket = f"size(filter(array({limits}), bound -> bound <= unix_millis(ord.time)))"
+def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false") -> DataFrame:
+    """Result rows in buckets, sorted within each: outputs first, by topic and order. ``suspect``: a condition for them,
+    kept as a column of that name, so that ``facts`` has to read neither keys nor values."""
     return (
-        results.selectExpr("*", f"{bucket} AS bucket", "kind <> 'out' AS other")
+        results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket", "kind <> 'out' AS other")
         .repartitionById(len(bounds) + 1, "bucket")
         .sortWithinPartitions("other", "out", "ord")
+        .selectExpr("*", f"coalesce({suspect}, false) AS suspect")
         .drop("other")
     )
 
 
-def facts(rows: DataFrame, suspect: str = "false") -> list[Row]:
+def _bucket_sql(bounds: Sequence[int]) -> str:
+    """How many bounds a row has reached.
+
+    The index is one that Spark can't fold: bounds that become literals are in the generated code, which each batch would
+    then have to compile anew. A lambda over the array would not be compiled at all.
+    """
+    if not bounds:
+        return "0"
+    array = f"array({', '.join(f'{bound}L' for bound in bounds)})"
+    reached = (
+        f"CAST(element_at({array}, ord.place * 0 + {place}) <= unix_millis(ord.time) AS int)"
+        for place in range(1, len(bounds) + 1)
+    )
+    return " + ".join(reached)
+
+
+def facts(rows: DataFrame) -> list[Row]:
     """Counts of what is in arranged rows, small whatever their number: by kind, out, rule, bucket and source partition.
 
     Columns kind, out, rule, bucket, topic, partition, old, ``entries`` (sources), ``rows`` (rows, counted at their first
-    source) and ``suspects`` (whether the condition ``suspect`` holds for any, 0 or 1).
+    source) and ``suspects`` (whether any is suspect).
     """
     from pyspark.sql import functions as F
 
     names = ["kind", "out", "rule", "bucket"]
-    doubt = f"CAST({suspect} AS int) AS suspect"
-    each = rows.selectExpr(*names, doubt, "posexplode(source) AS (place, of)").selectExpr(
+    each = rows.selectExpr(*names, "suspect", "waited", "posexplode(source) AS (place, of)").selectExpr(
         *names,
         "suspect",
         "of.topic AS topic",
         "of.partition AS partition",
-        "of.old AS old",
+        "waited[place] AS old",
         "CAST(place = 0 AS bigint) AS row",
     )
     grouped = each.groupBy(*names, "topic", "partition", "old")

@@ -17,7 +17,7 @@ from zync_assets.lake.widening import by_own_types
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.types import StructType
 
 SPAN = 4096
@@ -69,14 +69,12 @@ def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
     )
 
 
-def records_at(spark: SparkSession, state: RawState, places: DataFrame) -> DataFrame:
+def records_at(spark: SparkSession, state: RawState, places: DataFrame, within: Sequence[OffsetRange]) -> DataFrame:
     """The raw records at some places (columns ``partition`` and ``first``, the offset), reading only files that hold one.
 
-    The columns are those of ``record_frame``. Places are looked up by SPAN offsets at once: a file may be read in vain.
+    ``within``: the spans of the places (see ``spans``). The columns are those of ``record_frame``.
     """
-    rows = places.selectExpr("partition", f"first DIV {SPAN} AS span").distinct().collect()
-    spans = [OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN) for row in rows]
-    every, files = raw_files(state), raw_files(state, spans)
+    every, files = raw_files(state), raw_files(state, within)
     carried = carried_times(every, state.reached)
     frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), carried, files)
     from pyspark.sql import functions as F
@@ -84,6 +82,13 @@ def records_at(spark: SparkSession, state: RawState, places: DataFrame) -> DataF
     wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
     here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
     return frame.join(wanted, here, "left_semi")
+
+
+def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
+    """Where places lie (columns ``partition`` and ``first``), by SPAN offsets: few rows, however many places there are.
+    ``by``: columns of the places that the rows have too."""
+    rows = places.selectExpr(*by, "partition", f"first DIV {SPAN} AS span").distinct().collect()
+    return [(row, OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN)) for row in rows]
 
 
 def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:

@@ -17,6 +17,7 @@ from zync_assets.steps.etl_plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, p
 from zync_assets.steps.etl_run import EtlRun
 from zync_assets.steps.etl_search import find_failures
 from zync_assets.steps.etl_unfit import Unfit
+from zync_assets.steps.etl_waiting import Waiting
 from zync_assets.steps.failures import spark_failures
 from zync_assets.steps.quarantined import Held, admit
 
@@ -50,12 +51,16 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
-        for _ in range(ROUNDS):
-            found = _attempt(pipeline, batch, failures, started)
-            if isinstance(found, EtlCommit):
-                return found
-            failures = Failures({**failures.found, **found})
-            _admit(pipeline, batch, failures, place)
+        waiting = Waiting(batch)
+        try:
+            for _ in range(ROUNDS):
+                found = _attempt(pipeline, batch, waiting, failures, started)
+                if isinstance(found, EtlCommit):
+                    return found
+                failures = Failures({**failures.found, **found})
+                _admit(pipeline, batch, failures, place)
+        finally:
+            waiting.release()
     raise EtlError(
         f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
         f" {len(failures.found)} of them, and still more. Nothing was committed; mend the rule."
@@ -63,20 +68,20 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
 
 
 def _attempt(
-    pipeline: Pipeline, batch: EtlBatch, failures: Failures, started: float
+    pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, failures: Failures, started: float
 ) -> EtlCommit | dict[Place, Failure]:
     """The commit, or the records that stand in its way."""
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
 
     try:
-        return EtlRun(pipeline, batch, failures).commit(started)
+        return EtlRun(pipeline, batch, waiting, failures).commit(started)
     except Unfit as found:
         return dict(found.failures)
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:
-        found = find_failures(pipeline, batch, failures)
+        found = find_failures(pipeline, batch, waiting, failures)
         if not found:
             raise error
         return found

@@ -21,27 +21,27 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
-from zync_assets.sql_text import name_sql, text_sql
+from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import NONE, Failures
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.etl_undecoded import quarantined, undecoded_rows
 from zync_assets.steps.etl_unfit import check_outputs, size_limits, suspect_sql
+from zync_assets.steps.etl_waiting import New, Waiting
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.retention import keep_short
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
-    from pyspark.sql.types import DataType
 
 
 class EtlRun:
     """One batch on its way into the table; the steps share much, so it is an object."""
 
-    def __init__(self, pipeline: Pipeline, batch: EtlBatch, failures: Failures = NONE) -> None:
-        """``failures``: records that a rule is known to fail on, and that go into quarantine."""
-        self.pipeline, self.batch, self.failures = pipeline, batch, failures
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, failures: Failures = NONE) -> None:
+        """``waiting``: the batch's; ``failures``: records that a rule is known to fail on, and that go into quarantine."""
+        self.pipeline, self.batch, self.waiting, self.failures = pipeline, batch, waiting, failures
         self.plan, self.spark = batch.plan, batch.spark
         self.rules = pipeline.rules
         self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
@@ -54,16 +54,15 @@ class EtlRun:
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
         types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
-        rows = numbering.arranged(
-            self.results(frames, types, matching.columns), numbering.time_bounds(self._spans())
-        ).persist()
+        results = self.results(frames, types, matching.columns)
+        limits = size_limits(self.pipeline, types)
+        suspect = suspect_sql(self.pipeline, types, results.columns, limits)
+        rows = numbering.arranged(results, numbering.time_bounds(self._spans()), suspect).persist()
         try:
-            limits = size_limits(self.pipeline, types)
-            suspect = suspect_sql(self.pipeline, types, rows.columns, limits)
-            found = numbering.facts(rows, suspect)
+            found = numbering.facts(rows)
             self._check(found, rows, types)
             if any(row.kind == "out" and row.suspects for row in found):
-                check_outputs(self.pipeline, types, rows, suspect, limits)
+                check_outputs(self.pipeline, types, rows, limits)
             files, ends = self._write_outputs(rows, found, outputs, types)
             crash_point("etl:outputs-written")
             bad = undecoded_rows(self.spark, self.pipeline, plan)
@@ -127,65 +126,42 @@ class EtlRun:
             )
             for topic, item in taken.items()
         ]
-        for index, rule in joins.items():
-            parts += self._denorm(rule, index, frames, taken, types, made_by)
+        found = [self._new(rule, index, frames, taken) for index, rule in joins.items()]
+        self.waiting.look_up(found)
+        for new in found:
+            parts += self._denorm(new, types, made_by)
         return matching.without_dropped(matching.union(parts))
 
-    def _denorm(
-        self,
-        rule: Denorm,
-        index: int,
-        frames: Mapping[str, DataFrame],
-        taken: Mapping[str, matching.Taken],
-        types: Mapping[str, OutputType],
-        made_by: matching.Made,
-    ) -> list[DataFrame]:
+    def _new(
+        self, rule: Denorm, index: int, frames: Mapping[str, DataFrame], taken: Mapping[str, matching.Taken]
+    ) -> New:
         sides = {"left": rule.left, "right": rule.right}
         known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
-        if not known:
-            return []
         kinds = matching.key_types(rule, {side: frames[topic] for side, topic in known.items()})
-        new = {
-            side: matching.keyed(
-                rule,
-                side,
-                matching.in_frame(
-                    taken[topic].frame.where(f"taken = {index}") if topic in taken else frames[topic], side
-                ),
-                kinds,
-            )
-            for side, topic in known.items()
-        }
-        if len(new) < 2:
-            return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in new.items()]
-        whole = {side: matching.union([frame, *self._waiting(rule, side, new, kinds)]) for side, frame in new.items()}
+        made: dict[str, DataFrame] = {}
+        for side, topic in known.items():
+            frame = taken[topic].frame.where(f"taken = {index}") if topic in taken else frames[topic]
+            made[side] = matching.keyed(rule, side, matching.in_frame(frame, side), kinds)
+        return New(rule, kinds, made)
+
+    def _denorm(self, new: New, types: Mapping[str, OutputType], made_by: matching.Made) -> list[DataFrame]:
+        rule, frames = new.rule, new.frames
+        sides = {"left": rule.left, "right": rule.right}
+        if len(frames) < 2:
+            return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in frames.items()]
+        whole = {side: matching.union([frame, *self._met(new, side)]) for side, frame in frames.items()}
         target = types[rule.out].target(rule.name)
         return [matching.paired(rule, whole["left"], whole["right"], self.places, target, made_by)]
 
-    def _waiting(
-        self, rule: Denorm, side: str, new: Mapping[str, DataFrame], kinds: Sequence[DataType]
-    ) -> list[DataFrame]:
+    def _met(self, new: New, side: str) -> list[DataFrame]:
         """The pending records of one side whose join key a new record of the other side has."""
-        sides = {"left": rule.left, "right": rule.right}
-        other = "right" if side == "left" else "left"
-        topic, state, raw_state = sides[side], self.plan.state, self.plan.raw[sides[side]]
-        counted = self.plan.head.waiting.get((rule.name, topic), 0)
-        if rule.name in self.plan.reopening.rules:
-            return []  # all that waited for it is looked at again
-        if not counted or state is None or raw_state is None or not self.plan.reads(sides[other]):
+        topic = new.rule.left if side == "left" else new.rule.right
+        found = self.waiting.records(new.rule, topic)
+        if found is None:
             return []
-        entries = reading.ledger_frame(self.spark, state).where(f"topic = {text_sql(topic)}")
-        pending = entries.where(f"kind = 'pending' AND rule = {text_sql(rule.name)} AND hash IS NOT NULL")
-        completed = entries.where("kind = 'completed'")
-        met = (
-            pending.select("partition", "first", "hash")
-            .join(new[other].select("hash"), "hash", "left_semi")
-            .join(completed.select("partition", "first"), ["partition", "first"], "left_anti")
-        )
-        found = reading.records_at(self.spark, raw_state, met).selectExpr("*", "true AS old")
         failed = self.failures.condition(topic)
         found = found if failed is None else found.where(f"NOT ({failed})")
-        return [matching.keyed(rule, side, matching.in_frame(found, side), kinds)]
+        return [matching.keyed(new.rule, side, matching.in_frame(found, side), new.kinds)]
 
     def _spans(self) -> list[numbering.TimeSpan]:
         spans: list[numbering.TimeSpan] = []
@@ -261,7 +237,7 @@ class EtlRun:
             columns = [
                 "kafka",
                 "rule",
-                "transform(source, of -> struct(of.topic AS topic, of.partition AS partition, of.offset AS offset)) AS source",
+                "source",
                 "schema",
                 f"{paths} AS left_out",
                 # The cast makes every field one that may be null in the file too.

@@ -19,6 +19,7 @@ from zync_assets.sql_text import shape_sql, text_sql
 from zync_assets.steps.etl_failures import Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch
 from zync_assets.steps.etl_run import EtlRun
+from zync_assets.steps.etl_waiting import Waiting
 from zync_assets.steps.failures import said
 from zync_assets.steps.outputs import OutputType, output_types
 
@@ -33,20 +34,20 @@ TEXTS = 8
 """Failures of one search that are told in Spark's own words; each takes a job. The first of each expression is among them."""
 
 
-def find_failures(pipeline: Pipeline, batch: EtlBatch, known: Failures) -> dict[Place, Failure]:
+def find_failures(pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> dict[Place, Failure]:
     """The records that fail, besides those that are known; none if it is something else that fails.
 
     Raises EtlError where they are too many, or can't be found with MOST_JOBS jobs; what Spark raises, if it can't look.
     """
-    return _Search(pipeline, batch, known).run()
+    return _Search(pipeline, batch, waiting, known).run()
 
 
 class _Search:
-    def __init__(self, pipeline: Pipeline, batch: EtlBatch, known: Failures) -> None:
-        self.pipeline, self.batch, self.known = pipeline, batch, known
+    def __init__(self, pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> None:
+        self.pipeline, self.batch, self.waiting, self.known = pipeline, batch, waiting, known
         self.found: dict[Place, tuple[Rule, str]] = {}
         """Place → the rule, and what of it fails."""
-        first = EtlRun(pipeline, batch, known)
+        first = EtlRun(pipeline, batch, waiting, known)
         self.frames: Mapping[str, DataFrame] = first.frames()
         self.types: Mapping[str, OutputType] = output_types(pipeline, batch.plan.pool, batch.plan.state, self.frames)
 
@@ -63,7 +64,7 @@ class _Search:
         return self._told()
 
     def _records(self) -> None:
-        ours = [index for index, own in enumerate(EtlRun(self.pipeline, self.batch).ours) if own]
+        ours = [index for index, own in enumerate(EtlRun(self.pipeline, self.batch, self.waiting).ours) if own]
         for topic, frame in self.frames.items():
             if not self.batch.plan.reads(topic):
                 continue
@@ -93,7 +94,7 @@ class _Search:
     def _run(self, without: Place | None = None) -> EtlRun:
         """The batch without what is known to fail, but for one record."""
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
-        return EtlRun(self.pipeline, self.batch, Failures({**self.known.found, **places}))
+        return EtlRun(self.pipeline, self.batch, self.waiting, Failures({**self.known.found, **places}))
 
     def _check(self) -> None:
         if len(self.found) > MOST_FAILURES:

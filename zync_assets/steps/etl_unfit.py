@@ -66,7 +66,7 @@ def suspect_sql(
 
 
 def check_outputs(
-    pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, suspect: str, limits: Mapping[str, int]
+    pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, limits: Mapping[str, int]
 ) -> None:
     """Encode the suspect outputs among result rows. Raises Unfit where some can't be. ``limits``: see ``size_limits``."""
     found: dict[Place, Failure] = {}
@@ -75,7 +75,7 @@ def check_outputs(
         texts = {kind.target(rule).fingerprint: text for rule, text in kind.texts.items()}
         columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
         limit = limits.get(topic)
-        asked = rows.where(f"kind = 'out' AND out = {text_sql(topic)} AND ({suspect})").selectExpr(
+        asked = rows.where(f"kind = 'out' AND out = {text_sql(topic)} AND suspect").selectExpr(
             "ord.place AS at_place",
             "ord.partition AS at_partition",
             "ord.offset AS at_offset",

@@ -18,6 +18,7 @@ class File:
     last: int
     records: int
     max_time: int | None
+    min_time: int | None = None
 
 
 def test_little_is_taken_whole() -> None:
@@ -28,11 +29,24 @@ def test_little_is_taken_whole() -> None:
 def test_what_is_earlier_goes_first_whatever_its_topic() -> None:
     ranges = {"a": (OffsetRange(0, 0, 20),), "b": (OffsetRange(0, 0, 20),)}
     files = {
-        "a": [File(0, 0, 9, 10, 100), File(0, 10, 19, 10, 400)],
-        "b": [File(0, 0, 9, 10, 200), File(0, 10, 19, 10, 300)],
+        "a": [File(0, 0, 9, 10, 100, 0), File(0, 10, 19, 10, 400, 300)],
+        "b": [File(0, 0, 9, 10, 200, 100), File(0, 10, 19, 10, 300, 200)],
     }
     assert first_batch(ranges, files, 15) == {"a": (OffsetRange(0, 0, 10),), "b": (OffsetRange(0, 0, 10),)}
     assert first_batch(ranges, files, 25) == {"a": (OffsetRange(0, 0, 10),), "b": (OffsetRange(0, 0, 20),)}
+
+
+def test_a_batch_ends_where_no_topic_is_ahead_of_another() -> None:
+    """Invoices 0 to 99 in one file, their two statuses each in files of 50 invoices: the third one of statuses would
+    have to wait for the second one of invoices."""
+    files = {
+        "invoices": [File(0, 100 * n, 100 * n + 99, 100, 100 * n + 99, 100 * n) for n in range(3)],
+        "statuses": [File(0, 100 * n, 100 * n + 99, 100, 50 * n + 49, 50 * n) for n in range(6)],
+    }
+    ranges = {topic: (OffsetRange(0, 0, 100 * len(each)),) for topic, each in files.items()}
+    even = {"invoices": (OffsetRange(0, 0, 100),), "statuses": (OffsetRange(0, 0, 200),)}
+    assert first_batch(ranges, files, 400) == even
+    assert first_batch(ranges, files, 900) == ranges
 
 
 def test_a_time_that_runs_back_does_not_take_a_later_file_first() -> None:

@@ -57,12 +57,12 @@ def test_the_numbers_follow_the_order_over_all_buckets(spark: SparkSession, boun
     epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     rows = [
         ("out", "a" if number % 3 else "b", "r", (epoch + dt.timedelta(milliseconds=number * 7 % 60), 0, 0, number),
-         [("t", 0, number, False)])
+         [("t", 0, number)], [False])
         for number in range(40)
-    ] + [("pending", None, "r", (epoch, 0, 0, 100), [("t", 0, 100, False)])]  # fmt: skip
+    ] + [("pending", None, "r", (epoch, 0, 0, 100), [("t", 0, 100)], [False])]  # fmt: skip
     schema = (
         "kind string, out string, rule string, ord struct<time: timestamp, place: int, partition: int, offset: long>,"
-        " source array<struct<topic: string, partition: int, offset: long, old: boolean>>"
+        " source array<struct<topic: string, partition: int, offset: long>>, waited array<boolean>"
     )
     frame = spark.createDataFrame(rows, schema).repartition(3)
     made = arranged(frame, bounds).persist()
@@ -86,6 +86,6 @@ def test_a_bucket_holds_what_lies_from_its_bound_on(spark: SparkSession) -> None
     epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     times = [epoch + dt.timedelta(milliseconds=millis) for millis in (9, 10, 11, 20)]
     frame = spark.createDataFrame(
-        [("out", "a", (time,)) for time in times], "kind string, out string, ord struct<time: timestamp>"
+        [("out", "a", (time, 0)) for time in times], "kind string, out string, ord struct<time: timestamp, place: int>"
     )
     assert [row.bucket for row in numbering.arranged(frame, [10, 20]).orderBy("ord").collect()] == [0, 1, 1, 2]

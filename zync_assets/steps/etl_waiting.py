@@ -1,0 +1,94 @@
+"""The pending records that a batch's new ones meet: those with a join key that a new record of the other side has.
+
+They are looked up for all rules at once, in one Spark job, and once a batch however often it is tried: a batch that meets
+none, as nearly all do that follow one another closely, goes on as if nothing waited.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zync_assets.etl import matching
+from zync_assets.lake import reading
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Denorm
+from zync_assets.sql_text import text_sql
+from zync_assets.steps.etl_plan import EtlBatch
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+Side = tuple[str, str]
+"""A denorm rule's name and the topic of one of its sides."""
+
+
+@dataclass(frozen=True)
+class New:
+    """A batch's new records for a rule, by side (``left``, ``right``; none where the topic has no schema yet), from
+    ``matching.keyed``; ``kinds``: the types of the join key's parts."""
+
+    rule: Denorm
+    kinds: Sequence[DataType]
+    frames: Mapping[str, DataFrame]
+
+
+class Waiting:
+    """Looked up when first asked for; ``release`` when the batch is done."""
+
+    def __init__(self, batch: EtlBatch) -> None:
+        self.batch = batch
+        self._places: DataFrame | None = None
+        """rule, topic, partition, first"""
+        self._spans: dict[Side, list[OffsetRange]] | None = None
+
+    def look_up(self, each: Iterable[New]) -> None:
+        """Which pending records the batch's new ones meet, over all rules."""
+        plan = self.batch.plan
+        if self._spans is not None:
+            return
+        hashes: list[DataFrame] = []
+        for new in each:
+            rule = new.rule
+            for topic, side, other in ((rule.left, "right", rule.right), (rule.right, "left", rule.left)):
+                counted = plan.head.waiting.get((rule.name, topic), 0)
+                # All that waited for a rule which is looked at again is new.
+                if counted and side in new.frames and plan.reads(other) and rule.name not in plan.reopening.rules:
+                    names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
+                    hashes.append(new.frames[side].selectExpr(*names, "hash"))
+        if not hashes or plan.state is None:
+            self._spans = {}
+            return
+        entries = reading.ledger_frame(self.batch.spark, plan.state)
+        met = (
+            entries.where("kind = 'pending' AND hash IS NOT NULL")
+            .select("rule", "topic", "partition", "first", "hash")
+            .join(matching.union(hashes), ["rule", "topic", "hash"], "left_semi")
+            .join(
+                entries.where("kind = 'completed'").select("topic", "partition", "first"),
+                ["topic", "partition", "first"],
+                "left_anti",
+            )
+            .select("rule", "topic", "partition", "first")
+        )
+        self._places = met.persist()
+        found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        for row, span in reading.spans(self._places, "rule", "topic"):
+            found[row["rule"], row["topic"]].append(span)
+        self._spans = dict(found)
+
+    def records(self, rule: Denorm, topic: str) -> DataFrame | None:
+        """Those of one side; None if there are none."""
+        state = self.batch.plan.raw[topic]
+        spans = (self._spans or {}).get((rule.name, topic))
+        if not spans or self._places is None or state is None:
+            return None
+        mine = self._places.where(f"rule = {text_sql(rule.name)} AND topic = {text_sql(topic)}")
+        return reading.records_at(self.batch.spark, state, mine, spans).selectExpr("*", "true AS old")
+
+    def release(self) -> None:
+        if self._places is not None:
+            self._places.unpersist()
