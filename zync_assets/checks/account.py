@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.columns import integers, read_columns
+from zync_assets.checks.columns import distinct, integers, read_columns, without
 from zync_assets.compute import pc
 from zync_assets.lake.staging import StagingState
 
@@ -55,7 +55,7 @@ class Facts:
     @cached_property
     def waiting(self) -> np.ndarray:
         """The offsets that are pending now, sorted."""
-        return np.setdiff1d(self.first[self.kind == PENDING], self.completed)
+        return without(self.first[self.kind == PENDING], self.completed)
 
     def offsets_in(self, kind: int) -> int:
         """How many offsets the ranges of a class span."""
@@ -75,7 +75,7 @@ class Facts:
         twice, times = np.unique(self.completed, return_counts=True)
         if (times > 1).any():
             yield f"offset {twice[times > 1][0]} was completed twice"
-        stray = np.setdiff1d(self.completed, self.first[self.kind == PENDING])
+        stray = without(self.completed, self.first[self.kind == PENDING])
         if len(stray):
             yield f"offset {stray[0]} was completed and never pending"
 
@@ -110,7 +110,7 @@ def read_facts(state: StagingState) -> tuple[dict[tuple[str, int], Facts], Count
             partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
             for topic in rows["topic"].unique().to_pylist():
                 of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
-                for partition in np.unique(partitions[of_topic]).tolist():
+                for partition in distinct(partitions[of_topic]).tolist():
                     here = of_topic & (partitions == partition) & (codes >= 0)
                     part = parts.setdefault((topic, partition), _Parts())
                     part.first.append(first[here])

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.checks.account import CLASSES, DONE, EXPIRED, PENDING, Facts, read_facts
-from zync_assets.checks.columns import HeldOffsets, integers, read_columns
+from zync_assets.checks.columns import HeldOffsets, distinct, integers, read_columns, without
 from zync_assets.checks.marks import CHUNK, Marks
 from zync_assets.checks.quarantined import read_quarantine, touches
 from zync_assets.checks.result import Number
@@ -90,7 +90,7 @@ def _mark(sources: pa.StructArray, marks: Marks) -> None:
     parts, places = integers(partitions), integers(offsets)
     for topic in topics.unique().to_pylist():
         of_topic = np.asarray(pc.equal(topics, topic).to_numpy(zero_copy_only=False))
-        for partition in np.unique(parts[of_topic]).tolist():
+        for partition in distinct(parts[of_topic]).tolist():
             marks.add(topic, partition, places[of_topic & (parts == partition)])
 
 
@@ -136,11 +136,13 @@ class _Input:
         told = 0
         for first, end in self._windows(batch, whole, kept):
             quarantined = aside[(aside >= first) & (aside < end)]
-            existing = np.union1d(held.between(first, end), quarantined)
+            existing = distinct(np.concatenate([held.between(first, end), quarantined]))
             told += len(existing)
             if end <= kept:
                 # The records are gone; that they were there is told by what was made of them.
-                existing = np.union1d(existing, self.marks.between(self.topic, self.partition, first, end))
+                existing = distinct(
+                    np.concatenate([existing, self.marks.between(self.topic, self.partition, first, end)])
+                )
             classes = self.facts.classes(existing)
             counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
             for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):
@@ -209,11 +211,11 @@ class _Input:
             keep = np.zeros(len(idle), dtype=bool)
             for part in batch:
                 keep |= (part.partition == self.partition) & (idle >= part.first) & (idle < part.end)
-            idle = np.setdiff1d(idle[keep], self.facts.completed)
+            idle = without(idle[keep], self.facts.completed)
         if len(idle):
             yield "idle", f"offset {idle[0]} is done and made no output"
         waiting = self.facts.waiting
-        gone = np.setdiff1d(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
+        gone = without(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
         if len(gone):
             yield "gone", f"offset {gone[0]} is pending and not in the raw pool"
         undecoded = self.facts.classes(quarantined)

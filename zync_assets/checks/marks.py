@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from zync_assets.checks.columns import distinct
+
 CHUNK = 1_000_000
 """Offsets in a chunk."""
 
@@ -24,7 +26,7 @@ class Marks:
         unique, times = np.unique(offsets, return_counts=True)
         self._note(topic, partition, unique[times > 1])
         chunks = self._chunks.setdefault((topic, partition), {})
-        for number in np.unique(unique // CHUNK).tolist():
+        for number in distinct(unique // CHUNK).tolist():
             chunk = chunks.setdefault(number, np.zeros(CHUNK, dtype=bool))
             places = unique[unique // CHUNK == number] - number * CHUNK
             again = chunk[places]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from zync_assets.checks.columns import DamagedFile, HeldOffsets, integers, positions, read_columns
+from zync_assets.checks.columns import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns
 from zync_assets.checks.quarantined import Quarantined, read_quarantine, touches
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
@@ -218,7 +218,7 @@ def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str
             others = [item for item in files if item.partition == partition and not raw.is_replay(item)]
             near = [item for item in others if (item.first or 0) < end and first <= (item.last or 0)]
             held = HeldOffsets(state.opened.uri, near).between(first, end)
-            for offset in [*again, *np.intersect1d(held, offsets)][:1]:
+            for offset in [*again, *np.intersect1d(distinct(held), distinct(offsets), assume_unique=True)][:1]:
                 yield f"partition {partition}: offset {offset} was replayed and is there twice"
     except (DamagedFile, LakeError) as error:
         yield str(error)
