@@ -51,8 +51,8 @@ def encode_columns(node: Node, array: pa.Array, prefix: bytes = b"") -> pa.Array
 
 
 def _join(pieces: list[Piece], count: int, prefix: bytes = b"") -> pa.Array:
-    parts: list[pa.Array | pa.Scalar] = [pa.scalar(prefix, pa.binary())] if prefix else []
-    narrow: list[Narrow] = []
+    parts: list[pa.Array] = []
+    narrow: list[Narrow] = [_same(count, prefix)] if prefix else []
     for piece in pieces:
         if isinstance(piece, Narrow):
             narrow.append(piece)
@@ -65,17 +65,20 @@ def _join(pieces: list[Piece], count: int, prefix: bytes = b"") -> pa.Array:
         parts.append(_flat(narrow))
     if count == 0:
         return pa.nulls(0, pa.binary())
-    if not any(isinstance(part, pa.Array) for part in parts):
-        return pa.array([prefix] * count, pa.binary())
+    if not parts:
+        return pa.array([b""] * count, pa.binary())
     return parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.binary()))
 
 
 def _flat(narrow: list[Narrow]) -> pa.Array:
     data = np.concatenate([piece.bytes for piece in narrow], axis=1) if len(narrow) > 1 else narrow[0].bytes
     keep = np.concatenate([piece.keep for piece in narrow], axis=1) if len(narrow) > 1 else narrow[0].keep
+    # To sum up all of it and to compress it flat takes a fourth of what ``count_nonzero`` by rows and ``data[keep]`` do.
+    every = keep.ravel()
     offsets = np.zeros(len(data) + 1, dtype=np.int32)
-    np.cumsum(np.count_nonzero(keep, axis=1), out=offsets[1:])
-    return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(data[keep])])
+    offsets[1:] = np.cumsum(every, dtype=np.int32)[keep.shape[1] - 1 :: keep.shape[1]]
+    kept = np.compress(every, data.ravel())
+    return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(kept)])
 
 
 def _pieces(node: Node, array: pa.Array, path: str) -> list[Piece]:
@@ -126,7 +129,13 @@ def _scattered(pieces: list[Piece], valid: Mask) -> pa.Array:
 
 
 def _constant(count: int, value: int) -> Narrow:
-    return Narrow(np.full((count, 1), value, dtype=np.uint8), np.ones((count, 1), dtype=np.bool_))
+    return _same(count, bytes([value]))
+
+
+def _same(count: int, text: bytes) -> Narrow:
+    """The same bytes for every record."""
+    shape = count, len(text)
+    return Narrow(np.broadcast_to(np.frombuffer(text, np.uint8), shape), np.broadcast_to(np.True_, shape))
 
 
 def _varint(values: npt.NDArray[np.int64]) -> Narrow:

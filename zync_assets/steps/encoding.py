@@ -26,7 +26,7 @@ from zync_assets.records import HEADERS_TYPE
 from zync_assets.steps.headers import sent_headers
 from zync_assets.steps.left_out import is_empty, parse_group, schema_groups, without
 
-BATCH_RECORDS = 50_000
+BATCH_RECORDS = 20_000
 
 ENCODED_SCHEMA = pa.schema(
     [("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary()), ("headers", HEADERS_TYPE)]
@@ -170,7 +170,7 @@ def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
 
 
 def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
-    names = ["kafka", "schema", "left_out", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+    names = ["schema", "left_out", staging.key_column(staged.topic), staging.value_column(staged.topic)]
     names.append(staging.HEADERS_COLUMN)
     if any(item.provenance for item in staged.schemas.values()):
         names.append("source")
@@ -179,7 +179,7 @@ def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]
             continue
         system, path = storage.filesystem(storage.join(staged.uri, item.path))
         source = pq.ParquetFile(path, filesystem=system)
-        present = [name for name in names if name in source.schema_arrow.names]
+        present = ["kafka.offset", *(name for name in names if name in source.schema_arrow.names)]
         for batch in storage.read_batches(source, BATCH_RECORDS, present):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -57,6 +58,7 @@ def _is_empty(schema: Any) -> bool:
     return any(isinstance(one, dict) and one.get("type") == "record" and not one["fields"] for one in branches)
 
 
+@lru_cache(maxsize=256)
 def is_empty(schema: str) -> bool:
     """Whether no field is left."""
     return _is_empty(json.loads(schema))
