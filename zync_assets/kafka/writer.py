@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,13 +24,14 @@ from zync_assets.compute import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
+from zync_assets.kafka.handover import Handover
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import high_watermark, max_message_bytes
 
 STALLED = 120.0
 """Seconds without a delivery after which the broker counts as gone."""
 
-CHUNK_RECORDS = 2000
+CHUNK_RECORDS = 10_000
 CHUNK_BYTES = 4 << 20
 QUEUE_RECORDS = 100_000
 QUEUE_BYTES = 64 << 20
@@ -52,46 +53,6 @@ _PROMISES: Mapping[str, Any] = {
     "queue.buffering.max.kbytes": 1 << 21,
     "delivery.report.only.error": False,
 }
-
-
-def write_in_order(
-    kafka: Mapping[str, str],
-    topic: str,
-    partition: int,
-    first_offset: int,
-    batches: Iterable[pa.RecordBatch],
-) -> int:
-    """Write all records of ``batches`` at the offsets from ``first_offset`` on; return the next offset.
-
-    A batch has the columns ``key`` and ``value`` (binary) and may have ``headers`` (list of structs of key
-    and value). When this returns, every record has been acknowledged by all replicas in sync, at its own
-    offset. When it raises, those that were written are a prefix.
-
-    Raises ForeignRecord if another writer's record is in the way, DataLoss if the topic ends before
-    ``first_offset``, RecordTooLarge before anything of that batch is sent, TopicMissing, and
-    BrokerUnavailable after two minutes without a delivery.
-    """
-    limit = max_message_bytes(kafka, topic)
-    _check_end(topic, partition, first_offset, high_watermark(kafka, topic, partition))
-    writer = _Writer(kafka, topic, partition, first_offset, limit)
-    try:
-        for batch in batches:
-            _check_sizes(batch, topic, partition, writer.sent, limit)
-            for chunk in _chunks(batch, alone=writer.sent == first_offset):
-                writer.send(chunk)
-                crash_point("publish:produced")
-                if writer.sent == first_offset + 1:
-                    # A broker that knows nothing of a producer takes any sequence number. Were the first record
-                    # refused with others in flight behind it, one of those would get its offset.
-                    writer.drain()
-        writer.drain()
-        crash_point("publish:acknowledged")
-    except BaseException:
-        writer.drop()
-        raise
-    if writer.unverified:
-        _check_end(topic, partition, writer.sent, high_watermark(kafka, topic, partition))
-    return writer.sent
 
 
 def _check_end(topic: str, partition: int, expected: int, end: int) -> None:
@@ -124,17 +85,28 @@ class _Chunk:
         return self.first + len(self.records)
 
 
-class _Writer:
-    """The producer and how far it is: ``sent`` and ``confirmed`` are the next offset to send and to be confirmed.
+class InOrder:
+    """Writes to one partition from ``first`` on: ``with InOrder(…) as writer: writer.write(batch)``.
+
+    ``sent`` and ``confirmed`` are the next offset to send and to be confirmed; ``write`` returns before all is confirmed.
+    Below ``verified`` each record is known to be at its own offset.
+    When the block ends, every record has been acknowledged by all replicas in sync, at its own offset. When it raises,
+    those that were written are a prefix.
 
     A report for every record would halve the rate. One for the last record of a chunk tells as much: chunks are sent in
     order, so a record of anybody else shifts all that follow it, and a refused record ends the producer.
+
+    Raises ForeignRecord if another writer's record is in the way, DataLoss if the topic ends before ``first``,
+    TopicMissing, and BrokerUnavailable after two minutes without a delivery.
     """
 
-    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first_offset: int, limit: int) -> None:
-        self.sent = first_offset
-        self.confirmed = first_offset
-        self.unverified = False
+    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int) -> None:
+        limit = max_message_bytes(kafka, topic)
+        self.sent = first
+        self.confirmed = first
+        self.verified = first
+        self._first = first
+        self._limit = limit
         self._kafka = kafka
         self._topic = topic
         self._partition = partition
@@ -150,8 +122,52 @@ class _Writer:
             self._producer = Producer(self._connection.properties)
         except (KafkaException, ValueError) as error:
             raise self._connection.error(error, "setting up a producer") from None
+        self._handover = Handover(self._producer, topic, partition)
 
-    def send(self, records: pa.RecordBatch) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._drop()
+            return
+        try:
+            self._drain()
+            crash_point("publish:acknowledged")
+        except BaseException:
+            self._drop()
+            raise
+        if self.verified < self.sent:
+            self._check_end()
+            self.verified = self.sent
+
+    def _check_end(self) -> None:
+        """Raise unless the topic ends where the next record is to go."""
+        end = high_watermark(self._kafka, self._topic, self._partition)
+        _check_end(self._topic, self._partition, self.sent, end)
+
+    def check_sizes(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
+        first = self.sent
+        for batch in batches:
+            _check_sizes(batch, self._topic, self._partition, first, self._limit)
+            first += len(batch)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Hand over the records of ``batch``: columns ``key`` and ``value`` (binary), and perhaps ``headers`` (list of
+        structs of key and value). RecordTooLarge before anything of it is sent."""
+        self.check_sizes([batch])
+        if self.sent == self._first and len(batch):
+            self._check_end()
+        for chunk in _chunks(batch, alone=self.sent == self._first):
+            self._send(chunk)
+            crash_point("publish:produced")
+            if self.sent == self._first + 1:
+                # A broker that knows nothing of a producer takes any sequence number. Were the first record
+                # refused with others in flight behind it, one of those would get its offset.
+                self._drain()
+
+    def _send(self, records: pa.RecordBatch) -> None:
         """Hand over ``records``, a chunk, once there is room for them."""
         while self.sent - self.confirmed > QUEUE_RECORDS or self._waiting_bytes > QUEUE_BYTES:
             self._wait()
@@ -165,33 +181,29 @@ class _Writer:
         self._serve(0)
 
     def _produce(self, records: pa.RecordBatch) -> None:
-        columns = [records["key"].to_pylist(), records["value"].to_pylist()]
-        if _has_headers(records):
-            last = len(records) - 1
-            for place, (key, value, pairs) in enumerate(zip(*columns, records["headers"].to_pylist(), strict=True)):
-                self._producer.produce(
-                    self._topic,
-                    value,
-                    key,
-                    self._partition,
-                    on_delivery=self._delivered if place == last else None,
-                    headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
-                )
-            return
-        messages: list[dict[str, Any]] = [{"key": key, "value": value} for key, value in zip(*columns, strict=True)]
-        messages[-1]["callback"] = self._delivered
-        if self._producer.produce_batch(self._topic, messages, partition=self._partition) != len(messages):
-            refused = next(str(message["_error"]) for message in messages if "_error" in message)
-            # Where an earlier record ended the producer, its report says why.
-            self._serve(1.0)
-            raise KafkaError(f"{self._doing}: a record was refused: {refused}; run it again")
+        last = len(records) - 1
+        if self._handover.possible and not _has_headers(records):
+            if (refused := self._handover.hand_over(records.slice(0, last))) is not None:
+                # Where an earlier record ended the producer, its report says why.
+                self._serve(1.0)
+                raise KafkaError(f"{self._doing}: a record was refused: {refused.str()}; run it again")
+            records, last = records.slice(last), 0
+        for place, (key, value, pairs) in enumerate(_contents(records)):
+            self._producer.produce(
+                self._topic,
+                value,
+                key,
+                self._partition,
+                on_delivery=self._delivered if place == last else None,
+                headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
+            )
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Wait until all that was sent is confirmed."""
         while self.confirmed < self.sent:
             self._wait()
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Send nothing more. What is on its way may still arrive, as a prefix."""
         self._producer.purge()
         # That it ends the producer is what is wanted.
@@ -231,12 +243,13 @@ class _Writer:
             return
         chunk = self._waiting[0]
         offset = message.offset()
-        if offset is None or offset < 0:
-            # The answer to the first try was lost and the broker had the record already; it doesn't say where.
-            self.unverified = True
-        elif offset != chunk.end - 1:
-            self._misplaced = (chunk, offset)
-            return
+        # Where the answer to the first try was lost and the broker had the record already, it doesn't say where; the next
+        # chunk's offset, or the topic's end, then tells it of this one too.
+        if offset is not None and offset >= 0:
+            if offset != chunk.end - 1:
+                self._misplaced = (chunk, offset)
+                return
+            self.verified = chunk.end
         self._waiting.popleft()
         self._waiting_bytes -= chunk.records.nbytes
         self.confirmed = chunk.end
@@ -256,7 +269,7 @@ class _Writer:
                 f"{self._topic}/{self._partition} put the record for offset {chunk.end - 1} at {offset}: the topic was "
                 f"created again or lost records; rebuild it with: zync to-kafka --recreate {self._topic}"
             )
-        self.drop()
+        self._drop()
         place = _first_difference(self._kafka, self._topic, self._partition, chunk)
         return _foreign(self._topic, self._partition, place)
 
@@ -301,16 +314,6 @@ def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         owners = pc.call_function("list_parent_indices", [headers]).to_numpy(zero_copy_only=False)
         np.add.at(sizes, owners, _lengths(keys) + _lengths(values) + 10)
     return sizes
-
-
-def check_sizes(
-    kafka: Mapping[str, str], topic: str, partition: int, first: int, batches: Iterable[pa.RecordBatch]
-) -> None:
-    """RecordTooLarge if any of the records that are to be written from offset ``first`` on is larger than the topic takes."""
-    limit = max_message_bytes(kafka, topic)
-    for batch in batches:
-        _check_sizes(batch, topic, partition, first, limit)
-        first += len(batch)
 
 
 def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:

@@ -12,17 +12,15 @@ delivery must get the offset that staging gave it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import pyarrow as pa
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, is_compacted, topic_states
-from zync_assets.kafka.writer import check_sizes, high_watermark, write_in_order
+from zync_assets.kafka.writer import InOrder, high_watermark
 from zync_assets.lake import reading, staging
 from zync_assets.lake.published import Published, commit_published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
@@ -30,14 +28,17 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.steps.encoding import encoded_rows, first_difference, staged_topic
 from zync_assets.steps.tasks import run_tasks
+from zync_assets.steps.windows import ahead, windows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-WINDOW_RECORDS = 500_000
-WINDOW_BYTES = 128 << 20
-"""Records, and bytes of them, that are announced, sent and counted as verified together. They are in memory together, so
-that all of them are known to fit before any is announced."""
+WINDOW_RECORDS = 250_000
+WINDOW_BYTES = 64 << 20
+"""Records, and bytes of them, that are announced together. They are in memory together, so that all of them are known to
+fit before any is announced; and so is the window after them, which is encoded while they are sent."""
+TASK_RECORDS = 8 * WINDOW_RECORDS
+"""Records that one Spark task sends, a window after the other."""
 
 
 @dataclass(frozen=True)
@@ -286,43 +287,50 @@ class _Publisher:
         return 0
 
     def send(self, first: int, end: int, progress: Callable[[int, int], None] | None) -> None:
-        """Announce a window, send it, and go on; the last window is verified by a commit of its own."""
+        """Send it window by window, some windows a task; the last ones are verified by a commit of their own."""
         at = first
         while at < end:
-            announced = run_tasks(self.spark, 1, self._window(at, end))[0]
+            until = min(end, at + TASK_RECORDS)
+            told = run_tasks(self.spark, 1, self._windows(at, until))[0]
             self.state = open_published(self.pipeline.lake, self.plan.output.pool, self.topic)
-            if (self.state.window, self.state.verified) != (announced, at):
+            if (self.state.window, self.state.verified) != told:
                 raise _overtaken(self.topic)
-            at = announced
+            at = until
             if progress is not None:
                 progress(at - first, end - first)
         if first < end or self.state.verified is None:
             self._commit(end, end)
             crash_point("publish:window-closed")
 
-    def _window(self, first: int, end: int) -> Callable[[int], int]:
-        """The task that announces and sends one window, from ``first`` up to ``end`` at the most, and says where it ended.
+    def _windows(self, first: int, end: int) -> Callable[[int], tuple[int | None, int | None]]:
+        """The task that announces and sends the windows from ``first`` up to ``end``, and says what it announced last.
 
-        It encodes the window and measures its records before it announces it: one that can't be sent then leaves nothing
-        behind. Should a publisher that took this one for dead, since it did not begin for longer than ``settle``, have
-        announced another, what that one sent is not foreign."""
+        It encodes a window and measures its records before it announces it: one that can't be sent then leaves nothing
+        behind. That is done while the window before it is on its way: what is announced and not verified may be two
+        windows. Should a publisher that took this one for dead, since it announced nothing for longer than ``settle``,
+        have announced another, what that one sent is not foreign."""
         staged, kafka, topic_id = self.staged, self.kafka, self.topic_id
         lake, pool = self.pipeline.lake, self.plan.output.pool
         known = (self.state.window, self.state.verified)
-        records, size = min(end - first, WINDOW_RECORDS), WINDOW_BYTES
+        records, size = WINDOW_RECORDS, WINDOW_BYTES
 
-        def work(_: int) -> int:
+        def work(_: int) -> tuple[int | None, int | None]:
             _refuse_second_attempt(staged.topic)
-            rows = list(_bounded(encoded_rows(staged, first, first + records), size))
-            until = first + sum(len(batch) for batch in rows)
-            check_sizes(kafka, staged.topic, 0, first, rows)
+            announced = known
             now = open_published(lake, pool, staged.topic)
-            if (now.window, now.verified) != known:
-                raise _overtaken(staged.topic)
-            commit_published(lake, pool, now, window=until, verified=first, topic_id=topic_id)
-            crash_point("publish:window-announced")
-            write_in_order(kafka, staged.topic, 0, first, rows)
-            return until
+            rows = encoded_rows(staged, first, end)
+            with ahead(windows(rows, records, size)) as encoded, InOrder(kafka, staged.topic, 0, first) as writer:
+                for window in encoded:
+                    if (now.window, now.verified) != announced:
+                        raise _overtaken(staged.topic)
+                    writer.check_sizes(window)
+                    announced = writer.sent + sum(len(batch) for batch in window), writer.verified
+                    until, verified = announced
+                    now = commit_published(lake, pool, now, window=until, verified=verified, topic_id=topic_id)
+                    crash_point("publish:window-announced")
+                    for batch in window:
+                        writer.write(batch)
+            return announced
 
         return work
 
@@ -331,15 +339,6 @@ class _Publisher:
         self.state = commit_published(
             self.pipeline.lake, pool, self.state, window=window, verified=verified, topic_id=self.topic_id
         )
-
-
-def _bounded(batches: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:
-    """The first of ``batches``, until they have ``size`` bytes."""
-    for batch in batches:
-        yield batch
-        size -= batch.nbytes
-        if size <= 0:
-            return
 
 
 def _overtaken(topic: str) -> CommitConflict:

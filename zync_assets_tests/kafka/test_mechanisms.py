@@ -13,7 +13,7 @@ import pytest
 from zync_assets.errors import AuthenticationFailed, CertificateRejected
 from zync_assets.kafka.reader import check_range, open_consumer, read_range
 from zync_assets.kafka.topics import create_topic, topic_state
-from zync_assets.kafka.writer import write_in_order
+from zync_assets.kafka.writer import InOrder
 from zync_assets_tests.network.secured import Secured
 
 TABLE = "table: ways into the broker: accepted, wrong secret, wrong CA, wrong host"
@@ -29,7 +29,8 @@ def accepted(kafka: Kafka) -> list[bytes]:
     topic = "t" + secrets.token_hex(4)
     create_topic(kafka, topic, 1, 1, {})
     batch = pa.record_batch({"key": [b"k", None], "value": [b"v", b"w"]})
-    assert write_in_order(kafka, topic, 0, 0, [batch]) == 2
+    with InOrder(kafka, topic, 0, 0) as writer:
+        writer.write(batch)
     return [value.as_py() for part in read_range(kafka, topic, 0, 0, 2) for value in part["value"]]
 
 

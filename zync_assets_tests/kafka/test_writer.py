@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -11,11 +11,22 @@ import pytest
 from confluent_kafka import Producer
 
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing
-from zync_assets.kafka import writer
+from zync_assets.kafka import handover, writer
+from zync_assets.kafka.handover import Handover
 from zync_assets.kafka.reader import HEADERS, read_range
 from zync_assets.kafka.topics import create_topic, high_watermark
-from zync_assets.kafka.writer import write_in_order
+from zync_assets.kafka.writer import InOrder
 from zync_assets_tests.kafka.conftest import Fill
+
+
+def write_in_order(
+    kafka: dict[str, str], topic: str, partition: int, first: int, batches: Iterable[pa.RecordBatch]
+) -> int:
+    with InOrder(kafka, topic, partition, first) as writer:
+        for each in batches:
+            writer.write(each)
+    assert writer.sent == writer.confirmed == writer.verified
+    return writer.sent
 
 
 def batch(values: list[bytes | None], keys: list[bytes | None] | None = None) -> pa.RecordBatch:
@@ -65,6 +76,22 @@ def test_keys_tombstones_and_headers(kafka: dict[str, str], topic: str) -> None:
         (b"k", None, headers),
         (None, b"v", None),
     ]
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_records_go_to_librdkafka_straight_from_memory_or_one_by_one(
+    kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch, straight: bool
+) -> None:
+    if not straight:
+        monkeypatch.setattr(handover, "_librdkafka", None)
+    assert Handover(Producer(kafka), topic, 0).possible == straight
+    keys: list[bytes | None] = [b"left", None, b"", b"k", None, b"", b"key", b"k"]
+    given: list[bytes | None] = [b"out", b"v", b"", None, b"", b"value", None, b"v"]
+    only_empty = batch([None, b"", b"", None], [b"", b"", None, b""])
+    assert write_in_order(kafka, topic, 0, 0, [batch(given, keys).slice(1), only_empty]) == 11
+    found = [(row["key"], row["value"]) for row in rows(kafka, topic)]
+    assert found[:7] == list(zip(keys, given, strict=True))[1:]
+    assert found[7:] == [(b"", None), (b"", b""), (None, b""), (b"", None)]
 
 
 @pytest.mark.parametrize("first", [0, 1])

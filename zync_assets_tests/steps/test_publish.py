@@ -81,8 +81,10 @@ def test_all_that_is_staged_is_published_and_then_nothing_is_to_do(make: Make) -
     assert ids(it) == [(number, number) for number in range(5)]
 
 
-def test_windows_follow_each_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("task", [100, 3])
+def test_windows_follow_each_other(make: Make, monkeypatch: pytest.MonkeyPatch, task: int) -> None:
     monkeypatch.setattr(step, "WINDOW_RECORDS", 2)
+    monkeypatch.setattr(step, "TASK_RECORDS", task)
     it = make(5)
     it.publish()
     assert ids(it) == [(number, number) for number in range(5)]
