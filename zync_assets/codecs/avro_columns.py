@@ -14,6 +14,7 @@ in several blocks) makes it *odd*: its row is to be read again by fastavro, whos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,13 @@ CHUNK = 16_384
 
 _STOP = np.uint64(0x8080808080808080)
 _BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
+_JOINS = [
+    (1, np.uint64(0x7F007F007F007F00), np.uint64(1)),
+    (2, np.uint64(0x3FFF00003FFF0000), np.uint64(2)),
+    (4, np.uint64(0x0FFFFFFF00000000), np.uint64(4)),
+]
+"""How a varint's bits are put together, pair by pair: longer ones than this have a higher half, those bits, and it is so
+many bits too high."""
 _FEW, _MANY = 16, 64
 
 
@@ -118,27 +126,34 @@ def _long(span: Span, valid: Mask | None) -> Ints:
     words = span.source.words[span.pos]
     if not (words & np.uint64(0x80)).any():
         raw = words & np.uint64(0x7F)
-        length: Ints | int = 1
+        length = np.uint8(1)
     else:
-        stop = ~words
-        stop &= _STOP
-        low = stop & (~stop + np.uint64(1))
-        mask = low | (low - np.uint64(1))
-        length = (np.bitwise_count(mask) >> 3).astype(np.int64)
-        raw = words & mask & _BITS
-        raw = (raw & np.uint64(0x007F007F007F007F)) | ((raw & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
-        raw = (raw & np.uint64(0x00003FFF00003FFF)) | ((raw & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
-        raw = (raw & np.uint64(0x0FFFFFFF)) | ((raw & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
-        longer = stop == 0
-        if longer.any():
+        raw = ~words
+        raw &= _STOP
+        longer = None if raw.all() else raw == 0
+        # All bits up to the lowest one that is set: the varint's own.
+        raw ^= raw - np.uint64(1)
+        length = np.bitwise_count(raw) >> 3
+        raw &= words
+        raw &= _BITS
+        longest = length.max()
+        for size, high, shift in _JOINS:
+            if longest > size:
+                # The higher half of each pair moves down to the lower one, over the bits between them.
+                moved = raw & high
+                moved -= moved >> shift
+                raw -= moved
+        if longer is not None:
             _long_tail(span, longer if valid is None else longer & valid, raw, length)
-    values = (raw >> np.uint64(1)).astype(np.int64)
-    values ^= -(raw & np.uint64(1)).astype(np.int64)
-    span.move(span.pos + (length if valid is None else np.where(valid, length, 0)))
-    return values
+    sign = raw & np.uint64(1)
+    np.negative(sign, out=sign)
+    raw >>= np.uint64(1)
+    raw ^= sign
+    span.move(span.pos + (length if valid is None else length * valid))
+    return raw.view(np.int64)
 
 
-def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: Ints) -> None:
+def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: npt.NDArray[np.integer[Any]]) -> None:
     """The ninth and tenth byte of the varints that have them."""
     at = span.pos[longer] + 8
     ninth = span.source.bytes[np.minimum(at, len(span.source.bytes) - 2)].astype(np.uint64)

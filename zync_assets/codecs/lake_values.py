@@ -4,9 +4,6 @@ Plain values are those of ``avro_types.plain_type``, the lake's those of ``lake_
 arrays and raise ValueError (pyarrow's errors are ValueErrors) if one value does not fit; ``nested.isolate`` finds it.
 """
 
-# pyarrow.compute makes its functions when it is imported: no checker sees them.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import decimal
@@ -20,7 +17,6 @@ import pyarrow as pa
 from zync_assets.codecs.avro_schema import Node
 from zync_assets.codecs.avro_types import MAX_DECIMAL, TIMESTAMP, lake_type, members, plain_type
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of, validity_buffer
-from zync_assets.compute import pc
 
 Convert = Callable[[Node, pa.Array], pa.Array]
 
@@ -72,41 +68,53 @@ def _timestamp_from_lake(node: Node, array: pa.Array) -> pa.Array:
 def _decimal_to_lake(node: Node, array: pa.Array) -> pa.Array:
     if node.precision > MAX_DECIMAL:
         return _by_value(array, pa.string(), lambda raw: _digits(raw, node))
-    lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    if len(lengths) and lengths.max() > 16:
+    type = pa.decimal128(node.precision, node.scale)
+    if len(array) == 0:
+        return pa.nulls(0, type)
+    valid = is_valid(array)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]
+    lengths = np.diff(offsets)
+    if valid is not None:
+        lengths *= valid
+    longest = lengths.max(initial=0)
+    if longest > 16:
         short = _by_value(array, pa.binary(), lambda raw: _number(raw, node).to_bytes(16, "big", signed=True))
         return _decimal_to_lake(node, short)
-    raw = _data(array)
-    starts = np.cumsum(lengths) - lengths
-    padded = np.zeros(len(raw) + 32, dtype=np.uint8)
-    padded[16 : 16 + len(raw)] = raw
+    data = array.buffers()[2]
+    raw = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]] if data else np.zeros(0, np.uint8)
+    padded = np.zeros(len(raw) + 16, dtype=np.uint8)
+    padded[16:] = raw
     # The 16 bytes that end where a value ends, as two big-endian words; what is before the value becomes its sign.
-    words = np.ndarray((len(padded) - 8,), dtype=">u8", buffer=padded.data, strides=(1,))
-    at = starts + lengths
-    low, high = words[at + 8].astype(np.uint64), words[at].astype(np.uint64)
-    negative = (padded[16 + np.minimum(starts, max(len(raw) - 1, 0))] >= 0x80) & (lengths > 0)
-    sign = np.where(negative, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0))
-    low = _extend(low, sign, lengths)
-    high = _extend(high, sign, lengths - 8)
-    pairs = np.column_stack([low, high]).ravel()
-    type = pa.decimal128(node.precision, node.scale)
-    made = pa.Array.from_buffers(type, len(array), [validity_buffer(is_valid(array)), pa.py_buffer(pairs)])
-    made.validate(full=True)
+    words = np.ndarray((len(padded) - 7,), dtype=">i8", buffer=padded.data, strides=(1,))
+    at = (offsets[:-1] - offsets[0]).astype(np.int64) + lengths
+    pairs = np.empty((len(array), 2), dtype=np.int64)
+    low, high = pairs[:, 0], pairs[:, 1]
+    low[:] = words[at + 8]
+    if longest <= 8:
+        _extend(low, lengths)
+        np.right_shift(low, 63, out=high)
+    else:
+        high[:] = words[at]
+        _extend(high, lengths - 8)
+        short = lengths <= 8
+        part = low[short]
+        _extend(part, lengths[short])
+        low[short] = part
+        high[short] = part >> 63
+    made = pa.Array.from_buffers(type, len(array), [validity_buffer(valid), pa.py_buffer(pairs)])
+    limit = 10 ** min(node.precision, 18)
+    if longest > 8 or low.max() >= limit or low.min() <= -limit:
+        made.validate(full=True)
     return made
 
 
-def _extend(word: Any, sign: Any, count: Any) -> Any:
-    """``word`` with only its lowest ``count`` bytes kept, the others set to ``sign``."""
-    bits = (np.clip(count, 0, 8) * 8).astype(np.uint64)
-    mask = np.where(bits == 64, ~np.uint64(0), (np.uint64(1) << (bits & np.uint64(63))) - np.uint64(1))
-    return (word & mask) | (sign & ~mask)
-
-
-def _data(array: pa.Array) -> Any:
-    """The bytes of a binary array's values, one after the other, nulls taking none."""
-    whole = pa.concat_arrays([array.fill_null(b"")]).take(pa.array(np.arange(len(array))))
-    data = whole.buffers()[2]
-    return np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
+def _extend(words: Any, count: Any) -> None:
+    """Keep only the lowest ``count`` bytes of each signed word (0 where there are none), with the sign of the highest of
+    them."""
+    unused = (8 - np.clip(count, 0, 8)).astype(np.int64) * 8
+    # numpy shifts by a word's whole width to 0.
+    words <<= unused
+    words >>= unused
 
 
 def _decimal_from_lake(node: Node, array: pa.Array) -> pa.Array:

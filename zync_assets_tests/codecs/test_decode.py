@@ -298,6 +298,31 @@ def test_values_out_of_a_type_s_range_are_bad_alone() -> None:
 BY_TOPIC = {"subject.name.strategy": topic_subject_name_strategy}
 
 
+@pytest.mark.parametrize("precision", [3, 17, 18, 19, 38])
+def test_decimals_of_every_length_are_read_as_python_reads_them(precision: int) -> None:
+    schema = record(
+        "Row", price=["null", {"type": "bytes", "logicalType": "decimal", "precision": precision, "scale": 0}]
+    )
+    plain = record("Row", price=["null", "bytes"])
+    edges = {
+        sign * (base**power + more)
+        for base in (2, 10)
+        for power in range(64)
+        for more in (-1, 0, 1)
+        for sign in (-1, 1)
+    }
+    shortest = [number.to_bytes((number + (number < 0)).bit_length() // 8 + 1, "big", signed=True) for number in edges]
+    longer = [(b"\xff" if raw[0] >= 0x80 else b"\0") * more + raw for raw in shortest for more in (1, 7, 8)]
+    given = [None, b"", *shortest, *longer]
+    for part in ([raw for raw in given if raw is None or len(raw) <= 8], given):
+        decoded = avro({1: schema}).decode(pa.array(written(1, plain, *({"price": raw} for raw in part))))
+        numbers = [None if raw is None else int.from_bytes(raw, "big", signed=True) for raw in part]
+        fitting = [number is None or abs(number) < 10**precision for number in numbers]
+        assert [item.index for item in decoded.bad] == [index for index, fits in enumerate(fitting) if not fits]
+        prices = [row and row["price"] for row in decoded.values.to_pylist()]
+        assert prices == [number if fits else None for number, fits in zip(numbers, fitting, strict=True)]
+
+
 def test_confluents_own_serializers_speak_the_same(services: Services, unique: str) -> None:
     client = SchemaRegistryClient({"url": services.registry_url})
     schema = json.dumps(V2)
