@@ -25,6 +25,9 @@ Headers: TypeAlias = "str | Mapping[str, str]"
 """The headers of a rule's records: a mapping of names to Spark SQL expressions (strings or binary), or one expression of
 Kafka's own form, an array of structs of ``key`` and ``value``."""
 
+SHARED = "shared"
+"""``spark: {remote: shared}``: a Spark Connect server that is found, or started, on this machine."""
+
 UNAVAILABLE_VALUE = "__debezium_unavailable_value"
 """Debezium's own default of ``unavailable.value.placeholder``."""
 

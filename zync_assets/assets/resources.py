@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dagster import InitResourceContext, ResourceDefinition, resource
 from dagster_pyspark import LazyPySparkResource
 from dagster_spark.utils import flatten_dict
 
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.session import prepared, spark_settings, start_jvm, use_this_machine
+from zync_assets.steps.session import session_with
+from zync_assets.steps.spark_settings import spark_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+class _Spark(LazyPySparkResource):
+    """dagster-pyspark's, its session made as the ``zync`` command makes it."""
+
+    def _init_session(self) -> None:
+        self._spark_session = session(self)
 
 
 def spark_resource(pipeline: Pipeline) -> ResourceDefinition:
@@ -24,7 +32,7 @@ def spark_resource(pipeline: Pipeline) -> ResourceDefinition:
 
     @resource(description="The Spark session of a run, made when it is first needed, with the pipeline's `spark:`.")
     def spark(_: InitResourceContext) -> LazyPySparkResource:
-        return LazyPySparkResource(spark_config=spark_settings(pipeline.spark, pipeline.lake))
+        return _Spark(spark_config=spark_settings(pipeline.spark, pipeline.lake))
 
     return spark
 
@@ -34,7 +42,4 @@ def session(spark: LazyPySparkResource) -> SparkSession:
 
     SetupError if there is no Java that Spark runs on; a session on a remote Spark needs none.
     """
-    if "spark.remote" not in spark.spark_config:
-        use_this_machine()
-        start_jvm({name: str(value) for name, value in flatten_dict(spark.spark_config)})
-    return prepared(cast("SparkSession", spark.spark_session))
+    return session_with({name: str(value) for name, value in flatten_dict(spark.spark_config)})

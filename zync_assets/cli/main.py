@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "consume": Lazy("zync_assets.cli.topics:consume", "The records of a topic as JSON lines."),
     "produce": Lazy("zync_assets.cli.topics:produce", "JSON lines into a topic."),
     "local": Lazy("zync_assets.cli.local:local", "A Kafka broker and a schema registry on this machine."),
+    "spark": Lazy("zync_assets.cli.spark:spark", "Spark servers that stay between commands."),
     "demo": Lazy("zync_assets.cli.demo:demo", "The demo, from nothing to its result."),
     "version": Lazy("zync_assets.cli.version:version", "The versions of everything that matters."),
 }

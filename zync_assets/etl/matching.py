@@ -300,9 +300,10 @@ def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFram
     )
 
 
-def without_dropped(results: DataFrame) -> DataFrame:
+def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
     """The results, those outputs dropped that the output's own condition does not hold for."""
-    if KEPT not in results.columns:
+    # To ask Spark for the columns takes as long as to analyse the whole batch.
+    if all(rule.keep is None for rule in rules) or KEPT not in results.columns:
         return results
     names = [name_sql(name) for name in results.columns if name not in ("kind", KEPT)]
     return results.selectExpr(f"CASE WHEN kind = 'out' AND NOT {KEPT} THEN 'dropped' ELSE kind END AS kind", *names)

@@ -56,7 +56,9 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     parts = list(ranges)
     every, files = raw_files(state), raw_files(state, parts)
     carried = carried_times(every, state.reached)
-    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), carried, files)
+    frame = _with_time(
+        spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema), carried, files
+    )
     # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
     return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
 
@@ -76,7 +78,9 @@ def records_at(spark: SparkSession, state: RawState, places: DataFrame, within: 
     """
     every, files = raw_files(state), raw_files(state, within)
     carried = carried_times(every, state.reached)
-    frame = _with_time(spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema)), carried, files)
+    frame = _with_time(
+        spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema), carried, files
+    )
     from pyspark.sql import functions as F
 
     wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
@@ -97,9 +101,10 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
     return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
 
 
-def _sides(frame: DataFrame) -> DataFrame:
+def _sides(frame: DataFrame, schema: pa.Schema) -> DataFrame:
+    """``schema``: the frame's, known here; to ask Spark takes longer."""
     return frame.selectExpr(
-        "kafka", *(name if name in frame.columns else f"NULL AS {name}" for name in ("key", "value"))
+        "kafka", *(name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
     )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,8 +26,8 @@ def token_option(token: str) -> str:
     return f"-D{TOKEN_PROPERTY}={token}"
 
 
-def spawn(command: Sequence[str], *, cwd: Path, log: Path) -> int:
-    """Start a process in a session of its own, its output in ``log``; its pid.
+def spawn(command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str] | None = None) -> int:
+    """Start a process in a session of its own, its output in ``log``; its pid. ``env``: its whole environment.
 
     The previous log is kept as ``<log>.1``. A shell in between makes the process a child of init, so that
     whoever called this neither has to wait for it nor leaves a zombie.
@@ -38,6 +38,7 @@ def spawn(command: Sequence[str], *, cwd: Path, log: Path) -> int:
     answer = subprocess.run(
         ["/bin/sh", "-c", script, "sh", str(log), *command],
         cwd=cwd,
+        env=env,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zync_assets.errors import PipelineFileError, Problem
-from zync_assets.pipeline import UNAVAILABLE_VALUE, Input, Output, Pipeline, RegistryConfig, Rule
+from zync_assets.pipeline import SHARED, UNAVAILABLE_VALUE, Input, Output, Pipeline, RegistryConfig, Rule
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
@@ -31,6 +31,8 @@ _KEYS = (
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
+_REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
+_WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it where need be, or {SHARED}"
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
@@ -58,7 +60,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     if "metadata.broker.list" not in kafka:
         kafka.setdefault("bootstrap.servers", DEFAULT_BOOTSTRAP_SERVERS)
     lake = read_lake(fields, path, env)
-    spark = _spark(fields)
+    spark = _spark(fields, env)
     settle = fields.number("settle")
     inputs, input_lines = read_inputs(fields)
     outputs = read_outputs(fields, input_lines)
@@ -132,10 +134,14 @@ def _unavailable_value(fields: Fields) -> str | None:
     return text
 
 
-def _spark(fields: Fields) -> dict[str, str]:
+def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
+    default = {"master": "local[*]"}
+    if remote := env.get("SPARK_REMOTE"):
+        # As PySpark has it, and `shared`.
+        default = {"remote": remote}
     table = fields.table("spark")
     if table is None:
-        return {"master": "local[*]"}
+        return _checked_default(fields, default)
     spark = Fields(table, "spark", fields.problems, None)
     found = spark.flat()
     for key in spark.entries:
@@ -144,11 +150,19 @@ def _spark(fields: Fields) -> dict[str, str]:
         elif key not in ("master", "remote") and not key.startswith("spark."):
             near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
             spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
-    if "master" in spark and "remote" in spark:
+    if "master" in spark and "remote" in spark and found.get("remote") != SHARED:
         spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
+    elif not _REMOTE.fullmatch(found.get("remote", SHARED)):
+        spark.problem("remote", _WRONG_REMOTE)
     if "master" not in spark and "remote" not in spark:
-        found["master"] = "local[*]"
+        found |= _checked_default(fields, default)
     return found
+
+
+def _checked_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
+    if not _REMOTE.fullmatch(default.get("remote", SHARED)):
+        fields.problem("spark", f"names no master, and the environment variable SPARK_REMOTE {_WRONG_REMOTE}")
+    return default
 
 
 def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, Output | None]) -> tuple[Rule, ...]:

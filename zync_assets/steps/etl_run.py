@@ -130,7 +130,7 @@ class EtlRun:
         self.waiting.look_up(found)
         for new in found:
             parts += self._denorm(new, types, made_by)
-        return matching.without_dropped(matching.union(parts))
+        return matching.without_dropped(matching.union(parts), self.rules)
 
     def _new(
         self, rule: Denorm, index: int, frames: Mapping[str, DataFrame], taken: Mapping[str, matching.Taken]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from zync_assets.errors import ZyncError
+from zync_assets.errors import SetupError, ZyncError
 from zync_assets.lake import refusals
 
 
@@ -20,8 +20,12 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
         yield
     except (PySparkException, Py4JError) as error:
         text = str(error)
-        of_lake = refusals.missing_file(text) or refusals.disk_refusal("the lake, or Spark's own folder", text)
-        raise (of_lake or raised(said(error))) from error
+        known = (
+            _server_gone(text)
+            or refusals.missing_file(text)
+            or refusals.disk_refusal("the lake, or Spark's own folder", text)
+        )
+        raise (known or raised(said(error))) from error
 
 
 _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")
@@ -32,9 +36,26 @@ def is_of_data(error: Exception) -> bool:
     return _OF_DATA.search(str(error)) is not None
 
 
+_GONE = re.compile(
+    r"StatusCode\.UNAVAILABLE|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
+)
+
+
+def _server_gone(text: str) -> ZyncError | None:
+    """The error for a Spark Connect server that ended, or that can't be reached any more; None for another text."""
+    if _GONE.search(text) is None:
+        return None
+    return SetupError(
+        "the Spark Connect server ended, or can't be reached any more. Nothing of this step is visible, and what was"
+        " committed before is kept: run it again when the server is up; of `remote: shared` another is started then."
+    )
+
+
 def said(error: Exception) -> str:
     """The line of an exception's text that says what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if details := re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE):
+        return details[1]  # of a request to a Spark Connect server
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return lines[-1]  # of a Python worker
     told = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]

@@ -21,6 +21,7 @@ from zync_assets_tests.bench.memory import measure_memory
 from zync_assets_tests.bench.publish import measure_publish
 from zync_assets_tests.bench.rounds import Rounds, say
 from zync_assets_tests.bench.table import COLUMNS
+from zync_assets_tests.bench.warm import measure_warm
 from zync_assets_tests.bench.world import World, world
 
 STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
@@ -32,6 +33,7 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "latency": measure_latency,
     "commits": measure_commits,
     "memory": measure_memory,
+    "warm": measure_warm,
 }
 
 

@@ -73,4 +73,5 @@ def test_each_step_gives_its_rows(tmp_path: Path) -> None:
         "many commits",
         "latency",
         "memory",
+        "warm start",
     }

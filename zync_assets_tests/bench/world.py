@@ -42,13 +42,13 @@ class World:
         """That many records, times the scale that was asked for; even over 8 partitions."""
         return max(8, int(records * self.scale) // 8 * 8)
 
-    def pipeline(self, name: str, rest: str) -> Pipeline:
+    def pipeline(self, name: str, rest: str, spark: str = f'master: "local[{TASKS}]"') -> Pipeline:
         """A pipeline with its lake in this world's folder; ``rest``: its inputs, outputs and transforms."""
         path = self.folder / f"{name}.yaml"
         path.write_text(
             f'name: {name}\nkafka: {{bootstrap.servers: "{self.services.bootstrap_servers}"}}\n'
             f'registry: {{url: "{self.services.registry_url}"}}\nlake: {self.folder / "lakes" / name}\nsettle: 1\n'
-            f'spark: {{master: "local[{TASKS}]"}}\n{rest}'
+            f"spark: {{{spark}}}\n{rest}"
         )
         return pipeline_file.load(path)
 

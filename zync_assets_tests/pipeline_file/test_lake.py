@@ -13,7 +13,7 @@ from zync_assets.errors import PipelineFileError
 from zync_assets.lake import storage
 from zync_assets.pipeline import LakeUri, Pipeline
 from zync_assets.pipeline_file import load
-from zync_assets.steps.session import REQUIRED
+from zync_assets.steps.spark_settings import REQUIRED
 from zync_assets.stores import KINDS
 
 REST = """

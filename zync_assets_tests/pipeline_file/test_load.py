@@ -199,6 +199,7 @@ ERRORS = [
     ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),
     ("inputs:", "registry:\n  url: localhost\ninputs:", 2, "registry.url", "http:// or https://"),
     ("inputs:", "lake: file:x\nspark: {master: a, remote: b}\ninputs:", 2, "spark.remote", "excludes master"),
+    ("inputs:", "spark: {remote: share}\ninputs:", 1, "spark.remote", "must be sc://host:port"),
     ("inputs:", "spark: {sql.ansi: a}\ninputs:", 1, "spark.sql.ansi", "did you mean `spark.sql.ansi`?"),
     ("inputs:", "spark: {spark.master: a}\ninputs:", 1, "spark.spark.master", "write master:"),
     ("inputs:", "lake: s3://\ninputs:", 1, "lake", "names no bucket"),
@@ -399,6 +400,21 @@ def test_the_parts_that_must_be_there(tmp_path: Path) -> None:
         (problem,) = problems(tmp_path, head + empty)
         assert (problem.line, problem.key) == (6, "transforms")
         assert "at least one rule" in problem.message
+
+
+def test_spark_remote_counts_where_the_file_names_no_spark(tmp_path: Path) -> None:
+    def spark(text: str) -> dict[str, str]:
+        return dict(read(tmp_path, text + GOOD, SPARK_REMOTE="shared").spark)
+
+    assert spark("") == {"remote": "shared"}
+    assert spark("spark: {spark.sql.x: 1}\n") == {"remote": "shared", "spark.sql.x": "1"}
+    assert spark("spark: {master: m}\n") == {"master": "m"}
+    assert spark("spark: {remote: 'sc://h:1/;token=t'}\n") == {"remote": "sc://h:1/;token=t"}
+    assert spark("spark: {remote: shared, master: m}\n") == {"remote": "shared", "master": "m"}
+    for text in ("", "spark: {spark.sql.x: 1}\n"):
+        (problem,) = problems(tmp_path, text + GOOD, SPARK_REMOTE="local;token=hunter2")
+        assert problem.key == "spark" and "SPARK_REMOTE must be sc://host:port" in problem.message
+        assert "hunter2" not in problem.message
 
 
 def test_a_secret_is_never_said(tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""Spark Connect servers of this user on this machine, one for each set of settings: found, started once, stopped.
+
+A server's folder is named after all that its answers depend on: Spark's properties, the interpreter, the versions, this
+package's own code, and the environment that Spark's tasks see. So a client never meets a server that runs other code than
+its own. In the folder, which nobody else may read, are ``server.json`` (what the server is started with, secrets too),
+``ready.json`` (where it listens), the lock of those who start it, and its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+import zync_assets
+from zync_assets.errors import SetupError
+from zync_assets.local import processes
+
+START_SECONDS = 240.0
+"""How long a start may take; the first one on a machine writes the archive of Spark's classes."""
+IDLE_SECONDS = 1800.0
+"""A server ends by itself when it had no session for so long."""
+LOG = "server.log"
+MODULE = "zync_assets.steps.spark_server"
+"""What runs in a server's process."""
+TAIL_LINES = 10
+
+_GIVEN, _READY, _LOCK = "server.json", "ready.json", "server.lock"
+_SEEN_BY_TASKS = re.compile(
+    r"(?i)(AWS|AZURE|GOOGLE)_|.*_PROXY$|(SPARK_HOME|SPARK_CONF_DIR|HADOOP_CONF_DIR|ZYNC_NATIVE)$"
+)
+"""Environment variables that Spark or its tasks look at; a server keeps those of its start."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a server is started with. ``token`` is on its command line and no secret; ``secret`` is what clients show."""
+
+    token: str
+    secret: str = field(repr=False)
+    settings: Mapping[str, str] = field(repr=False)
+    idle_seconds: float = IDLE_SECONDS
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers."""
+
+    folder: Path
+    port: int
+    pid: int
+    started: float
+    """Seconds since the epoch."""
+    master: str
+    secret: str = field(repr=False)
+
+
+def home() -> Path:
+    """The folder of all servers: ``$ZYNC_SPARK_DIR``, else ``~/.zync/spark``."""
+    return Path(os.environ.get("ZYNC_SPARK_DIR") or "~/.zync/spark").expanduser().resolve()
+
+
+def folder_of(settings: Mapping[str, str]) -> Path:
+    """The folder of the server with these Spark properties, for this process's code and environment."""
+    parts = {
+        "settings": dict(settings),
+        "python": [sys.executable, os.environ.get("PYSPARK_PYTHON", sys.executable), python_path()],
+        "versions": [importlib.metadata.version("pyspark"), sys.version],
+        "code": _code(),
+        "environment": {name: value for name, value in os.environ.items() if _SEEN_BY_TASKS.match(name)},
+    }
+    return home() / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def python_path() -> str:
+    """PYTHONPATH for a server that runs elsewhere: absolute, and with this package where it is not installed."""
+    given = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    root = Path(zync_assets.__file__).resolve().parents[1]
+    own = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
+    return os.pathsep.join(dict.fromkeys([*own, *given]))
+
+
+@functools.cache
+def _code() -> tuple[str, int, int]:
+    """Where this package is, how many modules it has and when one of them was last changed, as this process has them."""
+    root = Path(zync_assets.__file__).resolve().parent
+    times = [path.stat().st_mtime_ns for path in root.rglob("*.py")]
+    return str(root), len(times), max(times)
+
+
+def find(folder: Path) -> Server | None:
+    """The server of that folder, if it runs and listens."""
+    given, ready = load(folder), _read(folder / _READY)
+    if given is None or ready is None or ready.get("token") != given.token:
+        return None
+    if processes.find(given.token, ready["pid"]) is None:
+        return None
+    master = given.settings.get("spark.master", "")
+    return Server(folder, ready["port"], ready["pid"], ready["started"], master, given.secret)
+
+
+def find_all() -> list[Server]:
+    """The servers of this user that run, the oldest first."""
+    found = [find(path.parent) for path in home().glob(f"*/{_READY}")]
+    return sorted((server for server in found if server is not None), key=lambda server: server.started)
+
+
+def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = IDLE_SECONDS) -> Server:
+    """The server of that folder, started if it does not run; of several processes that ask at once one starts it.
+
+    Raises SetupError with the end of its log if it does not start.
+    """
+    with _locked(folder):
+        server = find(folder)
+        if server is not None:
+            return server
+        given = load(folder)
+        if given is None or processes.find(given.token, None) is None:
+            given = Given(secrets.token_hex(8), secrets.token_urlsafe(32), settings, idle_seconds)
+            (folder / _READY).unlink(missing_ok=True)
+            # On disk before the process is there: who is killed in between leaves one that can be found.
+            _write(folder / _GIVEN, {**vars(given), "settings": dict(settings)})
+            command = [sys.executable, "-m", MODULE, processes.token_option(given.token), str(folder)]
+            processes.spawn(command, cwd=folder, log=folder / LOG, env=_environment())
+        return _awaited(folder, given.token)
+
+
+def stop(server: Server) -> None:
+    """End a server; what its clients are at fails."""
+    with _locked(server.folder):
+        process = processes.find(load_token(server.folder), server.pid)
+        if process is not None:
+            # Its JVM ends with it, and is waited for.
+            family = [process, *process.children(recursive=True)]
+            processes.stop([process])
+            processes.stop(processes.wait(family, 20.0), gently=False)
+        for name in (_READY, _GIVEN):
+            (server.folder / name).unlink(missing_ok=True)
+
+
+def load_token(folder: Path) -> str:
+    """The token of the last start."""
+    given = load(folder)
+    return "" if given is None else given.token
+
+
+def load(folder: Path) -> Given | None:
+    """What the server of that folder was started with last; None where there was none."""
+    found = _read(folder / _GIVEN)
+    return None if found is None else Given(**found)
+
+
+def listening(folder: Path, token: str, port: int) -> None:
+    """Tell those who wait that the server with that token, which is this process, listens."""
+    _write(folder / _READY, {"token": token, "port": port, "pid": os.getpid(), "started": time.time()})
+
+
+def ended(folder: Path, token: str) -> None:
+    """Take back what ``listening`` told."""
+    ready = _read(folder / _READY)
+    if ready is not None and ready.get("token") == token:
+        (folder / _READY).unlink(missing_ok=True)
+
+
+def _awaited(folder: Path, token: str) -> Server:
+    deadline = time.monotonic() + START_SECONDS
+    pid: int | None = None
+    while time.monotonic() < deadline:
+        # Looked at before its word is: it may say that it listens, and end.
+        process = processes.find(token, pid)
+        if process is None:
+            raise SetupError(f"The Spark server ended while it started.{_tail(folder)}")
+        pid = process.pid
+        server = find(folder)
+        if server is not None:
+            return server
+        time.sleep(0.05)
+    raise SetupError(f"The Spark server did not answer within {START_SECONDS:.0f} s.{_tail(folder)}")
+
+
+def _environment() -> dict[str, str]:
+    # The switches of PySpark's client are not for a server, nor are the points at which a client is to die.
+    hidden = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_LOCAL_REMOTE", "ZYNC_CRASH", "ZYNC_CRASH_ROOT")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PYTHONPATH": python_path()}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    try:
+        for path in (folder.parent, folder):
+            path.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        with FileLock(folder / _LOCK, timeout=START_SECONDS):
+            yield
+    except Timeout as error:
+        raise SetupError(f"Another process starts or stops the Spark server of {folder} and does not end.") from error
+    except OSError as error:
+        raise SetupError(f"The folder {folder} can't be used for a Spark server: {error}.") from error
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise SetupError(f"{path} can't be read ({error}): remove it.") from error
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    """Whole or not at all, for this user alone."""
+    new = path.with_name(path.name + ".new")
+    new.touch(mode=0o600)
+    new.write_text(json.dumps(content))
+    new.replace(path)
+
+
+def _tail(folder: Path) -> str:
+    """The last lines of the log, as the end of a message; no stack frames."""
+    try:
+        lines = (folder / LOG).read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = [f"  {line}" for line in lines if line.strip() and not line.startswith((" ", "\t", "Traceback", "WARNING"))]
+    return f" From {folder / LOG}:\n" + "\n".join(told[-TAIL_LINES:])

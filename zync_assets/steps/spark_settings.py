@@ -1,0 +1,74 @@
+"""Spark's properties for a pipeline: defaults, the file's own, and those that results depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from zync_assets.lake import storage
+from zync_assets.local.jars import spark_s3_jars
+from zync_assets.local.java import find_java
+from zync_assets.pipeline import SHARED
+
+SECRET = "(?i)secret|password|passphrase|token|credential|access[._-]?key|account[._-]?key|sas[._-]"
+"""Spark properties whose names say that they hold a secret: never on a command line, nor in Spark's log and pages."""
+
+_SHORT = "-XX:TieredStopAtLevel=1"
+_LONG = (
+    "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 -XX:Tier4CompileThreshold=150000"
+    " -XX:Tier4BackEdgeThreshold=400000 -XX:+UseParallelGC"
+)
+"""HotSpot's compilers. The quick one alone starts a session and does a small first batch in half the time; the optimising one
+halves the time of large batches, after tens of CPU seconds. Ten times its usual thresholds keep it to what is really hot.
+The collector that stops the world takes a tenth less of a large batch than the one beside it, and nobody waits for a pause."""
+
+_DEFAULTS = {
+    "spark.master": "local[*]",
+    "spark.app.name": "zync_assets",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "1536m",
+    "spark.sql.shuffle.partitions": "8",
+    # A batch's results are kept for a moment and read twice: to compress them takes longer than to read them.
+    "spark.sql.inMemoryColumnarStorage.compressed": "false",
+    # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+    "spark.redaction.regex": SECRET,
+}
+
+REQUIRED = {
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    "spark.sql.requireAllClusterKeysForCoPartition": "false",
+    "spark.sql.caseSensitive": "false",
+    # Readers' and writers' options stand in plans. Spark's own pattern has no `fs.azure.account.key`.
+    "spark.sql.redaction.options.regex": "(?i)url|secret|password|token|key",
+}
+"""Settings that results, or secrets, depend on; set on every session that is used, whoever made it."""
+
+
+def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:
+    """Spark's properties for a pipeline's ``spark:``: its own win over the defaults. ``long``: for a session that goes on.
+
+    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``. For a ``lake`` in S3 the jars that read it
+    are added (and fetched the first time), unless ``spark:`` names a hadoop-aws; a remote Spark has jars of its own, but for
+    the shared one, which is started with these settings.
+    """
+    own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
+    log = Path(__file__).with_name("log4j2.properties").as_uri()
+    remote = own.get("spark.remote")
+    java = f"{_LONG if long or remote == SHARED else _SHORT} -Dlog4j2.configurationFile={log}"
+    settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
+    if remote not in (None, SHARED):
+        del settings["spark.master"]
+    settings |= own
+    named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
+    if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in named):
+        ours = map(str, spark_s3_jars(find_java))
+        settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(ours))
+    return settings
