@@ -6,16 +6,20 @@ right is checked by counting before the commit: new records = sources of outputs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 STRIDE = 1_000_000
 """Offsets of one partition that are made into ranges together, in one task."""
+
+FEW = 20_000
+"""Rows that are fetched and made into ranges here, rather than by Spark jobs that each take longer than a small batch."""
 
 _EDGES = ("open", "close")
 _FIELDS = (
@@ -72,6 +76,51 @@ def completed(rows: DataFrame) -> DataFrame:
             "CASE WHEN kind = 'dropped' THEN kind END AS text",
         )
     )
+
+
+def few_rows(ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row]) -> list[dict[str, object]]:
+    """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: from ``exceptions`` and ``failed``."""
+    places: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in sorted(found, key=lambda row: row["first"]):
+        places[row["topic"], row["partition"]].append(row)
+    made: list[dict[str, object]] = []
+    for topic, parts in sorted(ranges.items()):
+        for part in normalize(parts):
+            inside = [row for row in places[topic, part.partition] if part.first <= row["first"] < part.end]
+            made += _covering(topic, part, inside)
+    return made
+
+
+def _covering(topic: str, part: OffsetRange, found: Iterable[Row]) -> Iterator[dict[str, object]]:
+    """Entries that cover one range: what is found there, neighbours of one class as one, and done between."""
+    last: dict[str, Any] = {"kind": "open", "end": part.first}
+    for row in found:
+        text = row["text"] if "text" in row else None  # noqa: SIM401 (a Row has no get)
+        if row["first"] > last["end"]:
+            yield from _closed(last)
+            last = _done(topic, part.partition, last["end"], row["first"])
+        if row["kind"] == last["kind"] != "pending" and text is None and last["text"] is None:
+            last = last | {"end": row["end"], "count": last["count"] + 1}
+            continue
+        yield from _closed(last)
+        names = ("kind", "topic", "partition", "first", "end", "rule")
+        last = {name: row[name] for name in names} | {
+            "hash": row["hash"] if "hash" in row else None,  # noqa: SIM401
+            "count": 1,
+            "text": text,
+        }
+    yield from _closed(last)
+    if last["end"] < part.end:
+        yield _done(topic, part.partition, last["end"], part.end)
+
+
+def _closed(entry: dict[str, Any]) -> Iterator[dict[str, object]]:
+    if entry["kind"] != "open":
+        yield entry
+
+
+def _done(topic: str, partition: int, first: int, end: int) -> dict[str, Any]:
+    return {"kind": "done", "topic": topic, "partition": partition, "first": first, "end": end}
 
 
 def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:

@@ -260,8 +260,15 @@ class EtlRun:
         others = ledger.exceptions(rows)
         if bad is not None:
             others = others.unionByName(bad, allowMissingColumns=True)
-        if failed := self.failures.of(self.plan, old=False):
+        failed = self.failures.of(self.plan, old=False)
+        if failed:
             others = others.unionByName(ledger.failed(self.spark, map(astuple, failed)), allowMissingColumns=True)
+        if bad is None and sum(row.entries for row in found if row.kind != "out" or row.old) <= ledger.FEW:
+            fetched = others.unionByName(ledger.completed(rows), allowMissingColumns=True) if waited else others
+            each = fetched.collect()
+            entries = ledger.few_rows(covered, [row for row in each if row["kind"] != "completed"])
+            entries += [row.asDict() for row in each if row["kind"] == "completed"]
+            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
         entries_frame = ledger.ledger_rows(self.spark, covered, others)
         if waited:
             entries_frame = entries_frame.unionByName(ledger.completed(rows))

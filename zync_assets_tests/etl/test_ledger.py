@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.etl import ledger
-from zync_assets.etl.ledger import cut_at_strides, ledger_rows, whole_ranges
+from zync_assets.etl.ledger import cut_at_strides, few_rows, ledger_rows, whole_ranges
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ def entries(
     spark: SparkSession, ranges: dict[str, list[OffsetRange]], *found: tuple[Any, ...]
 ) -> list[tuple[Any, ...]]:
     frame = spark.createDataFrame([(*item, None, None)[:7] for item in found], FOUND)
-    rows = ledger_rows(spark, ranges, frame).collect()
-    return sorted((row.topic, row.partition, row.first, row.end, row.kind, row["count"]) for row in rows)
+    names = ("topic", "partition", "first", "end", "kind", "count", "rule", "hash", "text")
+    rows = {tuple(row[name] for name in names) for row in ledger_rows(spark, ranges, frame).collect()}
+    fetched = {tuple(map(row.get, names)) for row in few_rows(ranges, frame.collect())}
+    assert fetched == rows, "what is fetched makes the same entries as Spark jobs"
+    return sorted(row[:6] for row in rows)
 
 
 def test_a_batch_in_which_all_is_done_is_a_range_a_partition() -> None:
@@ -71,8 +74,12 @@ def test_what_is_between_two_ranges_is_in_no_entry(spark: SparkSession) -> None:
 def test_each_record_that_a_rule_failed_on_keeps_its_reason(spark: SparkSession) -> None:
     found = ledger.failed(spark, [("t", 0, 1, "rule", "why"), ("t", 0, 2, "rule", "because")])
     others = spark.createDataFrame([("quarantined", "t", 0, 3, 4, None, None)], FOUND)
-    rows = ledger_rows(spark, {"t": [OffsetRange(0, 0, 5)]}, found.unionByName(others, allowMissingColumns=True))
-    kept = sorted((row.first, row.end, row.kind, row.rule, row.text) for row in rows.collect())
+    both, ranges = found.unionByName(others, allowMissingColumns=True), {"t": [OffsetRange(0, 0, 5)]}
+    kept = sorted(
+        (row["first"], row.end, row.kind, row.rule, row.text) for row in ledger_rows(spark, ranges, both).collect()
+    )
+    names = ("first", "end", "kind", "rule", "text")
+    assert [tuple(map(row.get, names)) for row in few_rows(ranges, both.collect())] == kept
     assert kept == [
         (0, 1, "done", None, None),
         (1, 2, "quarantined", "rule", "why"),
