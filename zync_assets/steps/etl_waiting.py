@@ -74,6 +74,7 @@ class Waiting:
             )
             .select("rule", "topic", "partition", "first")
         )
+        self.release()  # of an attempt whose join keys failed
         self._places = met.persist()
         found: dict[Side, list[OffsetRange]] = defaultdict(list)
         for row, span in reading.spans(self._places, "rule", "topic"):
