@@ -15,8 +15,9 @@ from zync_assets.offsets import OffsetRange, normalize, split
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-STRIDE = 1_000_000
-"""Offsets of one partition that are made into ranges together, in one task."""
+STRIDE = 100_000
+"""Offsets of one partition that are made into ranges together, in one task: few, so that a batch of one partition has work
+for many tasks."""
 
 FEW = 20_000
 """Rows that are fetched and made into ranges here, rather than by Spark jobs that each take longer than a small batch."""
