@@ -56,6 +56,8 @@ def staged(world: World, records: int) -> Pipeline:
     name = f"publish-{records}"
     pipeline = world.pipeline(name, REST.format(out=f"bench-{name}"))
     world.empty(pipeline)
+    if topic_states(pipeline.kafka, [pipeline.outputs[0].topic]):
+        delete_topic(pipeline.kafka, pipeline.outputs[0].topic)  # of an earlier run
     for first in range(0, records, 1_000_000):
         numbers = np.arange(first, min(first + 1_000_000, records))
         keys = texts("k", numbers)
