@@ -31,7 +31,7 @@ _FIELDS = (
 def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, object]]:
     """Ledger rows of a batch in which every new record is done."""
     return [
-        {"kind": "done", "topic": topic, "partition": part.partition, "first": part.first, "end": part.end}
+        _done(topic, part.partition, part.first, part.end)
         for topic, parts in sorted(ranges.items())
         for part in normalize(parts)
     ]

@@ -54,11 +54,8 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which never runs back within a
     partition. A side that has no type yet is void."""
     parts = list(ranges)
-    every, files = raw_files(state), raw_files(state, parts)
-    carried = carried_times(every, state.reached)
-    frame = _with_time(
-        spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema), carried, files
-    )
+    files = raw_files(state, parts)
+    frame = _timed(spark, state, files)
     # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
     return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
 
@@ -76,11 +73,7 @@ def records_at(spark: SparkSession, state: RawState, places: DataFrame, within: 
 
     ``within``: the spans of the places (see ``spans``). The columns are those of ``record_frame``.
     """
-    every, files = raw_files(state), raw_files(state, within)
-    carried = carried_times(every, state.reached)
-    frame = _with_time(
-        spark, _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema), carried, files
-    )
+    frame = _timed(spark, state, raw_files(state, within))
     from pyspark.sql import functions as F
 
     wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
@@ -99,6 +92,12 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
     """The ledger's entries, with the fields of the account column."""
     schema = pa.schema([("account", ACCOUNT_TYPE)])
     return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
+
+
+def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """The records of some files: ``kafka``, ``key``, ``value``, ``time``."""
+    frame = _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema)
+    return _with_time(spark, frame, carried_times(raw_files(state), state.reached), files)
 
 
 def _sides(frame: DataFrame, schema: pa.Schema) -> DataFrame:

@@ -141,7 +141,8 @@ def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = ID
 def stop(server: Server) -> None:
     """End a server; what its clients are at fails."""
     with _locked(server.folder):
-        process = processes.find(load_token(server.folder), server.pid)
+        given = load(server.folder)
+        process = None if given is None else processes.find(given.token, server.pid)
         if process is not None:
             # Its JVM ends with it, and is waited for.
             family = [process, *process.children(recursive=True)]
@@ -149,12 +150,6 @@ def stop(server: Server) -> None:
             processes.stop(processes.wait(family, 20.0), gently=False)
         for name in (_READY, _GIVEN):
             (server.folder / name).unlink(missing_ok=True)
-
-
-def load_token(folder: Path) -> str:
-    """The token of the last start."""
-    given = load(folder)
-    return "" if given is None else given.token
 
 
 def load(folder: Path) -> Given | None:
