@@ -14,6 +14,7 @@ in several blocks) makes it *odd*: its row is to be read again by fastavro, whos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,14 @@ from zync_assets.codecs.nested import (
     struct_of,
     validity_buffer,
 )
+from zync_assets.compiled import ready
 from zync_assets.compute import pc
 
 Ints = npt.NDArray[np.int64]
 
-CHUNK = 16_384
-"""Records that are read side by side: their positions and values stay in the processor's cache."""
+CHUNK, LARGE_CHUNK = 16_384, 65_536
+"""Records that are read side by side, by numpy and by compiled loops: of numpy's many steps for each field, the positions and
+values have to stay in the processor's cache."""
 
 _STOP = np.uint64(0x8080808080808080)
 _BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
@@ -48,6 +51,8 @@ _JOINS = [
 """How a varint's bits are put together, pair by pair: longer ones than this have a higher half, those bits, and it is so
 many bits too high."""
 _FEW, _MANY = 16, 64
+_ALL: Mask = np.empty(0, dtype=np.bool_)
+"""For compiled loops: all records are valid."""
 
 
 class Source:
@@ -65,6 +70,7 @@ class Source:
         self.halves = np.ndarray((count,), dtype="<u4", buffer=data.data, strides=(1,))
         self.buffer = pa.py_buffer(data)
         self.odd: Mask = np.zeros(records, dtype=np.bool_)
+        self.loops = _loops()
 
 
 @dataclass
@@ -95,8 +101,9 @@ class Span:
 def decode_columns(node: Node, source: Source, starts: Ints, ends: Ints) -> pa.Array:
     """The records at ``starts`` to ``ends``, of the plain type; meaningless where ``source.odd`` is set afterwards."""
     parts: list[pa.Array] = []
-    for first in range(0, len(starts), CHUNK):
-        last = min(first + CHUNK, len(starts))
+    size = CHUNK if source.loops is None else LARGE_CHUNK
+    for first in range(0, len(starts), size):
+        last = min(first + size, len(starts))
         span = Span(source, starts[first:last].copy(), ends[first:last], np.arange(first, last))
         parts.append(_read(node, span, None))
         span.flag(span.pos != span.end)
@@ -121,8 +128,27 @@ def _read(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return _NESTED[node.kind](node, span)
 
 
+def _loops() -> ModuleType | None:
+    """Compiled loops, for a process that has much to read."""
+    if not ready():
+        return None
+    from zync_assets.codecs import avro_loops
+
+    return avro_loops
+
+
+def _varints(loops: ModuleType, span: Span, valid: Mask | None, lengths: bool) -> Ints:
+    values, odd = np.empty(len(span.pos), np.int64), np.zeros(len(span.pos), np.bool_)
+    given = _ALL if valid is None else valid
+    if loops.read_varints(span.source.bytes, span.pos, span.end, given, values, odd, lengths):
+        span.flag(odd)
+    return values
+
+
 def _long(span: Span, valid: Mask | None) -> Ints:
     """A zigzag varint of each record."""
+    if span.source.loops is not None:
+        return _varints(span.source.loops, span, valid, False)
     words = span.source.words[span.pos]
     if not (words & np.uint64(0x80)).any():
         raw = words & np.uint64(0x7F)
@@ -170,6 +196,8 @@ def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: np
 
 def _length(span: Span, valid: Mask | None) -> Ints:
     """A length in bytes or a count of each record: odd ones and those of invalid records are 0."""
+    if span.source.loops is not None:
+        return _varints(span.source.loops, span, valid, True)
     values = _long(span, valid)
     if valid is not None:
         values = np.where(valid, values, 0)
@@ -218,20 +246,31 @@ def _read_bytes(node: Node, span: Span, valid: Mask | None) -> pa.Array:
             length = np.where(over, 0, length)
     else:
         length = _length(span, valid)
+    values = _take_bytes(span, length)
+    if node.kind == "string":
+        values = _text(values, span)
+    if valid is None:
+        return values
+    _, offsets_buffer, data = values.buffers()
+    return pa.Array.from_buffers(values.type, len(length), [validity_buffer(valid), offsets_buffer, data])
+
+
+def _take_bytes(span: Span, length: Ints) -> pa.Array:
+    """The next ``length`` bytes of each record."""
     count = len(length)
+    if span.source.loops is not None:
+        ends = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(length, out=ends[1:])
+        taken = np.empty(ends[-1], np.uint8)
+        span.source.loops.take_bytes(span.source.bytes, span.pos, length, ends, taken)
+        return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(taken)])
     offsets = np.empty(2 * count + 1, dtype=np.int32)
     offsets[0:-1:2] = span.pos
     offsets[1::2] = span.pos + length
     offsets[-1] = offsets[-2]
     span.pos = span.pos + length
     gaps = pa.Array.from_buffers(pa.binary(), 2 * count, [None, pa.py_buffer(offsets), span.source.buffer])
-    values = gaps.take(pa.array(np.arange(0, 2 * count, 2)))
-    if node.kind == "string":
-        values = _text(values, span)
-    if valid is None:
-        return values
-    _, offsets_buffer, data = values.buffers()
-    return pa.Array.from_buffers(values.type, count, [validity_buffer(valid), offsets_buffer, data])
+    return gaps.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
 def _text(values: pa.Array, span: Span) -> pa.Array:
@@ -268,6 +307,18 @@ def _read_enum(node: Node, span: Span, valid: Mask | None) -> pa.Array:
 
 
 def _read_option(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+    there = _there(node, span, valid)
+    return _read(node.child, span, None if there.all() else there)
+
+
+def _there(node: Node, span: Span, valid: Mask | None) -> Mask:
+    """Which records have the option's value, by its tag."""
+    if span.source.loops is not None:
+        there, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
+        given = _ALL if valid is None else valid
+        if span.source.loops.read_tags(span.source.bytes, span.pos, span.end, given, node.null_index, there, odd):
+            span.flag(odd)
+        return there
     tag = span.source.bytes[span.pos]
     there = tag == 2 * (1 - node.null_index)
     wrong = ~there & (tag != 2 * node.null_index)
@@ -276,7 +327,7 @@ def _read_option(node: Node, span: Span, valid: Mask | None) -> pa.Array:
         wrong &= valid
     span.flag(wrong)
     span.move(span.pos + (1 if valid is None else valid.astype(np.int64)))
-    return _read(node.child, span, None if there.all() else there)
+    return there
 
 
 def _read_null(node: Node, span: Span, valid: Mask | None) -> pa.Array:

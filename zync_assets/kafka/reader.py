@@ -7,36 +7,23 @@ for the offset ``end - 1``. Arguments are plain data, so that a Spark task can m
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as ClientError
 
+from zync_assets.compiled import pays
 from zync_assets.errors import DataLoss, TopicMissing
 from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
+from zync_assets.kafka.intake import open_intake
 from zync_assets.kafka.questions import BETWEEN_LEADERS
-
-HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-
-RECORD_SCHEMA = pa.schema(
-    [
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("timestamp", pa.int64()),
-        pa.field("headers", HEADERS),
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-    ]
-)
-"""``timestamp``: milliseconds since the epoch, null where the record has none (see ``timestamps``). ``headers``: null where there
-are none. ``key`` and ``value`` are the record's bytes; null and empty differ, and a null value is a
-tombstone."""
+from zync_assets.kafka.taken import Taken, Trouble, take_messages
 
 STALLED = 60.0
 """Seconds without any progress after which the broker counts as gone."""
@@ -44,12 +31,9 @@ STALLED = 60.0
 PROPAGATION = 5.0
 """Seconds for which a broker that comes back may not know a topic that is there."""
 
-CHUNK = 1000
-"""Messages asked for at once: large enough that a call costs nothing, small enough to see how large they
-are."""
-
-LATEST = 253_402_300_799_999
-"""The last millisecond of the year 9999."""
+FIRST, CHUNK = 1000, 4000
+"""Messages asked for at once, at first and at the most: large enough that a call costs nothing, small enough to see how large
+they are."""
 
 POLL = 0.05
 """Seconds that one call waits for a chunk to fill."""
@@ -106,48 +90,46 @@ def read_range(
     with open_consumer(kafka, doing, uncommitted=uncommitted) as (consumer, connection):
         check_range(consumer, connection, topic, partition, first, end)
         consumer.assign([TopicPartition(topic, partition, first)])
-        columns = _Columns()
-        position = first
-        chunk = min(CHUNK, batch_records)
-        progress = time.monotonic()
-        while position < end:
-            with _no_collection():
-                messages = consumer.consume(min(chunk, end - position), POLL)
+        with _taker(consumer, topic, partition, end - first) as take:
+            consumer.assign([TopicPartition(topic, partition, first)])
+            parts = _Parts()
+            position = first
+            chunk = min(FIRST, batch_records)
+            progress = time.monotonic()
+            while position < end:
+                taken = take(min(chunk, end - position), POLL)
                 connection.raise_missing(topic)
-                if not messages:
+                if not taken.records and not taken.troubles:
                     connection.raise_refused(doing, progress)
                     if time.monotonic() - progress > STALLED:
                         raise connection.unavailable(doing)
                     continue
                 progress = time.monotonic()
                 connection.answered()
-                if any(map(Message.error, messages)):
-                    messages, reached = _split(messages, connection, topic, partition, position, end)
-                    position = max(position, reached)
-                if messages:
-                    size, position = columns.add(messages, position, end)
+                if taken.records:
+                    size = parts.add(taken.records, end)
+                    position = max(position, taken.records["offset"][-1].as_py() + 1)
                     # Large records: ask for fewer at once, so that a batch stays near its limit.
-                    chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(messages) // (8 * size + 1) + 1))
-                # Let go of while nobody collects: see there.
-                del messages
-            if len(columns) >= batch_records or columns.bytes >= batch_bytes:
-                yield columns.take()
-                progress = time.monotonic()
-        if len(columns):
-            yield columns.take()
+                    chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(taken.records) // (8 * size + 1) + 1))
+                for trouble in taken.troubles:
+                    wanted = f"{position} (wanted up to {end})"
+                    position = max(position, end_reported(trouble, connection, f"{topic}/{partition}", wanted) or 0)
+                if len(parts) >= batch_records or parts.bytes >= batch_bytes:
+                    yield parts.take()
+                    progress = time.monotonic()
+            if len(parts):
+                yield parts.take()
 
 
 @contextmanager
-def _no_collection() -> Generator[None]:
-    """Without Python's search for garbage in cycles, where that was on. A chunk's messages are more new objects than it takes
-    to set it off, and are in no cycle: it would look through them a few times, for a third of what reading takes."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+def _taker(consumer: Consumer, topic: str, partition: int, offsets: int) -> Generator[Callable[[int, float], Taken]]:
+    """How messages are taken: see ``intake``, where it pays."""
+    by_message = partial(take_messages, consumer)
+    if not pays(offsets):
+        yield by_message
+        return
+    with open_intake(consumer, topic, partition) as intake:
+        yield by_message if intake is None else intake.take
 
 
 @contextmanager
@@ -215,53 +197,31 @@ def _watermarks(consumer: Consumer, connection: Connection, topic: str, partitio
             return found
 
 
-class _Columns:
-    """The columns of the next batch, chunk by chunk: to look at a message's parts while they are in the processor's cache,
-    and to let go of them then, takes half as long as to keep them until the batch is whole."""
+class _Parts:
+    """The parts of the next batch."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.bytes = 0
-        self._count = 0
-        self._chunks: list[list[pa.Array]] = []
+        self._parts: list[pa.RecordBatch] = []
+        self._count = self.bytes = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, messages: Sequence[Message], position: int, end: int) -> tuple[int, int]:
-        """Append the messages before ``end``; return their size in bytes, and the position after all ``messages``."""
-        # An int for every record; the stubs also think of messages that were not sent yet.
-        offsets = np.fromiter(cast("Iterator[int]", map(Message.offset, messages)), np.int64, len(messages))
-        position = max(position, int(offsets[-1]) + 1)
-        if position > end:
-            offsets = offsets[offsets < end]
-            messages = messages[: len(offsets)]
-        pairs = chain.from_iterable(map(Message.timestamp, messages))
-        times = timestamps(np.fromiter(pairs, np.int64, 2 * len(messages)).reshape(-1, 2))
-        keys = pa.array(list(map(Message.key, messages)), pa.binary())
-        values = pa.array(list(map(Message.value, messages)), pa.binary())
-        headers: list[Any] = list(map(Message.headers, messages))
-        self._chunks.append(
-            [
-                pa.array(offsets),
-                times,
-                headers_array(headers) if any(headers) else pa.nulls(len(messages), HEADERS),
-                keys,
-                values,
-            ]
-        )
-        self._count += len(messages)
-        size = _bytes_of(keys) + _bytes_of(values)
+    def add(self, records: pa.RecordBatch, end: int) -> int:
+        """Append the records before ``end``; return the size of all in bytes."""
+        size = _bytes_of(records["key"]) + _bytes_of(records["value"])
+        if records["offset"][-1].as_py() >= end:
+            records = records.slice(0, int(np.searchsorted(records["offset"].to_numpy(), end)))
+        self._parts.append(records)
+        self._count += len(records)
         self.bytes += size
-        return size, position
+        return size
 
     def take(self) -> pa.RecordBatch:
-        """The batch; the columns are empty again."""
-        columns = [pa.concat_arrays(list(chunks)) for chunks in zip(*self._chunks, strict=True)]
-        self._clear()
-        return pa.RecordBatch.from_arrays(columns, schema=RECORD_SCHEMA)
+        """The batch; there are no parts then."""
+        whole = pa.concat_batches(self._parts)
+        self._parts, self._count, self.bytes = [], 0, 0
+        return whole
 
 
 def _bytes_of(column: pa.Array) -> int:
@@ -269,57 +229,21 @@ def _bytes_of(column: pa.Array) -> int:
     return 0 if data is None else int(data.size)
 
 
-def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
-    """librdkafka's (type, milliseconds), an array of shape (records, 2), as int64; null where the type is "not available",
-    the time is -1 (or before 1970), or past the year 9999, which few readers of a table can tell."""
-    kinds, times = pairs[:, 0], pairs[:, 1]
-    return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
-
-
-def headers_array(headers: Sequence[Sequence[tuple[str, bytes | None]] | None]) -> pa.Array:
-    """Headers as lists of (key, value) structs; null for a record without any."""
-    return pa.array(
-        [[{"key": key, "value": value} for key, value in each] if each else None for each in headers], HEADERS
-    )
-
-
-def _split(
-    messages: Sequence[Message],
-    connection: Connection,
-    topic: str,
-    partition: int,
-    position: int,
-    end: int,
-) -> tuple[list[Message], int]:
-    """The records among ``messages``, and the offset up to which the partition is known to hold no others."""
-    records: list[Message] = []
-    reached = position
-    for message in messages:
-        if message.error() is None:
-            records.append(message)
-            position = (message.offset() or 0) + 1
-        else:
-            wanted = f"{max(reached, position)} (wanted up to {end})"
-            reached = max(reached, end_reported(message, connection, f"{topic}/{partition}", wanted) or 0)
-    return records, reached
-
-
-def end_reported(message: Message, connection: Connection, place: str, wanted: str) -> int | None:
-    """The partition's end, if that is what a ``message`` with an error reports; None for trouble that may pass.
+def end_reported(trouble: Trouble, connection: Connection, place: str, wanted: str) -> int | None:
+    """The partition's end, if that is what is reported; None for trouble that may pass.
 
     Raises anything else as what it is. ``place``: topic and partition; ``wanted``: the offset that was to be read.
     """
-    error = message.error()
-    assert error is not None
+    error = trouble.error
     if error.code() == ClientError._PARTITION_EOF:
-        return message.offset()
+        return trouble.offset
     if error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
         raise DataLoss(
             f"{place} no longer holds offset {wanted}: retention has deleted it, or the topic was created again; "
             "raise the topic's retention, and set on-data-loss: continue on the input to go on after the gap"
         )
-    if not error.fatal() and (message.topic() is None or error.code() in UNREACHABLE):
+    if not error.fatal() and (trouble.topic is None or error.code() in UNREACHABLE):
         # Of the connection or of the unused group: librdkafka goes on trying.
         connection.trouble = error
         return None
-    raise connection.error(error, f"reading {place}", message.topic(), "Read")
+    raise connection.error(error, f"reading {place}", trouble.topic, "Read")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from confluent_kafka import Message, TopicPartition
 
 from zync_assets.kafka.reader import STALLED, end_reported, open_consumer
+from zync_assets.kafka.taken import troubles_of
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ def follow(
                         yield _record(topic, message)
                 else:
                     wanted_offset = str(starts.get(place, ""))
-                    reached = end_reported(message, connection, f"{topic}/{place}", wanted_offset) or 0
+                    (trouble,) = troubles_of([message])
+                    reached = end_reported(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
                 if open_ends is not None and reached >= open_ends.get(place, reached + 1):
                     del open_ends[place]
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from zync_assets.codecs.encode import make_encoder
 from zync_assets.codecs.native import decode_way
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, recursive_kinds, same
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 AVRO = SideFormat("avro")
 QUIET = settings(

@@ -21,6 +21,8 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 AVRO = SideFormat("avro")
 
 

@@ -8,16 +8,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
-from hypothesis import HealthCheck, example, given, settings
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs import connect_decode, decode
 from zync_assets.codecs.decode import Decoded, make_decoder
 from zync_assets.codecs.json_values import json_reader
+from zync_assets.codecs.merge import holds
 from zync_assets.errors import SchemaUnknown
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs import connect_generated, generated
 from zync_assets_tests.codecs.generated import datums, framed, same
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 NOISE = settings(
     max_examples=100,
@@ -83,6 +87,8 @@ def check(payloads: list[bytes], good: list[bool], by_column: Any, by_record: An
     assert one.bad == other.bad
     assert same(one.values, other.values)
     kept = [index for index, fine in enumerate(good) if fine]
+    # What is altered may be sound, of another type, and the first to give the column one.
+    assume(holds(target, by_column(column.take(pa.array(kept, pa.int64())), None).values.type))
     assert not {item.index for item in one.bad} & set(kept)
     alone: Decoded = by_column(column.take(pa.array(kept, pa.int64())), target)
     assert same(one.values.take(pa.array(kept, pa.int64())), alone.values)

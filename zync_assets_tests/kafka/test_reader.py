@@ -10,12 +10,20 @@ import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
 
+from zync_assets import compiled
 from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
 from zync_assets.kafka import reader
-from zync_assets.kafka.reader import RECORD_SCHEMA, read_range
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.taken import LATEST, RECORD_SCHEMA, timestamps
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
+
+
+@pytest.fixture(autouse=True, params=["by message", "by compiled code"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many records a range has, it is read alike."""
+    monkeypatch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
 
 
 def end_of(kafka: dict[str, str], topic: str) -> int:
@@ -182,9 +190,9 @@ def test_properties_of_the_user_do_not_change_what_is_read(kafka: dict[str, str]
 
 
 def test_a_record_without_a_timestamp_has_none() -> None:
-    pairs = [(1, 5), (0, -1), (1, -1), (2, 0), (1, 2**62), (1, reader.LATEST)]
-    found = reader.timestamps(np.array(pairs)).to_pylist()
-    assert found == [5, None, None, 0, None, reader.LATEST]
+    pairs = [(1, 5), (0, -1), (1, -1), (2, 0), (1, 2**62), (1, LATEST)]
+    found = timestamps(np.array(pairs)).to_pylist()
+    assert found == [5, None, None, 0, None, LATEST]
 
 
 def test_arguments_travel_to_a_worker() -> None:

@@ -12,9 +12,10 @@ import pytest
 from confluent_kafka import Producer
 
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing
-from zync_assets.kafka import handover, writer
+from zync_assets.kafka import librdkafka, writer
 from zync_assets.kafka.handover import Handover
-from zync_assets.kafka.reader import HEADERS, read_range
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.taken import HEADERS
 from zync_assets.kafka.topics import create_topic, high_watermark
 from zync_assets.kafka.writer import InOrder
 from zync_assets_tests.kafka.conftest import Fill
@@ -84,8 +85,8 @@ def test_records_go_to_librdkafka_straight_from_memory_or_one_by_one(
     kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch, straight: bool
 ) -> None:
     if not straight:
-        monkeypatch.setattr(handover, "_librdkafka", None)
-    tried = version("confluent-kafka") in handover.TRIED
+        monkeypatch.setattr(librdkafka, "LIBRARY", None)
+    tried = version("confluent-kafka") in librdkafka.TRIED
     assert Handover(Producer(kafka), topic, 0).possible == (straight and tried)
     keys: list[bytes | None] = [b"left", None, b"", b"k", None, b"", b"key", b"k"]
     given: list[bytes | None] = [b"out", b"v", b"", None, b"", b"value", None, b"v"]

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from zync_assets import compiled
+
+
+@pytest.fixture(scope="module", params=["by numpy", "by compiled loops"])
+def both_ways(request: pytest.FixtureRequest) -> Generator[None]:
+    """However much a process has decoded, it decodes alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled loops" else 1 << 60)
+        yield
