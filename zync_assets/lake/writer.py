@@ -92,6 +92,8 @@ class _OpenFile:
                 compression="snappy",
                 use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
                 column_encoding=dict.fromkeys(_ASCENDING, "DELTA_BINARY_PACKED"),
+                # Of other columns the least and the most of a row group, in order of offsets, help no reader to skip one.
+                write_statistics=_ASCENDING,  # type: ignore[arg-type]
             )
 
     def write(self, batch: pa.RecordBatch) -> None:
