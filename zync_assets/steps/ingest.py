@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 BATCH_OFFSETS = 8_000_000
 """Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
-TASK_OFFSETS = 500_000
+TASK_OFFSETS = 1_000_000
 """Offsets in one Spark task at the most."""
 
 
