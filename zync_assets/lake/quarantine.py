@@ -55,7 +55,7 @@ def add(
         if files:
             tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1})
         return
-    left = [item for item in tables.list_files(opened) if _is_left_over(item, state)]
+    left = [item for item in opened.files if _is_left_over(item, state)]
     if files or left:
         tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=left)
 
@@ -64,7 +64,7 @@ def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> Non
     """Take out the files of an attempt that can't be committed any more. Whoever dies before leaves that to others."""
     while True:
         opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
-        present = {item.path for item in tables.list_files(opened)} if opened else set[str]()
+        present = {item.path for item in opened.files} if opened else set[str]()
         own = [item for item in files if item.path in present]
         if opened is None or not own:
             return
@@ -90,7 +90,7 @@ def quarantine_files(lake: str, pool: str, topic: str, upcoming: Mapping[int, in
         return []
     counted = [
         item
-        for item in tables.list_files(opened)
+        for item in opened.files
         if (item.first or 0) < upcoming.get(item.partition or 0, 0) and not _is_left_over(item, state)
     ]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))

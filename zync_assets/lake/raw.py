@@ -33,7 +33,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -119,8 +119,11 @@ class RawState:
 def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     """The state of a raw table; None where there is none yet."""
     opened = tables.open_table(storage.raw_uri(lake, pool, topic))
-    if opened is None:
-        return None
+    return None if opened is None else _state(opened)
+
+
+@lru_cache(64)
+def _state(opened: Opened) -> RawState:
     count = opened.number("zync:partitions") or 0
 
     def of(name: str) -> dict[int, int]:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -180,17 +181,29 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     number = int(heads[0].path.removeprefix(_HEAD)[:12])
     if number != batch:
         raise foreign.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
-    return StagingState(opened, _parse_head(batch, _read_head(opened, heads[0])), files)
+    return StagingState(opened, _head(opened, heads[0], batch), files)
 
 
-def _read_head(opened: Opened, item: DataFile) -> list[dict[str, Any]]:
-    uri = storage.join(opened.uri, item.path)
+def _head(opened: Opened, item: DataFile, batch: int) -> Head:
+    """The head in its file, read again where another program changed the file."""
+    system, path = storage.filesystem(storage.join(opened.uri, item.path))
+    info = system.get_file_info(path)
+    return _head_of(opened, item.path, batch, (info.size, info.mtime_ns))
+
+
+@lru_cache(16)
+def _head_of(opened: Opened, path: str, batch: int, _mark: tuple[int | None, int | None]) -> Head:
+    return _parse_head(batch, _read_head(opened, path))
+
+
+def _read_head(opened: Opened, path: str) -> list[dict[str, Any]]:
+    uri = storage.join(opened.uri, path)
     with storage.accessed(uri, _UNREADABLE):
         try:
             return _entries(uri).to_pylist()
         except (FileNotFoundError, pa.ArrowInvalid):
             raise TableDamaged(
-                f"table {opened.uri}: the file {item.path}, which says how far the account is, is in the Delta log and not, or"
+                f"table {opened.uri}: the file {path}, which says how far the account is, is in the Delta log and not, or"
                 " not whole, in the lake: another program removed or changed it. Nothing was done. Restore it from a copy."
             ) from None
 
@@ -242,7 +255,7 @@ def commit_batch(
         crash_point("etl:table-created")
         return
     old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
-    known = _planned_on(before.head, before.opened)  # widening takes the opened table along
+    known = _planned_on(before.head, before.opened)
     opened = tables.widen(before.opened, schema)
     if opened is not before.opened:
         crash_point("etl:columns-added")

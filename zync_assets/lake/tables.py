@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -25,7 +26,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import refusals, storage, widening
+from zync_assets.lake import log_entries, refusals, storage, widening
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
@@ -33,6 +34,10 @@ _FORBIDDEN_OFF = ("false", "none")
 """Properties that ask a writer for what is not done here."""
 _known: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
+_newest: dict[str, tuple[Opened, log_entries.Mark]] = {}
+"""Place → its table as it was opened last, and what tells that version."""
+_CARRIED = 20
+"""Over how many versions at the most numbers are carried from one opened table to the next."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
@@ -67,12 +72,16 @@ class DataFile:
     """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Opened:
-    """A table as it was at one version. Commits are made on this object, so that they conflict with what came since."""
+    """A table as it was at one version. Commits are made on this object, so that they conflict with what came since.
+
+    It may have several holders: nothing changes the version that ``table`` is at.
+    """
 
     uri: str
     table: DeltaTable
+    _numbers: dict[str, int | None] = field(default_factory=dict[str, "int | None"], repr=False)
 
     @property
     def version(self) -> int:
@@ -89,15 +98,28 @@ class Opened:
 
     def number(self, name: str) -> int | None:
         """The last version that was committed with an application id, or None."""
-        return self.table.transaction_version(name)
+        if name not in self._numbers:
+            self._numbers[name] = self.table.transaction_version(name)
+        return self._numbers[name]
+
+    def carry(self, before: Opened) -> None:
+        """Take over the numbers that an older version of the same table was asked for, and those set since."""
+        if 0 <= self.version - before.version <= _CARRIED:
+            with suppress(FileNotFoundError):
+                since = log_entries.numbers_set(self.uri, before.version + 1, self.version)
+                self._numbers.update({**before._numbers, **since})
 
 
 def open_table(uri: str, version: int | None = None) -> Opened | None:
     """The table at a place, or None where there is none.
 
     Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost, LakeError
-    where this process has seen a table that is there no more, or a newer version of it.
+    where this process has seen a table that is there no more, or a newer version of it. A version that is still the newest
+    is not read again.
     """
+    known = _newest.get(uri) if version is None else None
+    if known is not None and log_entries.newest_mark(uri, known[0].version) == known[1]:
+        return known[0]
     newest = _known.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
@@ -133,7 +155,20 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
                 " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
             )
         _known[uri] = max(table.version(), _known.get(uri, 0))
-    return Opened(uri, table)
+    opened = Opened(uri, table)
+    if version is None:
+        _remember(opened, known)
+    return opened
+
+
+def _remember(opened: Opened, before: tuple[Opened, log_entries.Mark] | None) -> None:
+    found = log_entries.mark(opened.uri, opened.version)
+    if before is not None and log_entries.mark(opened.uri, before[0].version) == before[1]:
+        opened.carry(before[0])
+    if found is None:
+        _newest.pop(opened.uri, None)
+    else:
+        _newest[opened.uri] = opened, found
 
 
 def _absent(uri: str) -> None:
@@ -148,6 +183,7 @@ def forget(uri: str) -> None:
     """A place whose tables are deleted on purpose."""
     for known in [known for known in _known if known == uri or known.startswith(f"{uri}/")]:
         del _known[known]
+        _newest.pop(known, None)
 
 
 def _check_writable(opened: Opened) -> None:
@@ -280,7 +316,8 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     before, token = opened.version, uuid.uuid4().hex
     try:
         write_deltalake(
-            opened.table,
+            # It takes the object along to the version that it makes.
+            DeltaTable(opened.uri, version=before, storage_options=storage.delta_options(opened.uri)),
             schema.empty_table(),
             mode="overwrite",
             schema_mode="overwrite",

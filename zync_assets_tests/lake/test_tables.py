@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,39 @@ def test_a_newer_version_that_another_thread_sees_first_is_none_that_went_back(
         opened(table)
         return found
 
-    before = opened(table).version
+    commit(opened(table), [], {"m": 1})
     monkeypatch.setattr(tables, "DeltaTable", slow)
-    assert opened(table).version == before
-    assert opened(table).version == before + 1
+    assert opened(table).version == 1
+    assert opened(table).version == 2
+
+
+def test_the_newest_version_is_read_once(table: str) -> None:
+    before = opened(table)
+    assert before.number("n") == 3 and before.number("m") is None
+    assert opened(table) is before
+    commit(opened(table), [], {"m": 1})
+    commit(opened(table), [], {"n": 4})
+    commit(opened(table), [], {"o": 5})
+    now = opened(table)
+    assert now is opened(table) and now is not before
+    assert [now.number(name) for name in "mno"] == [now.table.transaction_version(name) for name in "mno"] == [1, 4, 5]
+    assert before.number("n") == 3
+
+
+def test_another_table_at_the_same_place_and_version_is_read(table: str) -> None:
+    before = opened(table)
+    shutil.rmtree(table)
+    create_table(table, SCHEMA, "another", [file(table, records([7, 8, 9]))], {"n": 3})
+    assert opened(table).table.metadata().id != before.table.metadata().id
+    assert rows(table) == [7, 8, 9]
+
+
+def test_widening_leaves_what_others_have_opened_as_it_was(table: str) -> None:
+    before = opened(table)
+    schema = before.schema
+    after = widen(opened(table), wider(("city", pa.string())))
+    assert (before.version, before.schema) == (0, schema)
+    assert after.version == 1 and after.number("n") == 3
 
 
 def test_of_two_creations_one_wins(uri: str) -> None:
