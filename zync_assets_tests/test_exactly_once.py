@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.etl import small
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
@@ -105,8 +106,14 @@ class Steps(RuleBasedStateMachine):
             with pytest.raises(CommitConflict):
                 commit_raw(pipeline, batches[1])
 
-    @rule(how=st.sampled_from(["once", "twice", "broken", "broken after"]))
-    def etl(self, how: str) -> None:
+    @rule(how=st.sampled_from(["once", "twice", "broken", "broken after"]), one_task=st.booleans())
+    def etl(self, how: str, one_task: bool) -> None:
+        """``one_task``: as small batches are made, or else as large ones are."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(small, "RECORDS", small.RECORDS if one_task else 0)
+            self._etl(how)
+
+    def _etl(self, how: str) -> None:
         pipeline = self.shop.pipeline
         plans = [plan_etl(pipeline, "Staging") for _ in range(2)]
         assert plans[0].nothing_to_do == (self.ingested_records() == 0)
@@ -159,7 +166,7 @@ class Steps(RuleBasedStateMachine):
         self.produce(1)
         for left in (True, False):
             self.ingest(left, "once")
-        self.etl("once")
+        self._etl("once")
         for audit in (True, False):
             self.publish(audit, "once")
         assert_equals_model(self.shop, self.model)

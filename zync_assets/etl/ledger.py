@@ -79,9 +79,11 @@ def completed(rows: DataFrame) -> DataFrame:
     )
 
 
-def few_rows(ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row]) -> list[dict[str, object]]:
+def few_rows(
+    ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row | dict[str, Any]]
+) -> list[dict[str, object]]:
     """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: from ``exceptions`` and ``failed``."""
-    places: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    places: dict[tuple[str, int], list[Row | dict[str, Any]]] = defaultdict(list)
     for row in sorted(found, key=lambda row: row["first"]):
         places[row["topic"], row["partition"]].append(row)
     made: list[dict[str, object]] = []
@@ -92,7 +94,7 @@ def few_rows(ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row]) 
     return made
 
 
-def _covering(topic: str, part: OffsetRange, found: Iterable[Row]) -> Iterator[dict[str, object]]:
+def _covering(topic: str, part: OffsetRange, found: Iterable[Row | dict[str, Any]]) -> Iterator[dict[str, object]]:
     """Entries that cover one range: what is found there, neighbours of one class as one, and done between."""
     last: dict[str, Any] = {"kind": "open", "end": part.first}
     for row in found:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zync_assets.sql_text import text_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row
+    from pyspark.sql import DataFrame
 
 BUCKET_RECORDS = 250_000
 """New raw records for each bucket, about."""
@@ -62,12 +62,13 @@ def _below(span: TimeSpan, point: int) -> float:
     return span.records * (point - span.low) / (span.high - span.low)
 
 
-def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false") -> DataFrame:
+def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false", *, together: bool = False) -> DataFrame:
     """Result rows in buckets, sorted within each: outputs first, by topic and order. ``suspect``: a condition for them,
-    kept as a column of that name, so that ``facts`` has to read neither keys nor values."""
+    kept as a column of that name, so that ``facts`` has to read neither keys nor values. ``together``: there is one bucket,
+    and what comes before is made in the same task."""
+    found = results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket", "kind <> 'out' AS other")
     return (
-        results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket", "kind <> 'out' AS other")
-        .repartitionById(len(bounds) + 1, "bucket")
+        (found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket"))
         .sortWithinPartitions("other", "out", "ord")
         .selectExpr("*", f"coalesce({suspect}, false) AS suspect")
         .drop("other")
@@ -90,12 +91,25 @@ def _bucket_sql(bounds: Sequence[int]) -> str:
     return " + ".join(reached)
 
 
-def facts(rows: DataFrame) -> list[Row]:
-    """Counts of what is in arranged rows, small whatever their number: by kind, out, rule, bucket and source partition.
+class Fact(NamedTuple):
+    """How many of a batch's result rows are of a kind, output topic, rule and bucket, and made of one input partition's
+    records, new ones or ``old``: ``entries`` (sources), ``rows`` (rows, counted at their first source), and ``suspects``:
+    whether any is suspect."""
 
-    Columns kind, out, rule, bucket, topic, partition, old, ``entries`` (sources), ``rows`` (rows, counted at their first
-    source) and ``suspects`` (whether any is suspect).
-    """
+    kind: str
+    out: str | None
+    rule: str | None
+    bucket: int
+    topic: str
+    partition: int
+    old: bool
+    entries: int
+    rows: int
+    suspects: bool
+
+
+def facts(rows: DataFrame) -> list[Fact]:
+    """Counts of what is in arranged rows, few whatever their number."""
     from pyspark.sql import functions as F
 
     names = ["kind", "out", "rule", "bucket"]
@@ -109,7 +123,7 @@ def facts(rows: DataFrame) -> list[Row]:
     )
     grouped = each.groupBy(*names, "topic", "partition", "old")
     sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
-    return grouped.agg(*(F.expr(text) for text in sums)).collect()
+    return [Fact(*row) for row in grouped.agg(*(F.expr(text) for text in sums)).collect()]
 
 
 def numbered(rows: DataFrame, topic: str, firsts: Sequence[int]) -> DataFrame:

@@ -1,72 +1,70 @@
-"""The account of a small batch, fetched in one Spark job: what became of its records, without their keys and values.
+"""The account of a small batch, fetched in one Spark job: how many outputs were made of new records, and each other record.
 
 To count in Spark and then to fetch what waits takes several jobs, and each job longer than the records of a small batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from zync_assets.compute import pc
 from zync_assets.etl.numbering import Fact
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 RECORDS = 20_000
 """New raw records of a batch that is small: all of it is one Spark task."""
 
-_FACT = ["kind", "out", "rule", "topic", "partition", "old"]
 
+def account(rows: DataFrame) -> list[Row]:
+    """Of a batch's arranged results: kind, out, rule, topic, partition, old, entries, rows and suspects, as facts have
+    them, and of each record that was pending or makes no output: hash and ``first``, its offset."""
+    from pyspark.sql import functions as F
 
-def account(rows: DataFrame) -> pa.Table:
-    """A row for each raw record that a batch's arranged results come from: kind, out, rule, hash, suspect, topic, partition,
-    first, end, old (whether it was pending), and ``leads``: whether it is the first one of its result."""
-    names = ["kind", "out", "rule", "hash", "suspect"]
-    return rows.selectExpr(*names, "waited", "posexplode(source) AS (place, of)").selectExpr(
-        *names,
-        "of.topic AS topic",
-        "of.partition AS partition",
-        "of.offset AS first",
-        "of.offset + 1 AS end",
-        "waited[place] AS old",
-        "place = 0 AS leads",
-    ).toArrow()
-
-
-def facts(found: pa.Table) -> list[Fact]:
-    """What ``numbering.facts`` says; all of it is in one bucket."""
-    sums: list[Any] = [([], "count_all"), ("leads", "sum"), ("suspect", "max")]
-    grouped = found.group_by(_FACT, use_threads=False).aggregate(sums).to_pylist()
-    return [
-        Fact(
-            row["kind"],
-            row["out"],
-            row["rule"],
-            0,
-            row["topic"],
-            row["partition"],
-            row["old"],
-            row["count_all"],
-            row["leads_sum"],
-            row["suspect_max"],
+    names = ["kind", "out", "rule", "hash"]
+    each = (
+        rows.coalesce(1)
+        .selectExpr(*names, "suspect", "waited", "posexplode(source) AS (place, of)")
+        .selectExpr(
+            *names,
+            "suspect",
+            "of.topic AS topic",
+            "of.partition AS partition",
+            "waited[place] AS old",
+            "CAST(place = 0 AS bigint) AS row",
+            "CASE WHEN kind <> 'out' OR waited[place] THEN of.offset END AS first",
         )
-        for row in grouped
-    ]
+    )
+    grouped = each.groupBy(*names, "topic", "partition", "old", "first")
+    sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
+    return grouped.agg(*(F.expr(text) for text in sums)).collect()
 
 
-def exceptions(found: pa.Table) -> list[dict[str, Any]]:
+def facts(found: Iterable[Row]) -> list[Fact]:
+    """What ``numbering.facts`` says; all of it is in one bucket."""
+    sums: dict[tuple[Any, ...], tuple[int, int, bool]] = {}
+    for row in found:
+        key = row["kind"], row["out"], row["rule"], 0, row["topic"], row["partition"], row["old"]
+        entries, rows, suspects = sums.get(key, (0, 0, False))
+        sums[key] = entries + row["entries"], rows + row["rows"], suspects or row["suspects"]
+    return [Fact._make((*key, *values)) for key, values in sums.items()]
+
+
+def exceptions(found: Iterable[Row]) -> list[dict[str, Any]]:
     """What ``ledger.exceptions`` says."""
-    asked = pc.and_(pc.invert(pc.is_in(found["kind"], pa.array(["out", "quarantined"]))), pc.invert(found["old"]))
-    return found.filter(asked).select(["kind", "topic", "partition", "first", "end", "rule", "hash"]).to_pylist()
+    return [_entry(row) for row in found if row["kind"] not in ("out", "quarantined") and not row["old"]]
 
 
-def completed(found: pa.Table) -> list[dict[str, Any]]:
+def completed(found: Iterable[Row]) -> list[dict[str, Any]]:
     """What ``ledger.completed`` says."""
-    asked = pc.and_(pc.is_in(found["kind"], pa.array(["out", "dropped"])), found["old"])
     return [
-        row | {"kind": "completed", "text": "dropped" if row["kind"] == "dropped" else None}
-        for row in found.filter(asked).select(["kind", "topic", "partition", "first", "end", "rule"]).to_pylist()
+        _entry(row) | {"kind": "completed", "hash": None, "text": "dropped" if row["kind"] == "dropped" else None}
+        for row in found
+        if row["kind"] in ("out", "dropped") and row["old"]
     ]
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    names = ("kind", "topic", "partition", "first", "rule", "hash")
+    return {**{name: row[name] for name in names}, "end": row["first"] + 1}

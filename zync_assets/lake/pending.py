@@ -22,6 +22,8 @@ MOST = 1_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
 
 _PLACE = ["topic", "partition", "first"]
+WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
+"""What is looked up."""
 _known: dict[str, dict[str, _Waiting]] = {}
 """Place of a staging table → its ledger files' paths → what they say."""
 

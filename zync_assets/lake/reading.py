@@ -68,17 +68,20 @@ def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
     )
 
 
-def records_at(spark: SparkSession, state: RawState, places: DataFrame, within: Sequence[OffsetRange]) -> DataFrame:
+def records_at(
+    spark: SparkSession, state: RawState, places: DataFrame, within: Sequence[OffsetRange], *, few: bool = False
+) -> DataFrame:
     """The raw records at some places (columns ``partition`` and ``first``, the offset), reading only files that hold one.
 
-    ``within``: the spans of the places (see ``spans``). The columns are those of ``record_frame``.
+    ``within``: the spans of the places (see ``spans``); ``few``: every task gets all places. The columns are those of
+    ``record_frame``.
     """
     frame = _timed(spark, state, raw_files(state, within))
     from pyspark.sql import functions as F
 
     wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
     here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
-    return frame.join(wanted, here, "left_semi")
+    return frame.join(F.broadcast(wanted) if few else wanted, here, "left_semi")
 
 
 def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
+from zync_assets.etl.numbering import Fact
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.reopen import Taken
@@ -17,9 +17,6 @@ from zync_assets.lake.staging import Head, OutputPosition, Position, StagingStat
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.steps.etl_plan import EtlPlan
 from zync_assets.steps.outputs import OutputType
-
-if TYPE_CHECKING:
-    from pyspark.sql import Row
 
 
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
@@ -55,7 +52,7 @@ def _absent(item: Output) -> OutputPosition:
 
 def next_head(
     plan: EtlPlan,
-    found: Sequence[Row],
+    found: Sequence[Fact],
     outputs: Mapping[tuple[str, int], OutputPosition],
     ends: Mapping[str, int],
     types: Mapping[str, OutputType],
@@ -83,11 +80,11 @@ def next_head(
         counts[row.topic, row.partition, name] += row.entries
         if row.old:
             counts[row.topic, row.partition, "pending"] -= row.entries
-            waiting[row.rule, row.topic] -= row.entries
+            waiting[row.rule or "", row.topic] -= row.entries
         else:
             records[row.topic, row.partition] += row.entries
         if row.kind == "pending":
-            waiting[row.rule, row.topic] += row.entries
+            waiting[row.rule or "", row.topic] += row.entries
     inputs = dict(head.inputs)
     for topic, ranges in plan.ranges.items():
         for part in ranges:
@@ -108,7 +105,7 @@ def _table_id(plan: EtlPlan, topic: str) -> str | None:
     return None if state is None else state.table_id
 
 
-def new_counts(found: Sequence[Row]) -> dict[str, int]:
+def new_counts(found: Sequence[Fact]) -> dict[str, int]:
     counts = Counter[str]()
     for row in found:
         if row.kind == "out":

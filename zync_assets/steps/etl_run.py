@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
-from zync_assets.etl import ledger, matching, numbering, unavailable
+from zync_assets.etl import ledger, matching, numbering, small, unavailable
+from zync_assets.etl.numbering import Fact
 from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
@@ -47,6 +48,10 @@ class EtlRun:
         self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
         self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
         self.uri = storage.staging_uri(pipeline.lake, self.plan.pool)
+        spans = self._spans()
+        self.bounds = numbering.time_bounds(spans)
+        self.small = sum(span.records for span in spans) <= small.RECORDS
+        """Whether all of it is one task, whose account is fetched."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
     def commit(self, started: float) -> EtlCommit:
@@ -57,16 +62,17 @@ class EtlRun:
         results = self.results(frames, types, matching.columns)
         limits = size_limits(self.pipeline, types)
         suspect = suspect_sql(self.pipeline, types, results.columns, limits)
-        rows = numbering.arranged(results, numbering.time_bounds(self._spans()), suspect).persist()
+        rows = numbering.arranged(results, self.bounds, suspect, together=self.small).persist()
         try:
-            found = numbering.facts(rows)
+            account = small.account(rows) if self.small else None
+            found = numbering.facts(rows) if account is None else small.facts(account)
             self._check(found, rows, types)
             if any(row.kind == "out" and row.suspects for row in found):
                 check_outputs(self.pipeline, types, rows, limits)
             files, ends = self._write_outputs(rows, found, outputs, types)
             crash_point("etl:outputs-written")
             bad = undecoded_rows(self.spark, self.pipeline, plan)
-            files += self._write_ledger(rows, found, bad)
+            files += self._write_ledger(rows, account, found, bad)
             files += self._write_settled()
             crash_point("etl:ledger-written")
             done = next_head(plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan))
@@ -127,7 +133,7 @@ class EtlRun:
             for topic, item in taken.items()
         ]
         found = [self._new(rule, index, frames, taken) for index, rule in joins.items()]
-        self.waiting.look_up(found)
+        self.waiting.look_up(found, small=self.small)
         for new in found:
             parts += self._denorm(new, types, made_by)
         return matching.without_dropped(matching.union(parts), self.rules)
@@ -150,6 +156,8 @@ class EtlRun:
         if len(frames) < 2:
             return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in frames.items()]
         whole = {side: matching.union([frame, *self._met(new, side)]) for side, frame in frames.items()}
+        if self.small:
+            whole = {side: frame.coalesce(1) for side, frame in whole.items()}
         target = types[rule.out].target(rule.name)
         return [matching.paired(rule, whole["left"], whole["right"], self.places, target, made_by)]
 
@@ -170,14 +178,15 @@ class EtlRun:
                 spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
         return spans
 
-    def _check(self, found: Sequence[Row], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
+    def _check(self, found: Sequence[Fact], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
         """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, and none
         was taken by a rule that can't say its types."""
         from pyspark.sql import functions as F
 
         for row in found:
             if row.kind == "untyped":
-                raise EtlError(next(kind.untyped[row.rule] for kind in types.values() if row.rule in kind.untyped))
+                rule = row.rule or ""
+                raise EtlError(next(kind.untyped[rule] for kind in types.values() if rule in kind.untyped))
         for item in self.pipeline.inputs:
             if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
                 of = F.col("source").getItem(0)
@@ -209,7 +218,7 @@ class EtlRun:
     def _write_outputs(
         self,
         rows: DataFrame,
-        found: Sequence[Row],
+        found: Sequence[Fact],
         outputs: Mapping[tuple[str, int], OutputPosition],
         types: Mapping[str, OutputType],
     ) -> tuple[list[DataFile], dict[str, int]]:
@@ -249,13 +258,20 @@ class EtlRun:
             files += [item for item in made if item.records]
         return files, ends
 
-    def _write_ledger(self, rows: DataFrame, found: Sequence[Row], bad: DataFrame | None) -> list[DataFile]:
+    def _write_ledger(
+        self, rows: DataFrame, account: Sequence[Row] | None, found: Sequence[Fact], bad: DataFrame | None
+    ) -> list[DataFile]:
         folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
         covered = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
         plain = bad is None and all(row.kind == "out" for row in found)
         waited = any(row.old for row in found)
         if plain and not waited:
             entries = ledger.whole_ranges(covered)
+            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
+        if bad is None and account is not None:
+            failed = [item.entry() for item in self.failures.of(self.plan, old=False)]
+            entries = ledger.few_rows(covered, [*small.exceptions(account), *failed])
+            entries += small.completed(account)
             return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
         others = ledger.exceptions(rows)
         if bad is not None:

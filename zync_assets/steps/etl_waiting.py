@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zync_assets.etl import matching
-from zync_assets.lake import reading
+from zync_assets.lake import pending, reading
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm
 from zync_assets.sql_text import text_sql
@@ -21,6 +22,9 @@ from zync_assets.steps.etl_plan import EtlBatch
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
+
+MOST_MET = 20_000
+"""Places that are handed to Spark from here."""
 
 Side = tuple[str, str]
 """A denorm rule's name and the topic of one of its sides."""
@@ -44,9 +48,11 @@ class Waiting:
         self._places: DataFrame | None = None
         """rule, topic, partition, first"""
         self._spans: dict[Side, list[OffsetRange]] | None = None
+        self._few = False
+        """Whether the places were found here, and need no release."""
 
-    def look_up(self, each: Iterable[New]) -> None:
-        """Which pending records the batch's new ones meet, over all rules."""
+    def look_up(self, each: Iterable[New], *, small: bool) -> None:
+        """Which pending records the batch's new ones meet, over all rules. ``small``: the new ones' hashes are fetched."""
         plan = self.batch.plan
         if self._spans is not None:
             return
@@ -61,6 +67,8 @@ class Waiting:
                     hashes.append(new.frames[side].selectExpr(*names, "hash"))
         if not hashes or plan.state is None:
             self._spans = {}
+            return
+        if small and self._look_up_here(plan.state, matching.union(hashes)):
             return
         entries = reading.ledger_frame(self.batch.spark, plan.state)
         met = (
@@ -81,6 +89,23 @@ class Waiting:
             found[row["rule"], row["topic"]].append(span)
         self._spans = dict(found)
 
+    def _look_up_here(self, state: StagingState, hashes: DataFrame) -> bool:
+        """In the ledger's files, without Spark; False where that does not do."""
+        wanted = hashes.where("hash IS NOT NULL").toArrow()
+        met = pending.look_up(state, wanted.cast(pending.WANTED))
+        if met is None or met.num_rows > MOST_MET:
+            return False
+        found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        rows = [tuple(row.values()) for row in met.to_pylist()]
+        for rule, topic, partition, span in sorted({(*row[:3], row[3] // reading.SPAN) for row in rows}):
+            found[rule, topic].append(OffsetRange(partition, span * reading.SPAN, (span + 1) * reading.SPAN))
+        if rows:
+            self._places = self.batch.spark.createDataFrame(
+                rows, "rule string, topic string, partition int, first long"
+            )
+        self._spans, self._few = dict(found), True
+        return True
+
     def records(self, rule: Denorm, topic: str) -> DataFrame | None:
         """Those of one side; None if there are none."""
         state = self.batch.plan.raw[topic]
@@ -88,8 +113,9 @@ class Waiting:
         if not spans or self._places is None or state is None:
             return None
         mine = self._places.where(f"rule = {text_sql(rule.name)} AND topic = {text_sql(topic)}")
-        return reading.records_at(self.batch.spark, state, mine, spans).selectExpr("*", "true AS old")
+        found = reading.records_at(self.batch.spark, state, mine, spans, few=self._few)
+        return found.selectExpr("*", "true AS old")
 
     def release(self) -> None:
-        if self._places is not None:
+        if self._places is not None and not self._few:
             self._places.unpersist()

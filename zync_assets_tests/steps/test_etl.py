@@ -11,6 +11,7 @@ from confluent_kafka import Producer
 from deltalake import DeltaTable
 
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
+from zync_assets.etl import small
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
@@ -33,6 +34,12 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
     return made
 
 
+@pytest.fixture(params=["small", "large"])
+def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's batches are taken for small ones, and for large ones."""
+    monkeypatch.setattr(small, "RECORDS", small.RECORDS if request.param == "small" else 0)
+
+
 RULES = """
 transforms:
   - {name: first, type: stateless, in: $left, where: value.v = 'a', out: $out, key: in.key,
@@ -44,6 +51,7 @@ transforms:
 """
 
 
+@pytest.mark.usefixtures("of_each_size")
 def test_the_first_rule_that_holds_takes_a_record(make: Make) -> None:
     it = make(BOTH + RULES)
     it.send(
@@ -83,6 +91,7 @@ def test_unmatched_records_stop_the_batch_where_the_file_says_so(make: Make) -> 
     assert open_staging(it.lake, "Staging") is None
 
 
+@pytest.mark.usefixtures("of_each_size")
 def test_the_kth_left_pairs_with_the_kth_right_and_the_surplus_waits(make: Make) -> None:
     it = make(BOTH + JOIN)
     it.send(it.left, row(1, "l1"), row(2, "m1"), row(1, "l2"), row(1, "l3"), row(None, "null"))
@@ -106,6 +115,7 @@ def test_the_kth_left_pairs_with_the_kth_right_and_the_surplus_waits(make: Make)
     assert {found["first"] for found in it.ledger("completed")} == {1, 3}
 
 
+@pytest.mark.usefixtures("of_each_size")
 def test_a_late_side_is_joined_whichever_it_is_and_one_that_has_no_table_yet(make: Make) -> None:
     it = make(BOTH + JOIN)
     it.send(it.right, row(1, "r1"), row(2, "r2"))
