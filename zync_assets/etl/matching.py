@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import expression_type, made_sql, type_sql, wider
+from zync_assets.etl.shapes import Question, expression_type, made_sql, schema_of, type_sql, wider
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
-from zync_assets.sql_text import name_sql, text_sql
+from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -117,9 +117,27 @@ def _condition(frame: DataFrame, rule: Rule, where: str | None) -> str:
     return f"({where})"
 
 
+def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Question]:
+    """The expressions of rules whose types a batch needs (see ``shapes.learn_types``), of those rules whose topics have a
+    schema by now. ``frames``: input topic → records."""
+    found: list[Question] = []
+    for rule in rules:
+        if not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
+            continue
+        sides = {"in": frames[rule.input]} if isinstance(rule, Stateless) else {}
+        if isinstance(rule, Denorm):
+            sides = {"left": frames[rule.left], "right": frames[rule.right]}
+            for pair in rule.join_on:
+                found += [({side: sides[side]}, f"({sql})") for side, sql in zip(sides, pair, strict=True)]
+        for topic in rule.topics:
+            found += [({"": frames[topic]}, f"({where})") for where in wheres(rule, topic) if where is not None]
+        found += [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
+    return found
+
+
 def has_schema(frame: DataFrame) -> bool:
     """Whether a topic's values have a type yet: it has none before the first value that is not null."""
-    return frame.schema["value"].dataType.simpleString() != "void"
+    return schema_of(frame)["value"].dataType.simpleString() != "void"
 
 
 def singles(

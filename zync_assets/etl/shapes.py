@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_type
@@ -14,9 +16,12 @@ from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructType
 
 
+Question = tuple[Mapping[str, "DataFrame"], str]
+"""An expression over the record frames of some sides, as ``expression_type`` takes them."""
+_SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
 _TYPES: dict[tuple[object, ...], DataType] = {}
 """What expressions were found to be, by their sides' types: to ask Spark again for each batch would take longer than a
 small batch takes."""
@@ -29,20 +34,67 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
     """
     from pyspark.errors import AnalysisException, ParseException
 
-    place = (sql, *((side, frame.schema) for side, frame in sides.items()))
+    place = _place(sides, sql)
     found = _TYPES.get(place)
     if found is None:
-        frames = [
-            frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side else frame
-            for side, frame in sides.items()
-        ]
-        whole = frames[0] if len(frames) == 1 else frames[0].crossJoin(frames[1])
         try:
-            found = whole.selectExpr(f"{sql} AS `it`").schema["it"].dataType
+            found = _asked(sides, [f"{sql} AS `it`"]).schema["it"].dataType
         except (AnalysisException, ParseException) as error:
             raise EtlError(f"rule {rule}, {key}: {sql}: {short(error)}") from error
         _TYPES[place] = found = _nullable(found)
     return found
+
+
+def learn_types(questions: Iterable[Question]) -> None:
+    """Ask for the types of many expressions at once: on a Spark server each asking is a request. Where one of them can't be
+    resolved none is known afterwards, and ``expression_type`` finds out which it is."""
+    from pyspark.errors import AnalysisException, ParseException
+
+    groups: dict[tuple[tuple[str, int], ...], list[Question]] = {}
+    unknown = {_place(sides, sql): (sides, sql) for sides, sql in questions}
+    for place, (sides, sql) in unknown.items():
+        if place not in _TYPES:
+            same = tuple((side, id(frame)) for side, frame in sides.items())
+            groups.setdefault(same, []).append((sides, sql))
+    asked = [question for group in groups.values() for question in group]
+    if len(asked) < 2:
+        return
+    numbers = iter(range(len(asked)))
+    try:
+        frames = [
+            _asked(group[0][0], [f"{sql} AS `it{next(numbers)}`" for _, sql in group]) for group in groups.values()
+        ]
+        found = reduce(lambda one, other: one.crossJoin(other), frames).schema
+    except (AnalysisException, ParseException):
+        return
+    if found.names == [f"it{number}" for number in range(len(asked))]:
+        _TYPES.update({_place(*each): _nullable(item.dataType) for each, item in zip(asked, found, strict=True)})
+
+
+def schema_of(frame: DataFrame) -> StructType:
+    """A record frame's schema, asked for once."""
+    found = _SCHEMAS.get(frame)
+    if found is None:
+        found = _SCHEMAS[frame] = frame.schema
+    return found
+
+
+def note_schema(frame: DataFrame, schema: StructType) -> DataFrame:
+    """The frame, its schema known without asking: of ``kafka``, ``key`` and ``value`` at the least."""
+    _SCHEMAS[frame] = schema
+    return frame
+
+
+def _place(sides: Mapping[str, DataFrame], sql: str) -> tuple[object, ...]:
+    return (sql, *((side, schema_of(frame)) for side, frame in sides.items()))
+
+
+def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
+    frames = [
+        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side else frame for side, frame in sides.items()
+    ]
+    whole = frames[0] if len(frames) == 1 else frames[0].crossJoin(frames[1])
+    return whole.selectExpr(*columns)
 
 
 def _nullable(kind: DataType) -> DataType:

@@ -60,6 +60,14 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
 
 
+def record_types(state: RawState) -> StructType:
+    """The types of ``kafka``, ``key`` and ``value`` in a ``record_frame``."""
+    from pyspark.sql.types import NullType, StructField, StructType
+
+    known = {item.name: item for item in spark_schema(state.schema)}
+    return StructType([known.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
+
+
 def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
     """Whether all records of a raw file lie in one of the ranges."""
     return any(

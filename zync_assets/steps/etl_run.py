@@ -14,14 +14,14 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering, small, unavailable
 from zync_assets.etl.numbering import Fact
-from zync_assets.etl.shapes import type_sql
+from zync_assets.etl.shapes import learn_types, note_schema, type_sql
 from zync_assets.lake import raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.reopen import carve
 from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.pipeline import Denorm, Pipeline, Rule
 from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import NONE, Failures
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
@@ -58,10 +58,19 @@ class EtlRun:
         head, plan = self.plan.head, self.plan
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
+        learn_types(matching.questions(self.rules, frames))
         types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
-        results = self.results(frames, types, matching.columns)
+        present: set[str] = set()
+
+        def made_by(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
+            # To ask Spark for the columns takes as long as to analyse the whole batch.
+            made = matching.columns(rule, target)
+            present.update(name for name, _ in made)
+            return made
+
+        results = self.results(frames, types, made_by)
         limits = size_limits(self.pipeline, types)
-        suspect = suspect_sql(self.pipeline, types, results.columns, limits)
+        suspect = suspect_sql(self.pipeline, types, present, limits)
         rows = numbering.arranged(results, self.bounds, suspect, together=self.small).persist()
         try:
             account = small.account(rows) if self.small else None
@@ -102,8 +111,12 @@ class EtlRun:
         return carve(state, taken) if taken else fold_ledger(state)
 
     def frames(self) -> dict[str, DataFrame]:
-        frames = {topic: part.dataframe() for topic, part in self.batch.slices.items()}
-        return {topic: frame.selectExpr("*", "false AS old") for topic, frame in frames.items() if frame is not None}
+        found: dict[str, DataFrame] = {}
+        for topic, part in self.batch.slices.items():
+            frame, state = part.dataframe(), self.plan.raw[topic]
+            if frame is not None and state is not None:
+                found[topic] = note_schema(frame.selectExpr("*", "false AS old"), reading.record_types(state))
+        return found
 
     def results(
         self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType], made_by: matching.Made

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.encode import make_encoder
 from zync_assets.etl.encodable import odd_sql, size_sql
 from zync_assets.kafka.topics import known_limits
-from zync_assets.kafka.writer import batch_size
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import name_sql, text_sql
@@ -112,6 +110,10 @@ def encoding_errors(
     topic: str, texts: Mapping[str, str], columns: Mapping[str, pa.DataType], limit: int | None, batch: pa.RecordBatch
 ) -> dict[int, str]:
     """Why rows can't be encoded, by index. ``texts``: fingerprint → output schema; ``limit``: bytes of a record batch."""
+    # Here: nearly every batch does without.
+    from zync_assets.codecs.encode import make_encoder
+    from zync_assets.kafka.writer import batch_size
+
     errors: dict[int, str] = {}
     names = (staging.key_column(topic), staging.value_column(topic))
     for index, fingerprint in enumerate(batch.column("schema").to_pylist()):

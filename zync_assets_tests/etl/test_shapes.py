@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from pyspark.sql.types import (
     ArrayType,
@@ -16,8 +18,12 @@ from pyspark.sql.types import (
 )
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.shapes import own_type, unify, void_fields
+from zync_assets.etl import shapes
+from zync_assets.etl.shapes import Question, expression_type, learn_types, own_type, unify, void_fields
 from zync_assets.sql_text import shape_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def struct(**fields: DataType) -> StructType:
@@ -83,3 +89,38 @@ def test_a_rule_keeps_its_own_fields_and_takes_the_type_of_a_null_from_the_topic
 def test_fields_without_a_type_are_named_by_their_paths() -> None:
     assert void_fields(struct(a=VOID, deep=struct(b=LONG, c=VOID)), "value") == ["value.a", "value.deep.c"]
     assert void_fields(struct(a=LONG), "value") == []
+
+
+def test_types_that_are_asked_for_together_are_those_that_each_has_alone(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = "named_struct('partition', 0) AS kafka"
+    one = spark.sql(f"SELECT {row}, 'k' AS key, named_struct('id', 1L, 'op', 'c') AS value")
+    two = spark.sql(f"SELECT {row}, 1 AS key, named_struct('id', 1L, 'deep', named_struct('a', 'x')) AS value")
+    asked: list[Question] = [
+        ({"": one}, "(value.op = 'c')"),
+        ({"in": one}, "named_struct('id', (in.value.id), 'n', NULL)"),
+        ({"left": one}, "(left.value.id)"),
+        ({"right": two}, "(right.value.id)"),
+        ({"left": one, "right": two}, "named_struct('a', (left.key), 'b', (right.value.deep))"),
+        ({"left": two, "right": one}, "left.value"),
+    ]
+
+    def alone() -> list[DataType]:
+        return [expression_type(sides, sql, "rule", "value") for sides, sql in asked]
+
+    known: dict[tuple[object, ...], DataType] = {}
+    monkeypatch.setattr(shapes, "_TYPES", known)
+    learn_types(asked)
+    learnt = dict(known)
+    assert len(learnt) == len(asked)
+    known.clear()
+    alone()
+    assert learnt == known
+
+    known.clear()
+    learn_types([*asked, ({"": one}, "(value.nothing)")])
+    assert not known
+    with pytest.raises(EtlError, match=r"rule r, where: value\.nothing"):
+        expression_type({"": one}, "value.nothing", "r", "where")
+    assert len(alone()) == len(asked)
