@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zync_assets.etl.labels import Labels
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
@@ -37,19 +38,19 @@ def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, 
     ]
 
 
-def exceptions(rows: DataFrame) -> DataFrame:
+def exceptions(rows: DataFrame, labels: Labels) -> DataFrame:
     """New records that made no output: kind, topic, partition, first, end, rule, hash. Those that a rule failed on are not
     among them: ``failed`` has them."""
     others = rows.where("kind NOT IN ('out', 'quarantined')")
-    each = others.selectExpr("kind", "rule", "hash", "waited", "posexplode(source) AS (place, of)")
-    each = each.where("NOT waited[place]")
+    each = others.selectExpr("kind", "rule", "hash", "waited", "posexplode(source) AS (at, of)")
+    each = each.where("NOT waited[at]")
     return each.selectExpr(
         "kind",
-        "of.topic AS topic",
+        f"{labels.topic_sql('of.place')} AS topic",
         "of.partition AS partition",
         "of.offset AS first",
         "of.offset + 1 AS end",
-        "rule",
+        f"{labels.rule_sql('rule')} AS rule",
         "hash",
     )
 
@@ -62,18 +63,18 @@ def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]
     )
 
 
-def completed(rows: DataFrame) -> DataFrame:
+def completed(rows: DataFrame, labels: Labels) -> DataFrame:
     """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
     used = rows.where("kind IN ('out', 'dropped') AND array_contains(waited, true)")
-    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (place, of)").where("waited[place]")
+    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (at, of)").where("waited[at]")
     return _ledger(
         each.selectExpr(
             "'completed' AS kind",
-            "of.topic AS topic",
+            f"{labels.topic_sql('of.place')} AS topic",
             "of.partition AS partition",
             "of.offset AS first",
             "of.offset + 1 AS end",
-            "rule",
+            f"{labels.rule_sql('rule')} AS rule",
             "CASE WHEN kind = 'dropped' THEN kind END AS text",
         )
     )

@@ -5,11 +5,9 @@ A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never ru
 makes none, with the columns
 
     kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), or untyped (no such batch is committed)
-    out      output topic, null where there is none
-    rule     the rule that took the record, if one did
-    schema   fingerprint of the output schema
-    ord      struct(time, place in inputs, partition, offset) of the completing input: outputs are ordered by it
-    source   array of struct(topic, partition, offset) of the raw records
+    rule     index of the rule that took the record, if one did
+    ord      struct(time, place, partition, offset) of the completing input: outputs are ordered by it
+    source   array of struct(place, partition, offset) of the raw records; place: the input's, see ``labels``
     waited   array of booleans, as long: whether each was pending
     hash     hash of the join key of a pending record, null for a null key
     key:<topic>, value:<topic>
@@ -36,12 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
-_NONE = {
-    "out": "CAST(NULL AS string) AS out",
-    "schema": "CAST(NULL AS string) AS schema",
-    "hash": "CAST(NULL AS bigint) AS hash",
-}
-
+_NO_HASH = "CAST(NULL AS bigint) AS hash"
 
 KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
@@ -67,11 +60,26 @@ Made: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Taken:
-    """A topic's new records, each with the index of the rule that takes it (``taken``; null: none)."""
+    """A topic's new records, and which rule takes them: that of the first of the ``conditions`` that holds."""
 
     item: Input
     place: int
     frame: DataFrame
+    conditions: Sequence[tuple[int, str]]
+
+    def choice(self, made: Mapping[int, str], other: str = "NULL", none: str = "NULL") -> str:
+        """What is made of a record by the index of the rule that takes it; ``other``: by a rule that is not named,
+        ``none``: if no rule takes it.
+
+        The conditions stand in each choice, instead of in a column that is used in many: Spark looks at each of them once
+        all the same, and only without such a column sees which fields of a record are used at all.
+        """
+        cases = " ".join(f"WHEN {condition} THEN {made.get(index, other)}" for index, condition in self.conditions)
+        return f"CASE {cases} ELSE {none} END" if cases else none
+
+    def by(self, index: int) -> DataFrame:
+        """The records that one rule takes."""
+        return self.frame.where(self.choice({index: "true"}, "false", "false"))
 
 
 def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Taken:
@@ -80,10 +88,8 @@ def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], fai
     ``failed``: a condition for the records of which it is known that an expression fails on them; they go to no rule
     (FAILED), and none looks at them.
     """
-    cases = [] if failed is None else [f"WHEN {failed} THEN {FAILED}"]
-    cases += [f"WHEN {condition} THEN {index}" for index, condition in conditions(item, frame, rules)]
-    chosen = f"CASE {' '.join(cases)} END" if cases else "NULL"
-    return Taken(item, place, frame.selectExpr("*", f"CAST({chosen} AS int) AS taken"))
+    known = [] if failed is None else [(FAILED, failed)]
+    return Taken(item, place, frame, [*known, *conditions(item, frame, rules)])
 
 
 def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
@@ -156,45 +162,29 @@ def singles(
     that no rule takes, since Debezium writes one after each delete. ``made_by``: as in ``columns``.
     """
     fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
-    kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped")
-    fates = (
-        f"CASE WHEN taken = {FAILED} THEN 'quarantined'"
-        f" {_cases({index: text_sql(name) for index, name in kinds.items()})}"
-        f" WHEN taken IS NOT NULL OR in.value IS NULL THEN 'dropped' ELSE '{fate}' END"
+    kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined"}
+    fates = taken.choice(
+        {index: text_sql(name) for index, name in kinds.items()},
+        "'dropped'",
+        f"CASE WHEN in.value IS NULL THEN 'dropped' ELSE '{fate}' END",
     )
-    texts = {
-        "out": {index: rules[index].out for index in targets},
-        "rule": {index: rules[index].name for index in kinds},
-        "schema": {index: target.fingerprint for index, target in targets.items()},
-    }
+    known = taken.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}
     for index, target in targets.items():
         for name, made in made_by(rules[index], target):
             sides.setdefault(name, {})[index] = made
     frame = taken.frame
     if joined:
-        frame = frame.where(f"taken IS NULL OR taken NOT IN ({', '.join(map(str, joined))})")
-    return frame.selectExpr("struct(kafka, key, value) AS in", "time", "taken").selectExpr(
+        frame = frame.where(taken.choice(dict.fromkeys(joined, "false"), "true", "true"))
+    return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", "time").selectExpr(
         f"{fates} AS kind",
-        *(
-            f"CAST({_chosen({index: text_sql(text) for index, text in choice.items()})} AS string) AS {name}"
-            for name, choice in texts.items()
-        ),
-        f"{_order('time', taken.place, 'in.kafka')} AS ord",
-        f"array({_source('in.kafka')}) AS source",
+        f"CAST({known} AS int) AS rule",
+        f"{_order('time', taken.place, 'kafka.partition', 'kafka.offset')} AS ord",
+        f"array({_source(taken.place, 'kafka.partition', 'kafka.offset')}) AS source",
         "array(false) AS waited",
-        _NONE["hash"],
-        *(f"{_chosen(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
+        _NO_HASH,
+        *(f"{taken.choice(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
-
-
-def _cases(choice: Mapping[int, str]) -> str:
-    return " ".join(f"WHEN taken = {index} THEN {made}" for index, made in choice.items())
-
-
-def _chosen(choice: Mapping[int, str]) -> str:
-    """What the rule that takes the record makes; null for other rules."""
-    return f"CASE {_cases(choice)} END" if choice else "NULL"
 
 
 def in_frame(frame: DataFrame, name: str) -> DataFrame:
@@ -236,10 +226,14 @@ def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) 
         f"CAST(({pair[index]}) AS {type_sql(kind)}) AS {name}"
         for name, kind, pair in zip(names, kinds, rule.join_on, strict=True)
     ]
+    return frame.selectExpr("*", *keys).selectExpr("*", f"{_hash_sql(names, kinds)} AS hash")
+
+
+def _hash_sql(names: Sequence[str], kinds: Sequence[DataType]) -> str:
     known = " AND ".join(f"{name} IS NOT NULL" for name in names)
     # A column may get a wider type while records wait: their hashes must stay what they were.
     hashed = ", ".join(f"CAST({name} AS {type_sql(_hashed(kind))})" for name, kind in zip(names, kinds, strict=True))
-    return frame.selectExpr("*", *keys).selectExpr("*", f"CASE WHEN {known} THEN xxhash64({hashed}) END AS hash")
+    return f"CASE WHEN {known} THEN xxhash64({hashed}) END"
 
 
 def _hashed(kind: DataType) -> DataType:
@@ -257,7 +251,14 @@ def key_names(rule: Denorm) -> list[str]:
 
 
 def paired(
-    rule: Denorm, left: DataFrame, right: DataFrame, places: Mapping[str, int], target: Target, made_by: Made
+    rule: Denorm,
+    index: int,
+    left: DataFrame,
+    right: DataFrame,
+    kinds: Sequence[DataType],
+    places: Mapping[str, int],
+    target: Target,
+    made_by: Made,
 ) -> DataFrame:
     """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
 
@@ -265,54 +266,65 @@ def paired(
     with a null key, are pending; old ones without one stay as they are and give no row. ``made_by``: as in ``columns``.
     """
     keys = [*key_names(rule), "lone", "rank"]
-    sides = [
-        _ranked(rule, frame, side, places[topic])
-        for side, frame, topic in (("left", left, rule.left), ("right", right, rule.right))
-    ]
-    joined = sides[0].join(sides[1], keys, "full_outer")
-    one = f"CASE WHEN `left` IS NOT NULL THEN {_source('left.kafka')} ELSE {_source('right.kafka')} END"
-    two = f"array({_source('left.kafka')}, {_source('right.kafka')})"
+    sides = [_ranked(rule, frame, side) for side, frame in (("left", left), ("right", right))]
+    # What is asked of a side as a whole is asked of another column of it: Spark then reads, and takes through the join, just
+    # those fields of the records that are used. For the same reason nothing is given a name to be used twice.
+    both = "left_old IS NOT NULL AND right_old IS NOT NULL"
+    at = {"left": places[rule.left], "right": places[rule.right]}
+    source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
+    ords = {side: _order(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
+    hashed = _hash_sql(key_names(rule), kinds)
+    later = f"left_old IS NULL OR ({both} AND {_is_later(rule, places)})"
     return (
-        joined.where("(`left` IS NOT NULL AND `right` IS NOT NULL) OR NOT coalesce(left_old, right_old)")
-        .selectExpr("*", "`left` IS NOT NULL AND `right` IS NOT NULL AS both")
+        sides[0]
+        .join(sides[1], keys, "full_outer")
+        .where(f"({both}) OR NOT coalesce(left_old, right_old)")
         .selectExpr(
-            "CASE WHEN both THEN 'out' ELSE 'pending' END AS kind",
-            f"CASE WHEN both THEN {text_sql(rule.out)} END AS out",
-            f"{text_sql(rule.name)} AS rule",
-            f"CASE WHEN both THEN {text_sql(target.fingerprint)} END AS schema",
-            "CASE WHEN left_ord IS NULL OR right_ord > left_ord THEN right_ord ELSE left_ord END AS ord",
-            f"CASE WHEN both THEN {two} ELSE array({one}) END AS source",
-            "CASE WHEN both THEN array(left_old, right_old) ELSE array(false) END AS waited",
-            "CASE WHEN NOT both THEN coalesce(left_hash, right_hash) END AS hash",
-            *(f"CASE WHEN both THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
+            f"CASE WHEN {both} THEN 'out' ELSE 'pending' END AS kind",
+            f"{index} AS rule",
+            f"CASE WHEN {later} THEN {ords['right']} ELSE {ords['left']} END AS ord",
+            f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
+            f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
+            f"CASE WHEN {both} THEN array(left_old, right_old) ELSE array(false) END AS waited",
+            f"CASE WHEN NOT ({both}) THEN {hashed} END AS hash",
+            *(f"CASE WHEN {both} THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
         )
     )
 
 
-def _ranked(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
+def _is_later(rule: Denorm, places: Mapping[str, int]) -> str:
+    """Whether the right record comes after the left one, as ``ord`` has it."""
+    if places[rule.right] != places[rule.left]:
+        return f"right_time {'>=' if places[rule.right] > places[rule.left] else '>'} left_time"
+    return "struct(right_time, right_partition, right_offset) > struct(left_time, left_partition, left_offset)"
+
+
+def _ranked(rule: Denorm, frame: DataFrame, side: str) -> DataFrame:
     """One side with its rank within the join key. A null key matches nothing; its records are ranked each by itself
     (``lone``), so that many of them don't end up on one task."""
     keys = [*key_names(rule), "lone"]
-    window = f"PARTITION BY {', '.join(keys)} ORDER BY {side}.kafka.partition, {side}.kafka.offset"
-    return frame.selectExpr("*", f"CASE WHEN hash IS NULL THEN {side}.kafka.offset ELSE -1 END AS lone").selectExpr(
+    lone = " OR ".join(f"{name} IS NULL" for name in key_names(rule))
+    place = {name: f"{side}_{name}" for name in ("partition", "offset")}
+    window = f"PARTITION BY {', '.join(keys)} ORDER BY {', '.join(place.values())}"
+    named = (f"{side}.kafka.{name} AS {column}" for name, column in place.items())
+    return frame.selectExpr("*", f"CASE WHEN {lone} THEN {side}.kafka.offset ELSE -1 END AS lone", *named).selectExpr(
         *keys,
         f"row_number() OVER ({window}) AS rank",
         name_sql(side),
+        *place.values(),
         f"old AS {side}_old",
-        f"hash AS {side}_hash",
-        f"{_order('time', place, f'{side}.kafka')} AS {side}_ord",
+        f"time AS {side}_time",
     )
 
 
-def one_sided(rule: Denorm, frame: DataFrame, side: str, place: int) -> DataFrame:
+def one_sided(index: int, frame: DataFrame, side: str, place: int) -> DataFrame:
     """New records of a rule whose other side has no records at all, and so no schema yet: all of them wait."""
+    partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
     return frame.where("NOT old").selectExpr(
         "'pending' AS kind",
-        _NONE["out"],
-        f"{text_sql(rule.name)} AS rule",
-        _NONE["schema"],
-        f"{_order('time', place, f'{side}.kafka')} AS ord",
-        f"array({_source(f'{side}.kafka')}) AS source",
+        f"{index} AS rule",
+        f"{_order('time', place, partition, offset)} AS ord",
+        f"array({_source(place, partition, offset)}) AS source",
         "array(false) AS waited",
         "hash",
     )
@@ -335,12 +347,12 @@ def union(frames: Iterable[DataFrame]) -> DataFrame:
     return first
 
 
-def _order(time: str, place: int, kafka: str) -> str:
-    return f"struct({time} AS time, {place} AS place, {kafka}.partition AS partition, {kafka}.offset AS offset)"
+def _order(time: str, place: int, partition: str, offset: str) -> str:
+    return f"struct({time} AS time, {place} AS place, {partition} AS partition, {offset} AS offset)"
 
 
-def _source(kafka: str) -> str:
-    return f"struct({kafka}.topic AS topic, {kafka}.partition AS partition, {kafka}.offset AS offset)"
+def _source(place: int, partition: str, offset: str) -> str:
+    return f"struct({place} AS place, {partition} AS partition, {offset} AS offset)"
 
 
 def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zync_assets.sql_text import text_sql
+from zync_assets.etl.labels import Labels
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 BUCKET_RECORDS = 250_000
 """New raw records for each bucket, about."""
-_PLACE_BITS = (1 << 33) - 1
-"""``monotonically_increasing_id``: the upper 31 bits are the Spark partition, the lower 33 the row's place in it."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,15 @@ def _below(span: TimeSpan, point: int) -> float:
 
 
 def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false", *, together: bool = False) -> DataFrame:
-    """Result rows in buckets, sorted within each: outputs first, by topic and order. ``suspect``: a condition for them,
+    """Result rows in buckets, sorted within each. ``suspect``: a condition for them,
     kept as a column of that name, so that ``facts`` has to read neither keys nor values. ``together``: there is one bucket,
     and what comes before is made in the same task."""
-    found = results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket", "kind <> 'out' AS other")
+    found = results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket")
     return (
         (found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket"))
-        .sortWithinPartitions("other", "out", "ord")
+        # Each for itself: a number that comes first is what Spark sorts by, without a look at the row.
+        .sortWithinPartitions("ord.time", "ord.place", "ord.partition", "ord.offset")
         .selectExpr("*", f"coalesce({suspect}, false) AS suspect")
-        .drop("other")
     )
 
 
@@ -108,31 +106,25 @@ class Fact(NamedTuple):
     suspects: bool
 
 
-def facts(rows: DataFrame) -> list[Fact]:
+def facts(rows: DataFrame, labels: Labels) -> list[Fact]:
     """Counts of what is in arranged rows, few whatever their number."""
     from pyspark.sql import functions as F
 
-    names = ["kind", "out", "rule", "bucket"]
-    each = rows.selectExpr(*names, "suspect", "waited", "posexplode(source) AS (place, of)").selectExpr(
+    names = ["kind", "rule", "bucket"]
+    each = rows.selectExpr(*names, "suspect", "waited", "posexplode(source) AS (at, of)").selectExpr(
         *names,
         "suspect",
-        "of.topic AS topic",
+        "of.place AS place",
         "of.partition AS partition",
-        "waited[place] AS old",
-        "CAST(place = 0 AS bigint) AS row",
+        "waited[at] AS old",
+        "CAST(at = 0 AS bigint) AS row",
     )
-    grouped = each.groupBy(*names, "topic", "partition", "old")
+    grouped = each.groupBy(*names, "place", "partition", "old")
     sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
-    return [Fact(*row) for row in grouped.agg(*(F.expr(text) for text in sums)).collect()]
+    return [fact(labels, *row) for row in grouped.agg(*(F.expr(text) for text in sums)).collect()]
 
 
-def numbered(rows: DataFrame, topic: str, firsts: Sequence[int]) -> DataFrame:
-    """The outputs of one topic with their column ``kafka``; ``firsts[bucket]`` is the bucket's first number."""
-    first = f"element_at(array({', '.join(f'{number}L' for number in firsts)}), bucket + 1)"
-    name = text_sql(topic)
-    place = f"(monotonically_increasing_id() & {_PLACE_BITS}L)"
-    return (
-        rows.where(f"kind = 'out' AND out = {name}")
-        .selectExpr("*", f"{place} AS place")
-        .selectExpr("*", f"struct({name} AS topic, 0 AS partition, {first} + place AS offset) AS kafka")
-    )
+def fact(labels: Labels, kind: str, rule: int | None, bucket: int, place: int, *rest: Any) -> Fact:
+    """``rest``: the fields of a Fact after ``topic``."""
+    out = labels.outs[rule] if kind == "out" and rule is not None else None
+    return Fact(kind, out, labels.rule(rule), bucket, labels.topics[place], *rest)

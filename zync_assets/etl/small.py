@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zync_assets.etl.numbering import Fact
+from zync_assets.etl.labels import Labels
+from zync_assets.etl.numbering import Fact, fact
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -18,53 +19,54 @@ RECORDS = 20_000
 
 
 def account(rows: DataFrame) -> list[Row]:
-    """Of a batch's arranged results: kind, out, rule, topic, partition, old, entries, rows and suspects, as facts have
-    them, and of each record that was pending or makes no output: hash and ``first``, its offset."""
+    """Of a batch's arranged results: kind, rule, place, partition, old, entries, rows and suspects, as ``numbering.facts``
+    counts them, and of each record that was pending or makes no output: hash and ``first``, its offset."""
     from pyspark.sql import functions as F
 
-    names = ["kind", "out", "rule", "hash"]
+    names = ["kind", "rule", "hash"]
     each = (
         rows.coalesce(1)
-        .selectExpr(*names, "suspect", "waited", "posexplode(source) AS (place, of)")
+        .selectExpr(*names, "suspect", "waited", "posexplode(source) AS (at, of)")
         .selectExpr(
             *names,
             "suspect",
-            "of.topic AS topic",
+            "of.place AS place",
             "of.partition AS partition",
-            "waited[place] AS old",
-            "CAST(place = 0 AS bigint) AS row",
-            "CASE WHEN kind <> 'out' OR waited[place] THEN of.offset END AS first",
+            "waited[at] AS old",
+            "CAST(at = 0 AS bigint) AS row",
+            "CASE WHEN kind <> 'out' OR waited[at] THEN of.offset END AS first",
         )
     )
-    grouped = each.groupBy(*names, "topic", "partition", "old", "first")
+    grouped = each.groupBy(*names, "place", "partition", "old", "first")
     sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
     return grouped.agg(*(F.expr(text) for text in sums)).collect()
 
 
-def facts(found: Iterable[Row]) -> list[Fact]:
+def facts(found: Iterable[Row], labels: Labels) -> list[Fact]:
     """What ``numbering.facts`` says; all of it is in one bucket."""
     sums: dict[tuple[Any, ...], tuple[int, int, bool]] = {}
     for row in found:
-        key = row["kind"], row["out"], row["rule"], 0, row["topic"], row["partition"], row["old"]
+        key = row["kind"], row["rule"], 0, row["place"], row["partition"], row["old"]
         entries, rows, suspects = sums.get(key, (0, 0, False))
         sums[key] = entries + row["entries"], rows + row["rows"], suspects or row["suspects"]
-    return [Fact._make((*key, *values)) for key, values in sums.items()]
+    return [fact(labels, *key, *values) for key, values in sums.items()]
 
 
-def exceptions(found: Iterable[Row]) -> list[dict[str, Any]]:
+def exceptions(found: Iterable[Row], labels: Labels) -> list[dict[str, Any]]:
     """What ``ledger.exceptions`` says."""
-    return [_entry(row) for row in found if row["kind"] not in ("out", "quarantined") and not row["old"]]
+    return [_entry(row, labels) for row in found if row["kind"] not in ("out", "quarantined") and not row["old"]]
 
 
-def completed(found: Iterable[Row]) -> list[dict[str, Any]]:
+def completed(found: Iterable[Row], labels: Labels) -> list[dict[str, Any]]:
     """What ``ledger.completed`` says."""
     return [
-        _entry(row) | {"kind": "completed", "hash": None, "text": "dropped" if row["kind"] == "dropped" else None}
+        _entry(row, labels)
+        | {"kind": "completed", "hash": None, "text": "dropped" if row["kind"] == "dropped" else None}
         for row in found
         if row["kind"] in ("out", "dropped") and row["old"]
     ]
 
 
-def _entry(row: Row) -> dict[str, Any]:
-    names = ("kind", "topic", "partition", "first", "rule", "hash")
-    return {**{name: row[name] for name in names}, "end": row["first"] + 1}
+def _entry(row: Row, labels: Labels) -> dict[str, Any]:
+    names = {"topic": labels.topics[row["place"]], "rule": labels.rule(row["rule"])}
+    return {**{name: row[name] for name in ("kind", "partition", "first", "hash")}, **names, "end": row["first"] + 1}

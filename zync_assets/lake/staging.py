@@ -282,23 +282,6 @@ def release(state: StagingState, topic: str, until: Mapping[int, int]) -> None:
         tables.commit(state.opened, [], {**numbers, "zync:batch": state.head.batch}, partition_by=["topic"])
 
 
-def staged_file(uri: str, path: str, group: str) -> DataFile:
-    """The log entry of an output file that Spark wrote, its statistics read from the Parquet footer."""
-    system, full = storage.filesystem(storage.join(uri, path))
-    footer = pq.read_metadata(full, filesystem=system)
-    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
-    partitions, offsets = (_span(footer, names.index(name)) for name in ("kafka.partition", "kafka.offset"))
-    return DataFile(
-        path,
-        storage.file_size(storage.join(uri, path)),
-        footer.num_rows,
-        partitions[0],
-        offsets[0],
-        offsets[1],
-        group=group,
-    )
-
-
 def ledger_file(uri: str, path: str) -> DataFile:
     """The log entry of a ledger file that Spark wrote."""
     system, full = storage.filesystem(storage.join(uri, path))
@@ -339,11 +322,6 @@ def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState
 def _old_next(before: StagingState, head: Head, topic: str) -> int:
     found = before.head.outputs.get((topic, 0))
     return found.next if found else head.outputs[topic, 0].base
-
-
-def _span(footer: pq.FileMetaData, column: int) -> tuple[int, int]:
-    found = [footer.row_group(i).column(column).statistics for i in range(footer.num_row_groups)]
-    return min(item.min for item in found), max(item.max for item in found)
 
 
 def _read(uri: str) -> pa.Table:

@@ -13,6 +13,7 @@ from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering, small, unavailable
+from zync_assets.etl.labels import labels_of
 from zync_assets.etl.numbering import Fact
 from zync_assets.etl.shapes import learn_types, note_schema, type_sql
 from zync_assets.lake import raw, reading, staging, storage
@@ -31,6 +32,7 @@ from zync_assets.steps.etl_unfit import check_outputs, size_limits, suspect_sql
 from zync_assets.steps.etl_waiting import New, Waiting
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.retention import keep_short
+from zync_assets.steps.staged_outputs import BucketWriter, write_outputs
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
@@ -47,10 +49,17 @@ class EtlRun:
         self.rules = pipeline.rules
         self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
         self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
+        self.labels = labels_of(pipeline)
         self.uri = storage.staging_uri(pipeline.lake, self.plan.pool)
-        spans = self._spans()
+        states = ((topic, state) for topic, state in self.plan.raw.items() if state is not None)
+        self.files = {topic: raw.raw_files(state, self.plan.reads(topic)) for topic, state in states}
+        """The files that the batch's new records are in."""
+        read = [item for files in self.files.values() for item in files]
+        spans = [numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records) for item in read]
         self.bounds = numbering.time_bounds(spans)
-        self.small = sum(span.records for span in spans) <= small.RECORDS
+        records = sum(item.records for item in read)
+        self.record_size = sum(item.size for item in read) / max(1, records)
+        self.small = records <= small.RECORDS
         """Whether all of it is one task, whose account is fetched."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
@@ -70,14 +79,14 @@ class EtlRun:
 
         results = self.results(frames, types, made_by)
         limits = size_limits(self.pipeline, types)
-        suspect = suspect_sql(self.pipeline, types, present, limits)
+        suspect = suspect_sql(self.pipeline, self.labels, types, present, limits)
         rows = numbering.arranged(results, self.bounds, suspect, together=self.small).persist()
         try:
             account = small.account(rows) if self.small else None
-            found = numbering.facts(rows) if account is None else small.facts(account)
+            found = numbering.facts(rows, self.labels) if account is None else small.facts(account, self.labels)
             self._check(found, rows, types)
             if any(row.kind == "out" and row.suspects for row in found):
-                check_outputs(self.pipeline, types, rows, limits)
+                check_outputs(self.pipeline, self.labels, types, rows, limits)
             files, ends = self._write_outputs(rows, found, outputs, types)
             crash_point("etl:outputs-written")
             bad = undecoded_rows(self.spark, self.pipeline, plan)
@@ -159,20 +168,23 @@ class EtlRun:
         kinds = matching.key_types(rule, {side: frames[topic] for side, topic in known.items()})
         made: dict[str, DataFrame] = {}
         for side, topic in known.items():
-            frame = taken[topic].frame.where(f"taken = {index}") if topic in taken else frames[topic]
+            frame = taken[topic].by(index) if topic in taken else frames[topic]
             made[side] = matching.keyed(rule, side, matching.in_frame(frame, side), kinds)
-        return New(rule, kinds, made)
+        return New(rule, index, kinds, made)
 
     def _denorm(self, new: New, types: Mapping[str, OutputType], made_by: matching.Made) -> list[DataFrame]:
         rule, frames = new.rule, new.frames
         sides = {"left": rule.left, "right": rule.right}
         if len(frames) < 2:
-            return [matching.one_sided(rule, frame, side, self.places[sides[side]]) for side, frame in frames.items()]
+            return [
+                matching.one_sided(new.index, frame, side, self.places[sides[side]]) for side, frame in frames.items()
+            ]
         whole = {side: matching.union([frame, *self._met(new, side)]) for side, frame in frames.items()}
         if self.small:
             whole = {side: frame.coalesce(1) for side, frame in whole.items()}
         target = types[rule.out].target(rule.name)
-        return [matching.paired(rule, whole["left"], whole["right"], self.places, target, made_by)]
+        left, right = whole["left"], whole["right"]
+        return [matching.paired(rule, new.index, left, right, new.kinds, self.places, target, made_by)]
 
     def _met(self, new: New, side: str) -> list[DataFrame]:
         """The pending records of one side whose join key a new record of the other side has."""
@@ -183,13 +195,6 @@ class EtlRun:
         failed = self.failures.condition(topic)
         found = found if failed is None else found.where(f"NOT ({failed})")
         return [matching.keyed(new.rule, side, matching.in_frame(found, side), new.kinds)]
-
-    def _spans(self) -> list[numbering.TimeSpan]:
-        spans: list[numbering.TimeSpan] = []
-        for topic, state in self.plan.raw.items():
-            for item in raw.raw_files(state, self.plan.reads(topic)) if state else ():
-                spans.append(numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records))
-        return spans
 
     def _check(self, found: Sequence[Fact], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
         """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, and none
@@ -203,7 +208,7 @@ class EtlRun:
         for item in self.pipeline.inputs:
             if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
                 of = F.col("source").getItem(0)
-                first = rows.filter((F.col("kind") == "unmatched") & (of.topic == item.topic)).agg(
+                first = rows.filter((F.col("kind") == "unmatched") & (of.place == self.places[item.topic])).agg(
                     F.min(F.struct(of.partition.alias("partition"), of.offset.alias("offset"))).alias("at")
                 )
                 at = first.collect()[0]["at"]
@@ -215,11 +220,8 @@ class EtlRun:
         for row in found:
             if not row.old:
                 counted[row.topic] += row.entries
-        for topic, state in self.plan.raw.items():
-            if state is None:
-                continue
+        for topic, files in self.files.items():
             ranges = self.plan.reads(topic)
-            files = raw.raw_files(state, ranges)
             inside = all(reading.is_inside(item, ranges) for item in files)
             expected = sum(item.records for item in files) if inside else self.batch.slices[topic].dataframe().count()  # type: ignore[union-attr]
             if counted[topic] != expected:
@@ -247,28 +249,23 @@ class EtlRun:
             ends[topic] = position.next + sizes.total()
             if not sizes:
                 continue
-            folder = f"{self.folder}/topic={topic}"
-            sides = types[topic].columns
-            numbered = numbering.numbered(rows, topic, firsts)
-            kinds = {name: spark_type(kind) for name, kind in sides.items()}
+            target = types[topic]
+            kinds = {name: spark_type(kind) for name, kind in target.columns.items()}
             values, paths = {name: name_sql(name) for name in kinds}, "CAST(NULL AS array<string>)"
             value = staging.value_column(topic)
             if value in kinds:
                 made = unavailable.left_out(values[value], kinds[value], "value", self.pipeline.unavailable_value)
                 values[value], paths = made or (values[value], paths)
-            columns = [
-                "kafka",
-                "rule",
-                "source",
-                "schema",
-                f"{paths} AS left_out",
-                # The cast makes every field one that may be null in the file too.
-                *(f"CAST({values[name]} AS {type_sql(kind)}) AS {name_sql(name)}" for name, kind in kinds.items()),
-            ]
-            _write(numbered.selectExpr(*columns), storage.join(self.uri, folder))
-            found_paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
-            made = [staging.staged_file(self.uri, f"{folder}/{path}", topic) for path in found_paths]
-            files += [item for item in made if item.records]
+            # The topic's own under names without dots, which mapInArrow would take for paths.
+            sides = (
+                f"CAST({values[name]} AS {type_sql(kind)}) AS side{at}" for at, (name, kind) in enumerate(kinds.items())
+            )
+            outputs_of = rows.where(f"kind = 'out' AND rule IN ({self.labels.of_topic(topic)})")
+            schemas = [target.targets[name].fingerprint if name in target.targets else "" for name in self.labels.rules]
+            folder = f"{self.folder}/topic={topic}"
+            writer = BucketWriter(self.uri, folder, topic, firsts, self.labels, schemas, target.columns)
+            columns = outputs_of.selectExpr("bucket", "rule", "source", f"{paths} AS left_out", *sides)
+            files += write_outputs(self.spark, columns, writer, self.record_size)
         return files, ends
 
     def _write_ledger(
@@ -283,24 +280,26 @@ class EtlRun:
             return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
         if bad is None and account is not None:
             failed = [item.entry() for item in self.failures.of(self.plan, old=False)]
-            entries = ledger.few_rows(covered, [*small.exceptions(account), *failed])
-            entries += small.completed(account)
+            entries = ledger.few_rows(covered, [*small.exceptions(account, self.labels), *failed])
+            entries += small.completed(account, self.labels)
             return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
-        others = ledger.exceptions(rows)
+        others = ledger.exceptions(rows, self.labels)
         if bad is not None:
             others = others.unionByName(bad, allowMissingColumns=True)
         failed = self.failures.of(self.plan, old=False)
         if failed:
             others = others.unionByName(ledger.failed(self.spark, map(astuple, failed)), allowMissingColumns=True)
         if bad is None and sum(row.entries for row in found if row.kind != "out" or row.old) <= ledger.FEW:
-            fetched = others.unionByName(ledger.completed(rows), allowMissingColumns=True) if waited else others
+            fetched = (
+                others.unionByName(ledger.completed(rows, self.labels), allowMissingColumns=True) if waited else others
+            )
             each = fetched.collect()
             entries = ledger.few_rows(covered, [row for row in each if row["kind"] != "completed"])
             entries += [row.asDict() for row in each if row["kind"] == "completed"]
             return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
         entries_frame = ledger.ledger_rows(self.spark, covered, others)
         if waited:
-            entries_frame = entries_frame.unionByName(ledger.completed(rows))
+            entries_frame = entries_frame.unionByName(ledger.completed(rows, self.labels))
         _write(entries_frame.selectExpr("struct(*) AS account"), storage.join(self.uri, folder))
         paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
         made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
@@ -314,22 +313,10 @@ class EtlRun:
         return [staging.write_ledger(self.uri, path, entries)] if entries else []
 
 
-_REPEATED = (
-    "kafka.topic",
-    "kafka.partition",
-    "rule",
-    "schema",
-    "source.list.element.topic",
-    "source.list.element.partition",
-)
-"""Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
-
 _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
     "compression": "snappy",
-    "parquet.enable.dictionary": "false",
-    **{f"parquet.enable.dictionary#{path}": "true" for path in _REPEATED},
     # Parquet looks at what it has in memory after so many rows for the first time: a hundred of 5 MB are too many.
     "parquet.page.size.row.check.min": "4",
     "parquet.block.size.row.check.min": "4",

@@ -15,7 +15,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import failing, matching
 from zync_assets.etl.headers import headers_sql
 from zync_assets.pipeline import Denorm, Pipeline, Rule
-from zync_assets.sql_text import shape_sql, text_sql
+from zync_assets.sql_text import shape_sql
 from zync_assets.steps.etl_failures import Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch
 from zync_assets.steps.etl_run import EtlRun
@@ -80,14 +80,13 @@ class _Search:
         rows = self._run().results(self.frames, self.types, failing.failing_sides)
         if "failed" not in rows.columns:
             return False
-        names = {rule.name: rule for rule in self.pipeline.rules}
         blame = "CASE blamed WHEN 'left' THEN source[0] WHEN 'right' THEN source[1] END AS blame"
         found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", blame)
         before = len(self.found)
         for row in found.limit(MOST_FAILURES + 1).collect():
             of = row["blame"] or row["ord"]
-            topic = row["blame"]["topic"] if row["blame"] else self.pipeline.inputs[row["ord"]["place"]].topic
-            self.found[topic, of["partition"], of["offset"]] = (names[row["rule"]], row["failed"])
+            topic = self.pipeline.inputs[of["place"]].topic
+            self.found[topic, of["partition"], of["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
         self._check()
         return len(self.found) > before
 
@@ -140,7 +139,8 @@ class _Search:
                 frame.selectExpr("*", *sides).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._run(without=place).results(self.frames, self.types, matching.columns)
-                mine = f"of.topic = {text_sql(topic)} AND of.{here.format('of')}"
+                number = [item.topic for item in self.pipeline.inputs].index(topic)
+                mine = f"of.place = {number} AND of.{here.format('of')}"
                 rows.where(f"kind = 'out' AND exists(source, of -> {mine})").collect()
         except (PySparkException, Py4JError) as error:
             return said(error)

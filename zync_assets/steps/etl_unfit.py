@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.etl.encodable import odd_sql, size_sql
+from zync_assets.etl.labels import Labels
 from zync_assets.kafka.topics import known_limits
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
-from zync_assets.sql_text import name_sql, text_sql
+from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import Failure, Place
 from zync_assets.steps.outputs import OutputType
 
@@ -39,7 +40,11 @@ class Unfit(Exception):
 
 
 def suspect_sql(
-    pipeline: Pipeline, types: Mapping[str, OutputType], present: Collection[str], limits: Mapping[str, int]
+    pipeline: Pipeline,
+    labels: Labels,
+    types: Mapping[str, OutputType],
+    present: Collection[str],
+    limits: Mapping[str, int],
 ) -> str:
     """A condition for result rows (see ``matching``) with the columns ``present``: an output that may be impossible to
     encode; null or false: it is not. ``limits``: see ``size_limits``."""
@@ -59,26 +64,26 @@ def suspect_sql(
         if sizes:
             odd.append(f"{sizes} > {min(LARGE, limits.get(topic, LARGE))}")
         if odd:
-            cases.append(f"WHEN {text_sql(topic)} THEN {' OR '.join(f'coalesce({part}, false)' for part in odd)}")
-    return f"CASE out {' '.join(cases)} ELSE false END" if cases else "false"
+            found = " OR ".join(f"coalesce({part}, false)" for part in odd)
+            cases.append(f"WHEN rule IN ({labels.of_topic(topic)}) THEN {found}")
+    return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
 
 
 def check_outputs(
-    pipeline: Pipeline, types: Mapping[str, OutputType], rows: DataFrame, limits: Mapping[str, int]
+    pipeline: Pipeline, labels: Labels, types: Mapping[str, OutputType], rows: DataFrame, limits: Mapping[str, int]
 ) -> None:
     """Encode the suspect outputs among result rows. Raises Unfit where some can't be. ``limits``: see ``size_limits``."""
     found: dict[Place, Failure] = {}
     present = rows.columns
     for topic, kind in types.items():
-        texts = {kind.target(rule).fingerprint: text for rule, text in kind.texts.items()}
+        texts = {index: kind.texts[rule] for index, rule in enumerate(labels.rules) if rule in kind.texts}
         columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
         limit = limits.get(topic)
-        asked = rows.where(f"kind = 'out' AND out = {text_sql(topic)} AND suspect").selectExpr(
+        asked = rows.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)}) AND suspect").selectExpr(
             "ord.place AS at_place",
             "ord.partition AS at_partition",
             "ord.offset AS at_offset",
             "rule",
-            "schema",
             # Under names without dots, which mapInArrow would take for paths.
             *(f"{name_sql(name)} AS side{index}" for index, name in enumerate(columns)),
         )
@@ -86,38 +91,38 @@ def check_outputs(
         def unfit(
             batches: Iterable[pa.RecordBatch],
             topic: str = topic,
-            texts: Mapping[str, str] = texts,
+            texts: Mapping[int, str] = texts,
             columns: Mapping[str, pa.DataType] = columns,
             limit: int | None = limit,
         ) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                batch = batch.rename_columns([*batch.schema.names[:5], *columns])
+                batch = batch.rename_columns([*batch.schema.names[:4], *columns])
                 errors = encoding_errors(topic, texts, columns, limit, batch)
                 kept = batch.select(["at_place", "at_partition", "at_offset", "rule"]).take(
                     pa.array(sorted(errors), pa.int64())
                 )
                 yield kept.append_column("error", pa.array([errors[index] for index in sorted(errors)], pa.string()))
 
-        schema = "at_place int, at_partition int, at_offset long, rule string, error string"
+        schema = "at_place int, at_partition int, at_offset long, rule int, error string"
         for row in asked.mapInArrow(unfit, schema).collect():
             place = (pipeline.inputs[row["at_place"]].topic, row["at_partition"], row["at_offset"])
-            found[place] = Failure(*place, row["rule"], f"output to {topic}: {row['error']}")
+            found[place] = Failure(*place, str(labels.rule(row["rule"])), f"output to {topic}: {row['error']}")
     if found:
         raise Unfit(found)
 
 
 def encoding_errors(
-    topic: str, texts: Mapping[str, str], columns: Mapping[str, pa.DataType], limit: int | None, batch: pa.RecordBatch
+    topic: str, texts: Mapping[int, str], columns: Mapping[str, pa.DataType], limit: int | None, batch: pa.RecordBatch
 ) -> dict[int, str]:
-    """Why rows can't be encoded, by index. ``texts``: fingerprint → output schema; ``limit``: bytes of a record batch."""
+    """Why rows can't be encoded, by index. ``texts``: output schemas by the rule's index; ``limit``: bytes of a record batch."""
     # Here: nearly every batch does without.
     from zync_assets.codecs.encode import make_encoder
     from zync_assets.kafka.writer import batch_size
 
     errors: dict[int, str] = {}
     names = (staging.key_column(topic), staging.value_column(topic))
-    for index, fingerprint in enumerate(batch.column("schema").to_pylist()):
-        schema = json.loads(texts[fingerprint])
+    for index, rule in enumerate(batch.column("rule").to_pylist()):
+        schema = json.loads(texts[rule])
         record: dict[str, object] = {"key": None, "value": None}
         for side, name in zip(("key", "value"), names, strict=True):
             text = schema[side]["schema"]

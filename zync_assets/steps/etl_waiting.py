@@ -33,9 +33,10 @@ Side = tuple[str, str]
 @dataclass(frozen=True)
 class New:
     """A batch's new records for a rule, by side (``left``, ``right``; none where the topic has no schema yet), from
-    ``matching.keyed``; ``kinds``: the types of the join key's parts."""
+    ``matching.keyed``; ``index``: the rule's; ``kinds``: the types of the join key's parts."""
 
     rule: Denorm
+    index: int
     kinds: Sequence[DataType]
     frames: Mapping[str, DataFrame]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _modules_seen = 0
-"""How many modules this process had when ``_settle`` looked last."""
+"""How many modules this process had when ``settle`` looked last."""
 
 
 def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list[T]:
@@ -64,12 +64,12 @@ def task_frame(spark: SparkSession, count: int) -> DataFrame:
 
 def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
     """The ids of a ``task_frame`` within one task."""
-    _settle()
+    settle()
     for batch in batches:
         yield from batch.column(0).to_pylist()
 
 
-def _settle() -> None:
+def settle() -> None:
     """Make cheap what Spark's worker process does between two tasks, which else is 0.1 s of CPU time."""
     global _modules_seen
     # It forgets what importers know of folders; those of Spark's zip files read the files' lists of contents again at once.

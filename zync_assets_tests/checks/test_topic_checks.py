@@ -17,6 +17,7 @@ from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import staging
 from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition
+from zync_assets.lake.tables import DataFile
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline, SideFormat
@@ -50,8 +51,8 @@ def pipeline(services: Services, unique: str, tmp_path: Path) -> Pipeline:
     position = OutputPosition(0, len(ROWS), None, None)
     text_of_schema = json.dumps({"key": side, "value": side})
     head = Head(1, outputs={(unique, 0): position}, schemas={"s": (unique, text_of_schema)})
-    uri = str(Path(made.lake) / "Staging")
-    item = staging.staged_file(uri, f"topic={unique}/rows.parquet", unique)
+    size = (folder / "rows.parquet").stat().st_size
+    item = DataFile(f"topic={unique}/rows.parquet", size, len(ROWS), 0, 0, len(ROWS) - 1, group=unique)
     staging.commit_batch(made.lake, "Staging", None, head, schema, [item])
     return made
 

@@ -16,6 +16,7 @@ from zync_assets.cli.arguments import MAX_OFFSET, MAX_PARTITION
 from zync_assets.cli.main import main
 from zync_assets.lake import quarantine, raw, staging, storage
 from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition, Position
+from zync_assets.lake.tables import DataFile
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 NOWHERE = {"KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1", "SCHEMA_REGISTRY_URL": "http://127.0.0.1:1"}
@@ -83,7 +84,8 @@ def make_pipeline(folder: Path) -> Path:
     pq.write_table(pa.Table.from_pylist([row], schema=columns), storage.join(uri, name))
     counts = {("a", 0, "done"): 1, ("a", 0, "quarantined"): 1}
     head = Head(1, {("a", 0): Position(0, 2, 2)}, {("o", 0): OutputPosition(0, 1, None, None)}, counts)
-    staging.commit_batch(lake, "Staging", None, head, schema, [staging.staged_file(uri, name, "o")])
+    made = DataFile(name, storage.file_size(storage.join(uri, name)), 1, 0, 0, 0, group="o")
+    staging.commit_batch(lake, "Staging", None, head, schema, [made])
     return path
 
 

@@ -36,7 +36,8 @@ def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> Dat
 
 
 def taken(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
-    found = matching.assign(item, 0, records, rules).frame.orderBy("kafka.offset").collect()
+    chosen = matching.assign(item, 0, records, rules).choice({index: str(index) for index in range(len(rules))})
+    found = records.orderBy("kafka.offset").selectExpr(f"{chosen} AS taken").collect()
     return [row.taken for row in found]
 
 

@@ -21,7 +21,6 @@ from zync_assets.lake.staging import (
     commit_batch,
     open_staging,
     read_ledger,
-    staged_file,
     write_ledger,
 )
 from zync_assets.lake.tables import DataFile
@@ -54,7 +53,8 @@ def outputs(lake: str, first: int, end: int, name: str = "") -> DataFile:
     storage.make_folder(storage.join(uri, path.rsplit("/", 1)[0]))
     schema = pa.schema([field for field in BASE_SCHEMA if field.name in ("kafka", "rule", "schema")])
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), storage.join(uri, path))
-    return staged_file(uri, path, OUT)
+    size = storage.file_size(storage.join(uri, path))
+    return DataFile(path, size, len(rows), 0, first, end - 1, group=OUT)
 
 
 def ledger(lake: str, name: str, *entries: dict[str, object]) -> DataFile:

@@ -1,0 +1,44 @@
+"""What the numbers in result rows stand for (see ``matching``): names in each row would double it on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zync_assets.pipeline import Pipeline
+from zync_assets.sql_text import text_sql
+
+
+@dataclass(frozen=True)
+class Labels:
+    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of the rules, by index."""
+
+    topics: Sequence[str]
+    rules: Sequence[str]
+    outs: Sequence[str]
+
+    def rule(self, index: int | None) -> str | None:
+        return None if index is None else self.rules[index]
+
+    def of_topic(self, out: str) -> str:
+        """The indexes of an output topic's rules, as a list in SQL."""
+        return ", ".join(str(index) for index, name in enumerate(self.outs) if name == out) or "NULL"
+
+    def topic_sql(self, place: str) -> str:
+        return _at(self.topics, place)
+
+    def rule_sql(self, index: str) -> str:
+        return _at(self.rules, index)
+
+
+def labels_of(pipeline: Pipeline) -> Labels:
+    return Labels(
+        [item.topic for item in pipeline.inputs],
+        [rule.name for rule in pipeline.rules],
+        [rule.out for rule in pipeline.rules],
+    )
+
+
+def _at(names: Sequence[str], number: str) -> str:
+    """The name of a number that starts at 0; null for null."""
+    return f"element_at(array({', '.join(map(text_sql, names))}), {number} + 1)"
