@@ -96,7 +96,8 @@ def _append(pipeline: Pipeline, topic: str, values: pa.Array, numbers: np.ndarra
 
 def measure_etl(world: World) -> Iterator[dict[str, object]]:
     """600,000 and 4.5 million raw records: a third joined with a third, a third updates."""
-    for records, goal in ((600_000, "≤ 2 s"), (4_500_000, "≤ 4, 3 if it can be")):
+    # The larger one first: one round of the smaller does not warm a JVM.
+    for records, goal in ((4_500_000, "≤ 4, 3 if it can be"), (600_000, "≤ 2 s")):
         records = world.sized(records)
         pipeline = world.pipeline(f"etl-{records}", REST)
         world.empty(pipeline)
