@@ -43,7 +43,7 @@ def exceptions(rows: DataFrame, labels: Labels) -> DataFrame:
     among them: ``failed`` has them."""
     others = rows.where("kind NOT IN ('out', 'quarantined')")
     each = others.selectExpr("kind", "rule", "hash", "waited", "posexplode(source) AS (at, of)")
-    each = each.where("NOT waited[at]")
+    each = each.where("(waited & shiftleft(1, at)) = 0")
     return each.selectExpr(
         "kind",
         f"{labels.topic_sql('of.place')} AS topic",
@@ -65,8 +65,10 @@ def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]
 
 def completed(rows: DataFrame, labels: Labels) -> DataFrame:
     """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
-    used = rows.where("kind IN ('out', 'dropped') AND array_contains(waited, true)")
-    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (at, of)").where("waited[at]")
+    used = rows.where("kind IN ('out', 'dropped') AND waited > 0")
+    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (at, of)").where(
+        "(waited & shiftleft(1, at)) > 0"
+    )
     return _ledger(
         each.selectExpr(
             "'completed' AS kind",

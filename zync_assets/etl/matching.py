@@ -8,7 +8,8 @@ makes none, with the columns
     rule     index of the rule that took the record, if one did
     ord      struct(time, place, partition, offset) of the completing input: outputs are ordered by it
     source   array of struct(place, partition, offset) of the raw records; place: the input's, see ``labels``
-    waited   array of booleans, as long: whether each was pending
+    last     index in source of the completing input
+    waited   a bit for each of source, the lowest for its first: whether it was pending
     hash     hash of the join key of a pending record, null for a null key
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
@@ -181,7 +182,8 @@ def singles(
         f"CAST({known} AS int) AS rule",
         f"{_order('time', taken.place, 'kafka.partition', 'kafka.offset')} AS ord",
         f"array({_source(taken.place, 'kafka.partition', 'kafka.offset')}) AS source",
-        "array(false) AS waited",
+        "0 AS last",
+        "0 AS waited",
         _NO_HASH,
         *(f"{taken.choice(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
@@ -274,7 +276,7 @@ def paired(
     source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
     ords = {side: _order(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
     hashed = _hash_sql(key_names(rule), kinds)
-    later = f"left_old IS NULL OR ({both} AND {_is_later(rule, places)})"
+    later = f"{both} AND {_is_later(rule, places)}"
     return (
         sides[0]
         .join(sides[1], keys, "full_outer")
@@ -282,10 +284,11 @@ def paired(
         .selectExpr(
             f"CASE WHEN {both} THEN 'out' ELSE 'pending' END AS kind",
             f"{index} AS rule",
-            f"CASE WHEN {later} THEN {ords['right']} ELSE {ords['left']} END AS ord",
+            f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
             f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
             f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
-            f"CASE WHEN {both} THEN array(left_old, right_old) ELSE array(false) END AS waited",
+            f"CASE WHEN {later} THEN 1 ELSE 0 END AS last",
+            f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
             f"CASE WHEN NOT ({both}) THEN {hashed} END AS hash",
             *(f"CASE WHEN {both} THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
         )
@@ -325,7 +328,8 @@ def one_sided(index: int, frame: DataFrame, side: str, place: int) -> DataFrame:
         f"{index} AS rule",
         f"{_order('time', place, partition, offset)} AS ord",
         f"array({_source(place, partition, offset)}) AS source",
-        "array(false) AS waited",
+        "0 AS last",
+        "0 AS waited",
         "hash",
     )
 

@@ -61,15 +61,15 @@ def _below(span: TimeSpan, point: int) -> float:
 
 
 def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false", *, together: bool = False) -> DataFrame:
-    """Result rows in buckets, sorted within each. ``suspect``: a condition for them,
-    kept as a column of that name, so that ``facts`` has to read neither keys nor values. ``together``: there is one bucket,
-    and what comes before is made in the same task."""
+    """Result rows in buckets, sorted within each by ``ord``, which is no more then. ``suspect``: a condition for them, kept as
+    a column of that name, so that ``facts`` has to read neither keys nor values. ``together``: there is one bucket, and what
+    comes before is made in the same task."""
     found = results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket")
     return (
         (found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket"))
         # Each for itself: a number that comes first is what Spark sorts by, without a look at the row.
         .sortWithinPartitions("ord.time", "ord.place", "ord.partition", "ord.offset")
-        .selectExpr("*", f"coalesce({suspect}, false) AS suspect")
+        .selectExpr("* EXCEPT (ord)", f"coalesce({suspect}, false) AS suspect")
     )
 
 
@@ -116,7 +116,7 @@ def facts(rows: DataFrame, labels: Labels) -> list[Fact]:
         "suspect",
         "of.place AS place",
         "of.partition AS partition",
-        "waited[at] AS old",
+        "(waited & shiftleft(1, at)) > 0 AS old",
         "CAST(at = 0 AS bigint) AS row",
     )
     grouped = each.groupBy(*names, "place", "partition", "old")

@@ -32,9 +32,9 @@ def account(rows: DataFrame) -> list[Row]:
             "suspect",
             "of.place AS place",
             "of.partition AS partition",
-            "waited[at] AS old",
+            "(waited & shiftleft(1, at)) > 0 AS old",
             "CAST(at = 0 AS bigint) AS row",
-            "CASE WHEN kind <> 'out' OR waited[at] THEN of.offset END AS first",
+            "CASE WHEN kind <> 'out' OR (waited & shiftleft(1, at)) > 0 THEN of.offset END AS first",
         )
     )
     grouped = each.groupBy(*names, "place", "partition", "old", "first")

@@ -80,9 +80,7 @@ def check_outputs(
         columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
         limit = limits.get(topic)
         asked = rows.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)}) AND suspect").selectExpr(
-            "ord.place AS at_place",
-            "ord.partition AS at_partition",
-            "ord.offset AS at_offset",
+            *(f"source[last].{name} AS at_{name}" for name in ("place", "partition", "offset")),
             "rule",
             # Under names without dots, which mapInArrow would take for paths.
             *(f"{name_sql(name)} AS side{index}" for index, name in enumerate(columns)),

@@ -54,7 +54,8 @@ def test_a_bucket_holds_what_lies_from_its_bound_on(spark: SparkSession) -> None
     epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     times = [epoch + dt.timedelta(milliseconds=millis) for millis in (9, 10, 11, 20)]
     frame = spark.createDataFrame(
-        [("out", (time, 0, 0, 0)) for time in times],
-        "kind string, ord struct<time: timestamp, place: int, partition: int, offset: long>",
+        [("out", number, (time, 0, 0, 0)) for number, time in enumerate(times)],
+        "kind string, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
     )
-    assert [row.bucket for row in numbering.arranged(frame, [10, 20]).orderBy("ord").collect()] == [0, 1, 1, 2]
+    rows = numbering.arranged(frame, [10, 20]).collect()
+    assert {row.number: row.bucket for row in rows} == {0: 0, 1: 1, 2: 1, 3: 2}

@@ -26,12 +26,12 @@ def results(spark: SparkSession) -> DataFrame:
     """Forty outputs of two topics, and a record that waits."""
     rows = [
         ("out", int(number % 3 == 0), (EPOCH + dt.timedelta(milliseconds=number * 7 % 60), 1, 0, number),
-         [(1, 0, number), (0, 0, number)], [False, False], f"value {number}")
+         [(1, 0, number), (0, 0, number)], 0, f"value {number}")
         for number in range(40)
-    ] + [("pending", 0, (EPOCH, 1, 0, 100), [(1, 0, 100)], [False], None)]  # fmt: skip
+    ] + [("pending", 0, (EPOCH, 1, 0, 100), [(1, 0, 100)], 0, None)]  # fmt: skip
     schema = (
         "kind string, rule int, ord struct<time: timestamp, place: int, partition: int, offset: long>,"
-        " source array<struct<place: int, partition: int, offset: long>>, waited array<boolean>, value string"
+        " source array<struct<place: int, partition: int, offset: long>>, waited int, value string"
     )
     return spark.createDataFrame(rows, schema).repartition(3)
 
