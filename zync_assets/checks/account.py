@@ -21,7 +21,7 @@ from zync_assets.lake.staging import StagingState
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
 DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dropped", "pending", "expired"))
 NONE = 255
-_KINDS = pa.array([*CLASSES, "completed"], pa.string())
+_KINDS = [*CLASSES, "completed"]
 _COMPLETED = len(CLASSES)
 
 
@@ -105,7 +105,7 @@ def read_facts(state: StagingState) -> tuple[dict[tuple[str, int], Facts], Count
             rows = pa.Table.from_batches([batch]).flatten()
             rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
             _count_waiting(rows, waiting)
-            codes = integers(pc.index_in(rows["kind"], _KINDS))
+            codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
             codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
             partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
             for topic in rows["topic"].unique().to_pylist():

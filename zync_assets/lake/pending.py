@@ -22,6 +22,7 @@ MOST = 4_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
 
 _PLACE = ["topic", "partition", "first"]
+_PENDING = pa.schema([staging.ACCOUNT_TYPE.field(name) for name in ("rule", *_PLACE, "hash")])
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
 """What is looked up."""
 _known: dict[str, dict[str, _Waiting]] = {}
@@ -51,7 +52,7 @@ def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
     each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in files}
     _known[state.opened.uri] = each
     hashes = np.unique(wanted["hash"].to_numpy())
-    found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_EMPTY])
+    found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_PENDING.empty_table()])
     found = found.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(["rule", *_PLACE])
     if not found.num_rows:
         return found
@@ -74,12 +75,7 @@ def _read(uri: str) -> _Waiting:
         entries = pq.ParquetFile(path, filesystem=system).read([f"account.{name}" for name in names]).flatten()
     entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
     is_kind = [pc.equal(entries["kind"], kind) for kind in ("pending", "completed")]
-    pending = entries.filter(reduce(pc.and_, [is_kind[0], pc.is_valid(entries["hash"])])).select(_EMPTY.column_names)
-    pending = pending.cast(_EMPTY.schema).sort_by("hash").combine_chunks()
-    completed = entries.filter(is_kind[1]).select(_PLACE).cast(_EMPTY.select(_PLACE).schema)
+    pending = entries.filter(reduce(pc.and_, [is_kind[0], pc.is_valid(entries["hash"])])).select(_PENDING.names)
+    pending = pending.cast(_PENDING).sort_by("hash").combine_chunks()
+    completed = entries.filter(is_kind[1]).select(_PLACE).cast(pa.schema([_PENDING.field(name) for name in _PLACE]))
     return _Waiting(pending["hash"].to_numpy(), pending, completed)
-
-
-_EMPTY = pa.schema(
-    [staging.ACCOUNT_TYPE.field(name) for name in ("rule", "topic", "partition", "first", "hash")]
-).empty_table()
