@@ -12,7 +12,6 @@ from typing import Any
 
 import fastavro
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +20,6 @@ from zync_assets.codecs.field_notes import fields_of, other_names
 from zync_assets.codecs.merge import conform
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed, same
-
-pytestmark = pytest.mark.usefixtures("both_ways")
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)
 LONG = st.integers(-(1 << 63), (1 << 63) - 1)

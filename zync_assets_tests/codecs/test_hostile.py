@@ -13,8 +13,6 @@ from zync_assets.codecs.avro_schema import MAX_DEPTH
 from zync_assets.codecs.decode import make_decoder
 from zync_assets.pipeline import SideFormat
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 @pytest.fixture(autouse=True)
 def _little_memory() -> Any:

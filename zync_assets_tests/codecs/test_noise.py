@@ -21,8 +21,6 @@ from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs import connect_generated, generated
 from zync_assets_tests.codecs.generated import datums, framed, same
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 NOISE = settings(
     max_examples=100,
     deadline=None,
@@ -118,6 +116,7 @@ def avro_batches(draw: st.DrawFn) -> tuple[dict[int, str], list[bytes], list[boo
     return schemas, payloads, good
 
 
+@pytest.mark.usefixtures("both_ways")
 @NOISE
 @given(avro_batches())
 def test_avro(batch: tuple[dict[int, str], list[bytes], list[bool]]) -> None:

@@ -20,8 +20,8 @@ from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
 
-@pytest.fixture(autouse=True, params=["by message", "by compiled code"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["by message", "by compiled code"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many records a range has, it is read alike."""
     monkeypatch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
 
@@ -39,6 +39,7 @@ def values(kafka: dict[str, str], topic: str, first: int, end: int) -> dict[int,
     return dict(zip(table["offset"].to_pylist(), table["value"].to_pylist(), strict=True))
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_record_comes_with_all_that_it_has(kafka: dict[str, str], topic: str, fill: Fill) -> None:
     fill(
         {"key": b"k", "value": b"v", "timestamp": 1234, "headers": [("a", b"1"), ("a", None), ("b", b"")]},
@@ -58,6 +59,7 @@ def test_a_record_comes_with_all_that_it_has(kafka: dict[str, str], topic: str, 
     ]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_range_in_the_middle(kafka: dict[str, str], topic: str, fill: Fill) -> None:
     fill(*"abcdef")
     assert values(kafka, topic, 2, 4) == {2: b"c", 3: b"d"}
@@ -69,6 +71,7 @@ def test_an_empty_range_has_no_batches(kafka: dict[str, str], topic: str, fill: 
     assert list(read_range(kafka, topic, 0, first, end)) == []
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_batches_keep_to_their_limits(kafka: dict[str, str], topic: str, fill: Fill) -> None:
     fill(*(b"x" * 1000 for _ in range(5000)))
     by_records = [len(batch) for batch in read_range(kafka, topic, 0, 0, 5000, batch_records=700)]
@@ -79,6 +82,7 @@ def test_batches_keep_to_their_limits(kafka: dict[str, str], topic: str, fill: F
     assert len(by_bytes) > 5
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_aborted_transactions_and_markers_are_not_there(
     kafka: dict[str, str], topic: str, transactional: Producer
 ) -> None:
@@ -94,6 +98,7 @@ def test_aborted_transactions_and_markers_are_not_there(
     assert values(kafka, topic, 1, 3) == {}
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_range_ends_before_an_open_transaction(
     kafka: dict[str, str], topic: str, fill: Fill, transactional: Producer
 ) -> None:
@@ -144,6 +149,7 @@ def test_an_end_past_the_topics_end_is_a_loss(kafka: dict[str, str], topic: str,
         read(kafka, topic, 0, 7)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_records_that_go_while_they_are_read_are_a_loss(
     kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +174,7 @@ def test_a_broker_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         read({"bootstrap.servers": "127.0.0.1:1"}, "orders", 0, 1)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_reader_can_be_left_in_the_middle(kafka: dict[str, str], topic: str, fill: Fill) -> None:
     fill(*(b"%d" % number for number in range(3000)))
     batches = read_range(kafka, topic, 0, 0, 3000, batch_records=100)
@@ -199,6 +206,7 @@ def test_arguments_travel_to_a_worker() -> None:
     assert pickle.loads(pickle.dumps(read_range)) is read_range
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_topic_that_goes_while_it_is_read_is_missing(
     kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
