@@ -11,10 +11,12 @@ from zync_assets_tests.tables import print_tables
 __all__ = ["chain", "s3", "secured", "services", "sound_chain", "spark", "unique"]
 
 LONG = (
+    "test_torture",
+    "test_chain",
     "test_crashes",
     "test_kills",
-    "test_chain",
-    "test_torture",
+    "test_checker",
+    "test_style",
     "test_topics_as_they_are",
     "test_secrets",
     "cli.test_rights",
