@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zync_assets.etl.labels import Labels
+from zync_assets.etl.matching import SOURCES, WAITED
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def exceptions(rows: DataFrame, labels: Labels) -> DataFrame:
     """New records that made no output: kind, topic, partition, first, end, rule, hash. Those that a rule failed on are not
     among them: ``failed`` has them."""
     others = rows.where("kind NOT IN ('out', 'quarantined')")
-    each = others.selectExpr("kind", "rule", "hash", "waited", "posexplode(source) AS (at, of)")
-    each = each.where("(waited & shiftleft(1, at)) = 0")
+    each = others.selectExpr("kind", "rule", "hash", "waited", SOURCES)
+    each = each.where(f"NOT {WAITED}")
     return each.selectExpr(
         "kind",
         f"{labels.topic_sql('of.place')} AS topic",
@@ -66,9 +67,7 @@ def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]
 def completed(rows: DataFrame, labels: Labels) -> DataFrame:
     """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
     used = rows.where("kind IN ('out', 'dropped') AND waited > 0")
-    each = used.selectExpr("kind", "rule", "waited", "posexplode(source) AS (at, of)").where(
-        "(waited & shiftleft(1, at)) > 0"
-    )
+    each = used.selectExpr("kind", "rule", "waited", SOURCES).where(WAITED)
     return _ledger(
         each.selectExpr(
             "'completed' AS kind",

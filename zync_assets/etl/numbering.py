@@ -7,11 +7,12 @@ statistics of the raw files: sampling the rows, as ``repartitionByRange`` does, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zync_assets.etl.labels import Labels
+from zync_assets.etl.matching import SOURCES, WAITED
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -108,20 +109,27 @@ class Fact(NamedTuple):
 
 def facts(rows: DataFrame, labels: Labels) -> list[Fact]:
     """Counts of what is in arranged rows, few whatever their number."""
+    return [fact(labels, *row) for row in counted(rows, ["kind", "rule", "bucket"]).collect()]
+
+
+def counted(rows: DataFrame, by: Sequence[str], more: Mapping[str, str] | None = None) -> DataFrame:
+    """The sources of arranged rows, counted ``by`` columns, place, partition and old, and by ``more``: names with expressions
+    over a row and one source of it (``of``). Columns: those, ``entries``, ``rows`` and ``suspects``."""
     from pyspark.sql import functions as F
 
-    names = ["kind", "rule", "bucket"]
-    each = rows.selectExpr(*names, "suspect", "waited", "posexplode(source) AS (at, of)").selectExpr(
-        *names,
-        "suspect",
-        "of.place AS place",
-        "of.partition AS partition",
-        "(waited & shiftleft(1, at)) > 0 AS old",
-        "CAST(at = 0 AS bigint) AS row",
+    own = {
+        "place": "of.place",
+        "partition": "of.partition",
+        "old": WAITED,
+        **(more or {}),
+        "row": "CAST(at = 0 AS bigint)",
+    }
+    each = rows.selectExpr(*by, "suspect", "waited", SOURCES).selectExpr(
+        *by, "suspect", *(f"{sql} AS {name}" for name, sql in own.items())
     )
-    grouped = each.groupBy(*names, "place", "partition", "old")
+    grouped = each.groupBy(*by, *(name for name in own if name != "row"))
     sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
-    return [fact(labels, *row) for row in grouped.agg(*(F.expr(text) for text in sums)).collect()]
+    return grouped.agg(*(F.expr(text) for text in sums))
 
 
 def fact(labels: Labels, kind: str, rule: int | None, bucket: int, place: int, *rest: Any) -> Fact:

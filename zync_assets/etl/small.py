@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zync_assets.etl.labels import Labels
-from zync_assets.etl.numbering import Fact, fact
+from zync_assets.etl.matching import WAITED
+from zync_assets.etl.numbering import Fact, counted, fact
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -21,25 +22,8 @@ RECORDS = 20_000
 def account(rows: DataFrame) -> list[Row]:
     """Of a batch's arranged results: kind, rule, place, partition, old, entries, rows and suspects, as ``numbering.facts``
     counts them, and of each record that was pending or makes no output: hash and ``first``, its offset."""
-    from pyspark.sql import functions as F
-
-    names = ["kind", "rule", "hash"]
-    each = (
-        rows.coalesce(1)
-        .selectExpr(*names, "suspect", "waited", "posexplode(source) AS (at, of)")
-        .selectExpr(
-            *names,
-            "suspect",
-            "of.place AS place",
-            "of.partition AS partition",
-            "(waited & shiftleft(1, at)) > 0 AS old",
-            "CAST(at = 0 AS bigint) AS row",
-            "CASE WHEN kind <> 'out' OR (waited & shiftleft(1, at)) > 0 THEN of.offset END AS first",
-        )
-    )
-    grouped = each.groupBy(*names, "place", "partition", "old", "first")
-    sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
-    return grouped.agg(*(F.expr(text) for text in sums)).collect()
+    first = f"CASE WHEN kind <> 'out' OR {WAITED} THEN of.offset END"
+    return counted(rows.coalesce(1), ["kind", "rule", "hash"], {"first": first}).collect()
 
 
 def facts(found: Iterable[Row], labels: Labels) -> list[Fact]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from confluent_kafka import Consumer
 from confluent_kafka import KafkaError as ClientError
 
+from zync_assets.codecs.nested import validity_buffer
 from zync_assets.errors import KafkaError
 from zync_assets.kafka.librdkafka import LIBRARY, handle_of
 from zync_assets.kafka.taken import HEADERS, RECORD_SCHEMA, Taken, Trouble, timestamps, troubles_of
@@ -92,8 +93,8 @@ class Intake:
             )
         ends, data = np.empty(len(parts) + 1, np.int32), np.empty(size, np.uint8)
         self._loops.gather(parts, ends, data)
-        valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
-        return pa.Array.from_buffers(pa.binary(), len(parts), [valid, pa.py_buffer(ends), pa.py_buffer(data)])
+        buffers = [validity_buffer(there), pa.py_buffer(ends), pa.py_buffer(data)]
+        return pa.Array.from_buffers(pa.binary(), len(parts), buffers)
 
     def _headers(self, messages: Longs, counts: Longs) -> pa.Array:
         total = int(counts.sum())

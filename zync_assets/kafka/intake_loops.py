@@ -33,9 +33,7 @@ _header = types.ExternalFunction("rd_kafka_header_get_all", _INT(_POINTER, _SIZE
 _copy = types.ExternalFunction("memcpy", _POINTER(_POINTER, _POINTER, _SIZE))
 _length = types.ExternalFunction("strlen", _SIZE(_POINTER))
 
-_Longs, _Ints, _Bytes, _Flags = types.int64[::1], types.int32[::1], types.uint8[::1], types.boolean[::1]
-_NO_TIME = 0
-"""RD_KAFKA_TIMESTAMP_NOT_AVAILABLE"""
+_Longs, _Ints, _Bytes = types.int64[::1], types.int32[::1], types.uint8[::1]
 
 
 @intrinsic

@@ -317,12 +317,9 @@ _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
     "compression": "snappy",
-    # Parquet looks at what it has in memory after so many rows for the first time: a hundred of 5 MB are too many.
-    "parquet.page.size.row.check.min": "4",
-    "parquet.block.size.row.check.min": "4",
 }
 
 
 def _write(frame: DataFrame, uri: str) -> None:
-    """Spark's own Parquet writer."""
+    """Ledger rows, too many to be fetched, by Spark's own Parquet writer."""
     frame.write.options(**_WRITING, **storage.spark_options(uri)).parquet(storage.spark_path(uri))
