@@ -53,15 +53,18 @@ class TopicState:
     partitions: tuple[PartitionState, ...]
 
 
-def topic_states(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = WAIT) -> dict[str, TopicState]:
+def topic_states(
+    kafka: Mapping[str, str], topics: Sequence[str], timeout: float | None = None
+) -> dict[str, TopicState]:
     """The states of those ``topics`` that exist, in the order asked for.
 
-    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout`` seconds.
+    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout`` seconds
+    (by default WAIT).
     """
     names = list(dict.fromkeys(topics))
     if not names:
         return {}
-    ask = Question(kafka, f"asking for {_listed(names)}", timeout)
+    ask = Question(kafka, f"asking for {_listed(names)}", WAIT if timeout is None else timeout)
     return ask.until_led(lambda: _states(ask, names))
 
 
@@ -93,7 +96,7 @@ def _states(ask: Question, names: list[str]) -> dict[str, TopicState]:
     }
 
 
-def topic_state(kafka: Mapping[str, str], topic: str, timeout: float = WAIT) -> TopicState:
+def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = None) -> TopicState:
     """The state of one topic; TopicMissing if it is not there."""
     states = topic_states(kafka, [topic], timeout)
     if topic not in states:

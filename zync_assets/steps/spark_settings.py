@@ -35,6 +35,8 @@ _DEFAULTS = {
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
+    # Compiled code is found again by its text; a session that goes on has more of it than Spark's hundred places.
+    "spark.sql.codegen.cache.maxEntries": "1000",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
     "spark.redaction.regex": SECRET,

@@ -66,7 +66,7 @@ def test_a_pool_without_its_head_fails_its_checks_and_the_others_go_on(chain: Ch
     assert head.name in told.stderr
 
 
-def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain) -> None:
+def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys\n"
         "from zync_assets.cli.main import main\n"
@@ -77,6 +77,7 @@ def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain) -> None
     assert found.stdout.splitlines()[-1] == "[]"
     text = chain.pipeline.path.read_text()
     chain.pipeline.path.write_text(text.replace(chain.pipeline.kafka["bootstrap.servers"], "127.0.0.1:9"))
+    monkeypatch.setattr("zync_assets.kafka.topics.WAIT", 1.0)
     away = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
     assert away.exit_code == 1
     assert away.stderr.startswith("error: no Kafka broker answered at 127.0.0.1:9")

@@ -112,7 +112,7 @@ INT, DOUBLE, REAL, TEXT = (pa.struct([("f0", kind)]) for kind in (pa.int32(), pa
 
 
 @settings(
-    max_examples=400,
+    max_examples=150,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

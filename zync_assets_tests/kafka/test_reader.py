@@ -26,6 +26,13 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
 
 
+@pytest.fixture
+def soon_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic that is unknown is waited for a second and not for five: this broker comes back from nowhere."""
+    monkeypatch.setattr(reader, "PROPAGATION", 1.0)
+    monkeypatch.setattr(reader, "_PROMISES", {**reader._PROMISES, "topic.metadata.propagation.max.ms": 1000})
+
+
 def end_of(kafka: dict[str, str], topic: str) -> int:
     return topic_states(kafka, [topic])[topic].partitions[0].end
 
@@ -160,6 +167,7 @@ def test_records_that_go_while_they_are_read_are_a_loss(
         read(kafka, topic, 1, 4)
 
 
+@pytest.mark.usefixtures("soon_known")
 def test_a_missing_topic_or_partition_is_named(kafka: dict[str, str], topic: str) -> None:
     with pytest.raises(TopicMissing, match=f"{topic}-missing"):
         read(kafka, f"{topic}-missing", 0, 1)
@@ -206,7 +214,7 @@ def test_arguments_travel_to_a_worker() -> None:
     assert pickle.loads(pickle.dumps(read_range)) is read_range
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("both_ways", "soon_known")
 def test_a_topic_that_goes_while_it_is_read_is_missing(
     kafka: dict[str, str], topic: str, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
