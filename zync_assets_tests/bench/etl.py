@@ -13,7 +13,7 @@ import pyarrow as pa
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.loops import etl_all
-from zync_assets_tests.bench.data import EPOCH, append_raw, texts
+from zync_assets_tests.bench.data import EPOCH, Known, append_raw, opened_raw, texts
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import TASKS, World
 
@@ -51,12 +51,19 @@ transforms:
 
 
 def append_invoices(
-    pipeline: Pipeline, first: int, end: int, *, step: int = 1, paired: int = 1, orphan: bool = False
+    pipeline: Pipeline,
+    first: int,
+    end: int,
+    *,
+    step: int = 1,
+    paired: int = 1,
+    orphan: bool = False,
+    known: Known | None = None,
 ) -> int:
     """Raw records for the invoices ``first <= number < end``: a creation, its status, an update of it. How many records.
 
     ``step``: the distance of offsets; ``paired``: only every so-many-th status comes with its invoice, the others' lack
-    one and wait; ``orphan``: an invoice that never gets a status comes first, at offset 0.
+    one and wait; ``orphan``: an invoice that never gets a status comes first, at offset 0; ``known``: see ``append_raw``.
     """
     numbers = np.arange(first, end)
     invoices = numbers[numbers % paired == 0]
@@ -71,7 +78,7 @@ def append_invoices(
         ],
         ["op", "id", "customer", "item"],
     )
-    made = _append(pipeline, "invoices", values, keys, step)
+    made = _append(pipeline, "invoices", values, keys, step, known)
     twice = np.repeat(numbers, 2)
     created = np.arange(len(twice)) % 2 == 0
     values = pa.StructArray.from_arrays(
@@ -82,15 +89,22 @@ def append_invoices(
         ],
         ["op", "invoice", "status"],
     )
-    return made + _append(pipeline, "statuses", values, twice, step)
+    return made + _append(pipeline, "statuses", values, twice, step, known)
 
 
-def _append(pipeline: Pipeline, topic: str, values: pa.Array, numbers: np.ndarray, step: int) -> int:  # type: ignore[type-arg]
-    state = raw.open_raw(pipeline.lake, "Raw", topic)
+def _append(
+    pipeline: Pipeline,
+    topic: str,
+    values: pa.Array,  # type: ignore[type-arg]
+    numbers: np.ndarray,  # type: ignore[type-arg]
+    step: int,
+    known: Known | None,
+) -> int:
+    state = opened_raw(pipeline.lake, "Raw", topic, known)
     start = state.next[0] if state else 0
     offsets = start + np.arange(len(numbers)) * step
-    keys = texts("k", numbers)
-    append_raw(pipeline.lake, "Raw", topic, offsets, keys, values, pa.array(EPOCH + np.maximum(numbers, 0)))
+    times = pa.array(EPOCH + np.maximum(numbers, 0))
+    append_raw(pipeline.lake, "Raw", topic, offsets, texts("k", numbers), values, times, known)
     return len(numbers)
 
 

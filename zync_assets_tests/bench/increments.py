@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zync_assets.lake import raw, staging
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.loops import etl_all
+from zync_assets_tests.bench.data import Known
 from zync_assets_tests.bench.etl import REST, append_invoices
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import World
@@ -85,15 +86,16 @@ class _Growing:
             return
         self.world.empty(self.pipeline)
         share = max(3, min(1_500_000, records // history.commits))
+        known: Known = {}
         while self.invoice * 3 < records:
-            self.invoice = self._append(self.invoice, share)
+            self.invoice = self._append(self.invoice, share, known)
         list(etl_all(self.pipeline, lambda: spark))
 
-    def _append(self, first: int, records: int) -> int:
+    def _append(self, first: int, records: int, known: Known | None = None) -> int:
         end = first + max(1, records // 3)
         history = self.history
         orphan = history.orphan and first == 0
-        append_invoices(self.pipeline, first, end, step=history.step, paired=history.paired, orphan=orphan)
+        append_invoices(self.pipeline, first, end, step=history.step, paired=history.paired, orphan=orphan, known=known)
         return end
 
 
