@@ -123,9 +123,13 @@ def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
 
 @contextmanager
 def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True) -> Iterator[Rig]:
-    """The pipeline with an instance that keeps its runs in ``folder``. With ``keys``, the open ranges have theirs."""
+    """The pipeline in ``folder``, with an instance of its own. With ``keys``, the open ranges have theirs.
+
+    The instance keeps its runs in memory: each run's file of SQLite costs more than the run. On disk they are where a webserver
+    or another process looks at them (``test_webserver``, ``test_secrets``, ``test_two_writers``).
+    """
     pipeline = make_pipeline(services, folder, prefix)
-    with DagsterInstance.local_temp(str(folder), {"telemetry": {"enabled": False}}) as instance:
+    with DagsterInstance.ephemeral(settings={"telemetry": {"enabled": False}}) as instance:
         rig = Rig(pipeline, instance, build_definitions(pipeline))
         if keys:
             rig.raw_keys(rig.orders, OPEN, "1:0-999999")
