@@ -25,6 +25,12 @@ LONG = (
     "test_exactly_once",
     "steps.test_retention",
     "steps.test_lake_faults",
+    "steps.test_etl",
+    "steps.test_shape_input",
+    "steps.test_failing",
+    "assets.test_graph",
+    "local.test_services",
+    "test_packages",
 )
 """Modules that take longest; they go first, so that no worker is left alone with one of them at the end."""
 

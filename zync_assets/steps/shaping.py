@@ -256,11 +256,13 @@ class _Job:
 def _failing(job: _Job) -> dict[tuple[int, int], str]:
     """(partition, offset) of every record that the shape fails on, with what Spark says of the first TEXTS.
 
-    SchemaError if there are more than MOST_FAILURES.
+    SchemaError if there are more than MOST_FAILURES; it tells of the first alone.
     """
     found: dict[tuple[int, int], str] = {}
-    for partition, offset in job.failing():
-        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < TEXTS else None
+    failing = job.failing()
+    told = TEXTS if len(failing) <= MOST_FAILURES else 1
+    for partition, offset in failing:
+        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < told else None
         found[partition, offset] = words or "an expression fails on this record."
     if len(found) > MOST_FAILURES:
         (partition, offset), text = min(found.items())

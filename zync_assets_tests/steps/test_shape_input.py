@@ -152,6 +152,7 @@ def test_a_record_that_the_shape_fails_on_costs_only_itself(make: Make) -> None:
 
 def test_many_failures_among_many_records_take_few_jobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields that nest and repeat, nulls, and conditions that fail: all are found at once."""
+    monkeypatch.setattr(shaping, "TEXTS", 3)
     runs: list[object] = []
     collected = shaping._Job._collected  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(shaping._Job, "_collected", lambda job, frame: runs.append(job) or collected(job, frame))  # pyright: ignore[reportPrivateUsage, reportUnknownLambdaType]
