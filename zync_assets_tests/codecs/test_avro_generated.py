@@ -100,7 +100,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=300)
+@settings(QUIET, max_examples=150)
 @given(damaged())
 @example((Kind("long", st.none(), int), [framed(3, b"\0")], [framed(3, b"\xff" * 9 + b"\x7f")]))
 @example(

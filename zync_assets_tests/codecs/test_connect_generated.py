@@ -91,7 +91,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=300)
+@settings(QUIET, max_examples=150)
 @given(damaged())
 def test_damage_costs_only_itself_and_is_told_alike_by_both_ways(
     batch: tuple[Kind, list[bytes], list[bytes]],
