@@ -223,17 +223,19 @@ def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
 
 
 def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
-    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of these types) and the key's hash.
+    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of these types) and the key's hash. A null key matches
+    nothing; its records are told apart by ``lone``, so that many of them don't end up on one task.
 
     ``frame`` is from ``in_frame``.
     """
     index = 0 if side == "left" else 1
     names = key_names(rule)
-    keys = [
-        f"CAST(({pair[index]}) AS {type_sql(kind)}) AS {name}"
-        for name, kind, pair in zip(names, kinds, rule.join_on, strict=True)
-    ]
-    return frame.selectExpr("*", *keys).selectExpr("*", f"{_hash_sql(names, kinds)} AS hash")
+    keys = [f"CAST(({pair[index]}) AS {type_sql(kind)})" for kind, pair in zip(kinds, rule.join_on, strict=True)]
+    # Of the keys' own expressions: a name that is used twice would be a column first, with the record as a whole beside it.
+    missing = " OR ".join(f"{key} IS NULL" for key in keys)
+    lone = f"CASE WHEN {missing} THEN {side}.kafka.offset ELSE -1 END AS lone"
+    named = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
+    return frame.selectExpr("*", *named, lone).selectExpr("*", f"{_hash_sql(names, kinds)} AS hash")
 
 
 def _hash_sql(names: Sequence[str], kinds: Sequence[DataType]) -> str:
@@ -272,19 +274,23 @@ def paired(
     ``left`` and ``right`` are from ``keyed``, new and old records together. New records without a counterpart, and those
     with a null key, are pending; old ones without one stay as they are and give no row. ``made_by``: as in ``columns``.
     """
-    keys = [*key_names(rule), "lone", "rank"]
-    sides = [_ranked(rule, frame, side) for side, frame in (("left", left), ("right", right))]
+    from pyspark.sql import functions as F
+
+    names = key_names(rule)
+    sides = {side: _ranked(rule, frame, side) for side, frame in (("left", left), ("right", right))}
+    equal = " AND ".join(f"left_{name} = right_{name}" for name in (*names, "lone", "rank"))
     # What is asked of a side as a whole is asked of another column of it: Spark then reads, and takes through the join, just
-    # those fields of the records that are used. For the same reason nothing is given a name to be used twice.
+    # those fields of the records that are used. For the same reason nothing is given a name to be used twice, and the keys
+    # of the sides stay two: what a join by names makes of them would be such a name.
     both = "left_old IS NOT NULL AND right_old IS NOT NULL"
     at = {"left": places[rule.left], "right": places[rule.right]}
     source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
     ords = {side: _order(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
-    hashed = _hash_sql(key_names(rule), kinds)
+    hashes = {side: _hash_sql([f"{side}_{name}" for name in names], kinds) for side in sides}
     later = f"{both} AND {_is_later(rule, places)}"
     return (
-        sides[0]
-        .join(sides[1], keys, "full_outer")
+        sides["left"]
+        .join(sides["right"], F.expr(equal), "full_outer")
         .where(f"({both}) OR NOT coalesce(left_old, right_old)")
         .selectExpr(
             f"CASE WHEN {both} THEN 'out' ELSE 'pending' END AS kind",
@@ -294,7 +300,7 @@ def paired(
             f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
             f"CASE WHEN {later} THEN 1 ELSE 0 END AS last",
             f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-            f"CASE WHEN NOT ({both}) THEN {hashed} END AS hash",
+            f"CASE WHEN {both} THEN NULL WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END AS hash",
             *(f"CASE WHEN {both} THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
         )
     )
@@ -308,21 +314,15 @@ def _is_later(rule: Denorm, places: Mapping[str, int]) -> str:
 
 
 def _ranked(rule: Denorm, frame: DataFrame, side: str) -> DataFrame:
-    """One side with its rank within the join key. A null key matches nothing; its records are ranked each by itself
-    (``lone``), so that many of them don't end up on one task."""
+    """One side with its rank within the join key, its columns under names of their own."""
     keys = [*key_names(rule), "lone"]
-    lone = " OR ".join(f"{name} IS NULL" for name in key_names(rule))
-    place = {name: f"{side}_{name}" for name in ("partition", "offset")}
-    window = f"PARTITION BY {', '.join(keys)} ORDER BY {', '.join(place.values())}"
-    named = (f"{side}.kafka.{name} AS {column}" for name, column in place.items())
-    return frame.selectExpr("*", f"CASE WHEN {lone} THEN {side}.kafka.offset ELSE -1 END AS lone", *named).selectExpr(
-        *keys,
-        f"row_number() OVER ({window}) AS rank",
+    place = [f"{side}_partition", f"{side}_offset"]
+    window = f"PARTITION BY {', '.join(f'{side}_{key}' for key in keys)} ORDER BY {', '.join(place)}"
+    return frame.selectExpr(
         name_sql(side),
-        *place.values(),
-        f"old AS {side}_old",
-        f"time AS {side}_time",
-    )
+        *(f"{name} AS {side}_{name}" for name in (*keys, "old", "time")),
+        *(f"{side}.kafka.{name} AS {side}_{name}" for name in ("partition", "offset")),
+    ).selectExpr("*", f"row_number() OVER ({window}) AS {side}_rank")
 
 
 def one_sided(index: int, frame: DataFrame, side: str, place: int) -> DataFrame:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pyspark.sql.types import StringType
+from pyspark.sql.types import DataType, LongType, StringType
 
 from zync_assets.errors import EtlError
 from zync_assets.etl import matching
@@ -102,3 +104,32 @@ def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSe
     hashes = [row.hash for row in keyed.orderBy("left.kafka.offset").collect()]
     assert hashes[0] == hashes[1] is not None
     assert hashes[2] is None
+
+
+@pytest.mark.parametrize(
+    ("join", "kind"),
+    [(("left.value.id", "right.value.id"), LongType()), (("upper(left.value.name)", "right.key"), StringType())],
+)
+def test_a_join_reads_and_moves_the_used_fields_alone_and_each_side_once(
+    spark: SparkSession, tmp_path: Path, join: tuple[str, str], kind: DataType
+) -> None:
+    """What a record holds besides would go through two shuffles and four sorts."""
+    rows = [(("t", 0, 0, NOW, None), "k", (1, "x", "large"), NOW, False)]
+    schema = (
+        "kafka struct<topic: string, partition: int, offset: long, time: timestamp, headers: array<string>>, key string,"
+        " value struct<id: long, name: string, rest: string>, time timestamp, old boolean"
+    )
+    spark.createDataFrame(rows, schema).write.parquet(str(tmp_path / "records"))
+    rule = Denorm("d", "t", "u", (join,), "out", None, None, "1", "1")
+    records = spark.read.schema(schema).parquet(str(tmp_path / "records"))
+    left, right = (matching.keyed(rule, side, matching.in_frame(records, side), [kind]) for side in ("left", "right"))
+    target = matching.Target("", None, None)
+    made = [("out", "struct(left.value.name, right.value.id)")]
+    found = matching.paired(rule, 0, left, right, [kind], {"t": 0, "u": 1}, target, lambda rule, target: made)
+    plan = found._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
+    read = re.findall(r"ReadSchema: (.*)", plan)
+    assert len(read) == 2
+    assert not [name for name in ("topic", "headers", "rest") if any(name in schema for schema in read)]
+    assert "key" not in read[0]
+    assert plan.count("Exchange") == 2
+    assert [row.kind for row in found.collect()] == (["out"] if join[0] == "left.value.id" else ["pending"] * 2)
