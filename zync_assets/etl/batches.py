@@ -16,7 +16,7 @@ import numpy as np
 
 from zync_assets.offsets import OffsetRange
 
-BATCH_RECORDS = 2_000_000
+BATCH_RECORDS = 5_000_000
 """Raw records of a batch, about: a batch ends with the file that reaches it, if not before."""
 
 

@@ -75,19 +75,21 @@ def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false", 
 
 
 def _bucket_sql(bounds: Sequence[int]) -> str:
-    """How many bounds a row has reached.
+    """How many bounds a row has reached, by halving.
 
     The index is one that Spark can't fold: bounds that become literals are in the generated code, which each batch would
     then have to compile anew. A lambda over the array would not be compiled at all.
     """
-    if not bounds:
-        return "0"
     array = f"array({', '.join(f'{bound}L' for bound in bounds)})"
-    reached = (
-        f"CAST(element_at({array}, ord.place * 0 + {place}) <= unix_millis(ord.time) AS int)"
-        for place in range(1, len(bounds) + 1)
-    )
-    return " + ".join(reached)
+
+    def reached(low: int, high: int) -> str:
+        if low == high:
+            return str(low)
+        middle = (low + high) // 2
+        bound = f"element_at({array}, ord.place * 0 + {middle + 1})"
+        return f"IF({bound} <= unix_millis(ord.time), {reached(middle + 1, high)}, {reached(low, middle)})"
+
+    return reached(0, len(bounds))
 
 
 class Fact(NamedTuple):

@@ -64,6 +64,8 @@ class EtlRun:
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
     def commit(self, started: float) -> EtlCommit:
+        from pyspark import StorageLevel
+
         head, plan = self.plan.head, self.plan
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
@@ -80,7 +82,9 @@ class EtlRun:
         results = self.results(frames, types, made_by)
         limits = size_limits(self.pipeline, types)
         suspect = suspect_sql(self.pipeline, self.labels, types, present, limits)
-        rows = numbering.arranged(results, self.bounds, suspect, together=self.small).persist()
+        rows = numbering.arranged(results, self.bounds, suspect, together=self.small)
+        # What does not fit in memory for sure would take the place of what is sorted, and the collector's time.
+        rows = rows.persist() if self.small else rows.persist(StorageLevel.DISK_ONLY)
         try:
             account = small.account(rows) if self.small else None
             found = numbering.facts(rows, self.labels) if account is None else small.facts(account, self.labels)

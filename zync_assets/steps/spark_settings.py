@@ -31,6 +31,10 @@ _DEFAULTS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1536m",
     "spark.sql.shuffle.partitions": "8",
+    # Else Spark makes as few of them as there are cores: tasks that sort as much as that are slow, take memory, and end
+    # one long after the other. What is little stays together.
+    "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "4m",
     # A batch's results are kept for a moment and read twice: to compress them takes longer than to read them.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
