@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.etl import small
+from zync_assets.etl import numbering
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
@@ -110,7 +110,7 @@ class Steps(RuleBasedStateMachine):
     def etl(self, how: str, one_task: bool) -> None:
         """``one_task``: as small batches are made, or else as large ones are."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(small, "RECORDS", small.RECORDS if one_task else 0)
+            patch.setattr(numbering, "SMALL", numbering.SMALL if one_task else 0)
             self._etl(how)
 
     def _etl(self, how: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zync_assets.pipeline import Pipeline
-from zync_assets.sql_text import text_sql
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,6 @@ class Labels:
         """The indexes of an output topic's rules, as a list in SQL."""
         return ", ".join(str(index) for index, name in enumerate(self.outs) if name == out) or "NULL"
 
-    def topic_sql(self, place: str) -> str:
-        return _at(self.topics, place)
-
-    def rule_sql(self, index: str) -> str:
-        return _at(self.rules, index)
-
 
 def labels_of(pipeline: Pipeline) -> Labels:
     return Labels(
@@ -37,8 +30,3 @@ def labels_of(pipeline: Pipeline) -> Labels:
         [rule.name for rule in pipeline.rules],
         [rule.out for rule in pipeline.rules],
     )
-
-
-def _at(names: Sequence[str], number: str) -> str:
-    """The name of a number that starts at 0; null for null."""
-    return f"element_at(array({', '.join(map(text_sql, names))}), {number} + 1)"

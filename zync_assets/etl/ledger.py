@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zync_assets.etl.labels import Labels
-from zync_assets.etl.matching import SOURCES, WAITED
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
@@ -39,52 +37,18 @@ def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, 
     ]
 
 
-def exceptions(rows: DataFrame, labels: Labels) -> DataFrame:
-    """New records that made no output: kind, topic, partition, first, end, rule, hash. Those that a rule failed on are not
-    among them: ``failed`` has them."""
-    others = rows.where("kind NOT IN ('out', 'quarantined')")
-    each = others.selectExpr("kind", "rule", "hash", "waited", SOURCES)
-    each = each.where(f"NOT {WAITED}")
-    return each.selectExpr(
-        "kind",
-        f"{labels.topic_sql('of.place')} AS topic",
-        "of.partition AS partition",
-        "of.offset AS first",
-        "of.offset + 1 AS end",
-        f"{labels.rule_sql('rule')} AS rule",
-        "hash",
-    )
-
-
 def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]]) -> DataFrame:
-    """Records that a rule failed on, as in ``exceptions``, with ``text``. ``records``: (topic, partition, offset, rule, why)."""
+    """Records that a rule failed on, as in ``account.ENTRIES``. ``records``: (topic, partition, offset, rule, why)."""
     rows = [("quarantined", topic, part, offset, offset + 1, rule, why) for topic, part, offset, rule, why in records]
     return spark.createDataFrame(
         rows, "kind string, topic string, partition int, first long, end long, rule string, text string"
     )
 
 
-def completed(rows: DataFrame, labels: Labels) -> DataFrame:
-    """Records that were pending and are done by this batch, or dropped (``text``), a ledger row each."""
-    used = rows.where("kind IN ('out', 'dropped') AND waited > 0")
-    each = used.selectExpr("kind", "rule", "waited", SOURCES).where(WAITED)
-    return _ledger(
-        each.selectExpr(
-            "'completed' AS kind",
-            f"{labels.topic_sql('of.place')} AS topic",
-            "of.partition AS partition",
-            "of.offset AS first",
-            "of.offset + 1 AS end",
-            f"{labels.rule_sql('rule')} AS rule",
-            "CASE WHEN kind = 'dropped' THEN kind END AS text",
-        )
-    )
-
-
 def few_rows(
     ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row | dict[str, Any]]
 ) -> list[dict[str, object]]:
-    """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: from ``exceptions`` and ``failed``."""
+    """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: rows of ``account.ENTRIES``, and ``failed``."""
     places: dict[tuple[str, int], list[Row | dict[str, Any]]] = defaultdict(list)
     for row in sorted(found, key=lambda row: row["first"]):
         places[row["topic"], row["partition"]].append(row)
@@ -129,7 +93,8 @@ def _done(topic: str, partition: int, first: int, end: int) -> dict[str, Any]:
 
 
 def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:
-    """Ledger rows that cover ``ranges``: what is in ``found`` (from ``exceptions``), and done ranges between.
+    """Ledger rows that cover ``ranges``: what is in ``found`` (new records'
+    ``account.ENTRIES``), and done ranges between.
 
     Neighbouring unmatched, dropped or quarantined offsets become one range, but for those that have a text. ``found`` may
     have a column ``records``: how many there are in an entry, one by default.
@@ -175,7 +140,7 @@ def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]]
     done = rows.filter((F.col("kind") != "close") & (F.col("next") > F.col("end"))).select(
         F.lit("done").alias("kind"), "topic", "partition", F.col("end").alias("first"), F.col("next").alias("end")
     )
-    return _ledger(classes.drop("stride", "island")).unionByName(_ledger(done))
+    return as_rows(classes.drop("stride", "island")).unionByName(as_rows(done))
 
 
 def _pieces(part: OffsetRange) -> list[OffsetRange]:
@@ -184,7 +149,7 @@ def _pieces(part: OffsetRange) -> list[OffsetRange]:
     return [OffsetRange(piece.partition, max(piece.first, part.first), piece.end) for piece in aligned]
 
 
-def _ledger(frame: DataFrame) -> DataFrame:
+def as_rows(frame: DataFrame) -> DataFrame:
     """The frame with all fields of a ledger row, in order."""
     from pyspark.sql import functions as F
 

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 
 _NO_HASH = "CAST(NULL AS bigint) AS hash"
 
-SOURCES = "posexplode(source) AS (at, of)"
-"""A row for each source of a result row."""
-WAITED = "((waited & shiftleft(1, at)) > 0)"
-"""Whether the source at ``at`` was pending."""
-
 KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
 FAILED = -1

@@ -1,24 +1,28 @@
 """Order and number outputs without putting them all on one task.
 
 Results are cut into buckets by time, a Spark partition each, and sorted within. The number of a row is then the bucket's
-first number (known once each bucket's rows are counted) plus its place in the bucket. Bounds of buckets come from the
-statistics of the raw files: sampling the rows, as ``repartitionByRange`` does, would run the joins twice.
+first number plus its place in the bucket. Bounds of buckets come from the statistics of the raw files: sampling the rows, as
+``repartitionByRange`` does, would run the joins twice.
+
+A bucket's first number is known once all are counted. They are counted in a subquery of the query that writes them, over the
+same shuffle, which Spark then makes once (``spark.sql.exchange.reuse``): kept in any other way, rows would be written and read
+once more. Who writes tells how many they were, so that it can be seen whether it was the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from zync_assets.etl.labels import Labels
-from zync_assets.etl.matching import SOURCES, WAITED
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 BUCKET_RECORDS = 250_000
 """New raw records for each bucket, about."""
+
+SMALL = 20_000
+"""New raw records of a batch that is small: all of it is one Spark task, and what became of each record is fetched."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,53 @@ def _below(span: TimeSpan, point: int) -> float:
     return span.records * (point - span.low) / (span.high - span.low)
 
 
-def arranged(results: DataFrame, bounds: Sequence[int], suspect: str = "false", *, together: bool = False) -> DataFrame:
-    """Result rows in buckets, sorted within each by ``ord``, which is no more then. ``suspect``: a condition for them, kept as
-    a column of that name, so that ``facts`` has to read neither keys nor values. ``together``: there is one bucket, and what
-    comes before is made in the same task."""
-    found = results.selectExpr("*", f"{_bucket_sql(bounds)} AS bucket")
-    return (
-        (found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket"))
-        # Each for itself: a number that comes first is what Spark sorts by, without a look at the row.
-        .sortWithinPartitions("ord.time", "ord.place", "ord.partition", "ord.offset")
-        .selectExpr("* EXCEPT (ord)", f"coalesce({suspect}, false) AS suspect")
-    )
+_ORDER = ("time", "place", "partition", "offset")
+
+
+def arranged(
+    results: DataFrame, bounds: Sequence[int], columns: Sequence[str], outs: Sequence[str], *, together: bool = False
+) -> DataFrame:
+    """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and for an output
+    ``first``: how many outputs of its topic are in the buckets before.
+
+    ``outs``: for each output topic, the indexes of its rules, as a list in SQL; ``together``: there is one bucket, and what
+    comes before is made in the same task.
+    """
+    # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
+    order = [f"ord.{name} AS ord_{name}" for name in _ORDER]
+    found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds)} AS bucket")
+    found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
+    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in _ORDER))
+    if not bounds:
+        return rows.selectExpr(*columns, "bucket", "0L AS first")
+    firsts = _firsts(found, len(bounds) + 1, outs).scalar().alias("firsts")
+    place = f"element_at(firsts, {_topic_sql(outs)} * {len(bounds) + 1} + bucket + 1)"
+    return rows.select("*", firsts).selectExpr(*columns, "bucket", f"CASE WHEN kind = 'out' THEN {place} END AS first")
+
+
+def _firsts(found: DataFrame, buckets: int, outs: Sequence[str]) -> DataFrame:
+    """One row with an array: for each topic and bucket, how many of the topic's outputs are in the buckets before.
+
+    The shuffle is shared only if both ask it for the same columns, so this one has an expression of all that it never
+    evaluates.
+    """
+    from pyspark.sql import functions as F
+
+    never = "count_if(kind = '' AND CAST(struct(*) AS string) = '')"
+    count = F.expr(f"count_if(kind = 'out') + {never} AS number")
+    each = found.groupBy(F.expr(f"{_topic_sql(outs)} * {buckets} + bucket AS place")).agg(count)
+    numbers = each.agg(F.expr("map_from_entries(collect_list(struct(coalesce(place, -1), number))) AS numbers"))
+    before = f"slice(numbers, i - i % {buckets} + 1, i % {buckets})"
+    places = f"sequence(0, {len(outs) * buckets - 1})"
+    return numbers.selectExpr(
+        f"transform({places}, i -> coalesce(try_element_at(numbers, i), 0L)) AS numbers"
+    ).selectExpr(f"transform({places}, i -> aggregate({before}, 0L, (sum, number) -> sum + number)) AS firsts")
+
+
+def _topic_sql(outs: Sequence[str]) -> str:
+    """The index of the output topic of a row's rule; null where it is none of them."""
+    cases = " ".join(f"WHEN rule IN ({rules}) THEN {at}" for at, rules in enumerate(outs))
+    return f"CASE {cases} END"
 
 
 def _bucket_sql(bounds: Sequence[int]) -> str:
@@ -90,51 +130,3 @@ def _bucket_sql(bounds: Sequence[int]) -> str:
         return f"IF({bound} <= unix_millis(ord.time), {reached(middle + 1, high)}, {reached(low, middle)})"
 
     return reached(0, len(bounds))
-
-
-class Fact(NamedTuple):
-    """How many of a batch's result rows are of a kind, output topic, rule and bucket, and made of one input partition's
-    records, new ones or ``old``: ``entries`` (sources), ``rows`` (rows, counted at their first source), and ``suspects``:
-    whether any is suspect."""
-
-    kind: str
-    out: str | None
-    rule: str | None
-    bucket: int
-    topic: str
-    partition: int
-    old: bool
-    entries: int
-    rows: int
-    suspects: bool
-
-
-def facts(rows: DataFrame, labels: Labels) -> list[Fact]:
-    """Counts of what is in arranged rows, few whatever their number."""
-    return [fact(labels, *row) for row in counted(rows, ["kind", "rule", "bucket"]).collect()]
-
-
-def counted(rows: DataFrame, by: Sequence[str], more: Mapping[str, str] | None = None) -> DataFrame:
-    """The sources of arranged rows, counted ``by`` columns, place, partition and old, and by ``more``: names with expressions
-    over a row and one source of it (``of``). Columns: those, ``entries``, ``rows`` and ``suspects``."""
-    from pyspark.sql import functions as F
-
-    own = {
-        "place": "of.place",
-        "partition": "of.partition",
-        "old": WAITED,
-        **(more or {}),
-        "row": "CAST(at = 0 AS bigint)",
-    }
-    each = rows.selectExpr(*by, "suspect", "waited", SOURCES).selectExpr(
-        *by, "suspect", *(f"{sql} AS {name}" for name, sql in own.items())
-    )
-    grouped = each.groupBy(*by, *(name for name in own if name != "row"))
-    sums = ("count(*) AS entries", "sum(row) AS rows", "max(suspect) AS suspects")
-    return grouped.agg(*(F.expr(text) for text in sums))
-
-
-def fact(labels: Labels, kind: str, rule: int | None, bucket: int, place: int, *rest: Any) -> Fact:
-    """``rest``: the fields of a Fact after ``topic``."""
-    out = labels.outs[rule] if kind == "out" and rule is not None else None
-    return Fact(kind, out, labels.rule(rule), bucket, labels.topics[place], *rest)

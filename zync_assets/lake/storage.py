@@ -13,7 +13,7 @@ legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -199,6 +199,15 @@ def read_batches(
     mean = max((size / rows for size, rows in sizes if rows), default=1.0)
     count = max(1, min(most, int(BATCH_BYTES / max(1.0, mean))))
     yield from file.iter_batches(count, row_groups=None if groups is None else list(groups), columns=columns)
+
+
+def remove_files(uri: str) -> None:
+    """Remove the Parquet files below a folder that nothing names, as far as the store lets them go: what is left is cleaned
+    up later."""
+    system, path = filesystem(uri)
+    with suppress(LakeError, OSError):
+        for name in list_files(uri, ".parquet"):
+            system.delete_file(join(path, name))
 
 
 def list_files(uri: str, suffix: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
-from zync_assets.etl.numbering import Fact
+from zync_assets.etl.account import Fact
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.reopen import Taken

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
-from zync_assets.etl import ledger, matching, numbering, small, unavailable
+from zync_assets.etl import ledger, matching, numbering
 from zync_assets.etl.labels import labels_of
-from zync_assets.etl.numbering import Fact
-from zync_assets.etl.shapes import learn_types, note_schema, type_sql
+from zync_assets.etl.shapes import learn_types, note_schema
 from zync_assets.lake import raw, reading, staging, storage
 from zync_assets.lake.fold import fold_ledger
 from zync_assets.lake.reopen import carve
@@ -23,20 +21,19 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline, Rule
-from zync_assets.sql_text import name_sql
-from zync_assets.steps.etl_failures import NONE, Failures
+from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
 from zync_assets.steps.etl_undecoded import quarantined, undecoded_rows
-from zync_assets.steps.etl_unfit import check_outputs, size_limits, suspect_sql
+from zync_assets.steps.etl_unfit import Unfit, size_limits, suspect_sql
 from zync_assets.steps.etl_waiting import New, Waiting
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.retention import keep_short
-from zync_assets.steps.staged_outputs import BucketWriter, write_outputs
+from zync_assets.steps.staged_outputs import BucketWriter, Results, StagedTopic, row_sql
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row
+    from pyspark.sql import DataFrame
 
 
 class EtlRun:
@@ -59,13 +56,11 @@ class EtlRun:
         self.bounds = numbering.time_bounds(spans)
         records = sum(item.records for item in read)
         self.record_size = sum(item.size for item in read) / max(1, records)
-        self.small = records <= small.RECORDS
+        self.small = records <= numbering.SMALL
         """Whether all of it is one task, whose account is fetched."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
     def commit(self, started: float) -> EtlCommit:
-        from pyspark import StorageLevel
-
         head, plan = self.plan.head, self.plan
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
@@ -82,19 +77,25 @@ class EtlRun:
         results = self.results(frames, types, made_by)
         limits = size_limits(self.pipeline, types)
         suspect = suspect_sql(self.pipeline, self.labels, types, present, limits)
-        rows = numbering.arranged(results, self.bounds, suspect, together=self.small)
-        # What does not fit in memory for sure would take the place of what is sorted, and the collector's time.
-        rows = rows.persist() if self.small else rows.persist(StorageLevel.DISK_ONLY)
+        topics = [
+            self._staged(types[topic], position, limits.get(topic))
+            for (topic, _), position in outputs.items()
+            if present.issuperset(types[topic].columns)
+        ]
+        wanted = row_sql(topics, suspect, self.pipeline.unavailable_value)
+        outs = [staged.rules_sql for staged in topics]
+        rows = numbering.arranged(results, self.bounds, wanted, outs, together=self.small)
+        written: Results | None = None
+        committing = False
         try:
-            account = small.account(rows) if self.small else None
-            found = numbering.facts(rows, self.labels) if account is None else small.facts(account, self.labels)
-            self._check(found, rows, types)
-            if any(row.kind == "out" and row.suspects for row in found):
-                check_outputs(self.pipeline, self.labels, types, rows, limits)
-            files, ends = self._write_outputs(rows, found, outputs, types)
+            writer = BucketWriter(self.uri, topics, self.labels)
+            written = Results(self.spark, rows, writer, self.record_size, small=self.small)
+            found, files = written.facts, list(written.files)
+            self._check(written, types)
+            ends = self._ends(written, outputs)
             crash_point("etl:outputs-written")
             bad = undecoded_rows(self.spark, self.pipeline, plan)
-            files += self._write_ledger(rows, account, found, bad)
+            files += self._write_ledger(written, bad)
             files += self._write_settled()
             crash_point("etl:ledger-written")
             done = next_head(plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan))
@@ -102,9 +103,14 @@ class EtlRun:
             folded, removed = self._tidied()
             if folded:
                 crash_point("etl:ledger-folded")
+            committing = True
             staging.commit_batch(self.pipeline.lake, plan.pool, plan.state, done, schema, [*files, *folded], removed)
         finally:
-            rows.unpersist()
+            if written is not None:
+                written.release()
+            if not committing:
+                # A batch that fails is tried again, for as long as its cause is there.
+                storage.remove_files(storage.join(self.uri, self.folder))
         keep_up(self.spark, plan.state.opened if plan.state else None)
         for topic, known in plan.raw.items():
             keep_short(self.pipeline, self.pipeline.input(topic), known)
@@ -200,22 +206,37 @@ class EtlRun:
         found = found if failed is None else found.where(f"NOT ({failed})")
         return [matching.keyed(new.rule, side, matching.in_frame(found, side), new.kinds)]
 
-    def _check(self, found: Sequence[Fact], rows: DataFrame, types: Mapping[str, OutputType]) -> None:
-        """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, and none
-        was taken by a rule that can't say its types."""
+    def _staged(self, kind: OutputType, position: OutputPosition, limit: int | None) -> StagedTopic:
+        rules = self.labels.rules
+        return StagedTopic(
+            kind.topic,
+            f"{self.folder}/topic={kind.topic}",
+            position.next,
+            kind.columns,
+            [index for index, out in enumerate(self.labels.outs) if out == kind.topic],
+            [kind.targets[name].fingerprint if name in kind.targets else "" for name in rules],
+            {index: kind.texts[name] for index, name in enumerate(rules) if name in kind.texts},
+            limit,
+        )
+
+    def _check(self, written: Results, types: Mapping[str, OutputType]) -> None:
+        """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, none was
+        taken by a rule that can't say its types, and each output can be encoded."""
         from pyspark.sql import functions as F
 
+        found = written.facts
         for row in found:
             if row.kind == "untyped":
                 rule = row.rule or ""
                 raise EtlError(next(kind.untyped[rule] for kind in types.values() if rule in kind.untyped))
+        if written.unfitting:
+            raise Unfit(dict(self._unfit(written)))
         for item in self.pipeline.inputs:
             if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
-                of = F.col("source").getItem(0)
-                first = rows.filter((F.col("kind") == "unmatched") & (of.place == self.places[item.topic])).agg(
-                    F.min(F.struct(of.partition.alias("partition"), of.offset.alias("offset"))).alias("at")
-                )
-                at = first.collect()[0]["at"]
+                mine = written.entries().where((F.col("kind") == "unmatched") & (F.col("topic") == item.topic))
+                at = mine.agg(F.min(F.struct("partition", F.col("first").alias("offset"))).alias("at")).collect()[0][
+                    "at"
+                ]
                 raise EtlError(
                     f"topic {item.topic}, partition {at.partition}, offset {at.offset}: no rule takes this record. Add a rule,"
                     " or set unmatched: keep or drop."
@@ -234,80 +255,59 @@ class EtlRun:
                     " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
                 )
 
-    def _write_outputs(
-        self,
-        rows: DataFrame,
-        found: Sequence[Fact],
-        outputs: Mapping[tuple[str, int], OutputPosition],
-        types: Mapping[str, OutputType],
-    ) -> tuple[list[DataFile], dict[str, int]]:
-        files: list[DataFile] = []
-        ends: dict[str, int] = {}
-        buckets = 1 + max((row.bucket for row in found), default=0)
-        for (topic, _), position in outputs.items():
-            sizes = Counter[int]()
-            for row in found:
-                if row.kind == "out" and row.out == topic:
-                    sizes[row.bucket] += row.rows
-            firsts = [position.next + sum(sizes[b] for b in range(bucket)) for bucket in range(buckets)]
-            ends[topic] = position.next + sizes.total()
-            if not sizes:
-                continue
-            target = types[topic]
-            kinds = {name: spark_type(kind) for name, kind in target.columns.items()}
-            values, paths = {name: name_sql(name) for name in kinds}, "CAST(NULL AS array<string>)"
-            value = staging.value_column(topic)
-            if value in kinds:
-                made = unavailable.left_out(values[value], kinds[value], "value", self.pipeline.unavailable_value)
-                values[value], paths = made or (values[value], paths)
-            # The topic's own under names without dots, which mapInArrow would take for paths.
-            sides = (
-                f"CAST({values[name]} AS {type_sql(kind)}) AS side{at}" for at, (name, kind) in enumerate(kinds.items())
-            )
-            outputs_of = rows.where(f"kind = 'out' AND rule IN ({self.labels.of_topic(topic)})")
-            schemas = [target.targets[name].fingerprint if name in target.targets else "" for name in self.labels.rules]
-            folder = f"{self.folder}/topic={topic}"
-            writer = BucketWriter(self.uri, folder, topic, firsts, self.labels, schemas, target.columns)
-            columns = outputs_of.selectExpr("bucket", "rule", "source", f"{paths} AS left_out", *sides)
-            files += write_outputs(self.spark, columns, writer, self.record_size)
-        return files, ends
+    def _unfit(self, written: Results) -> Iterator[tuple[Place, Failure]]:
+        for topic, one in written.unfitting:
+            place = (self.labels.topics[one.place], one.partition, one.offset)
+            yield place, Failure(*place, str(self.labels.rule(one.rule)), f"output to {topic}: {one.text}")
 
-    def _write_ledger(
-        self, rows: DataFrame, account: Sequence[Row] | None, found: Sequence[Fact], bad: DataFrame | None
-    ) -> list[DataFile]:
+    def _ends(self, written: Results, outputs: Mapping[tuple[str, int], OutputPosition]) -> dict[str, int]:
+        """Where each topic's next batch begins. EtlError where the files' numbers leave gaps or overlap."""
+        ends: dict[str, int] = {}
+        for (topic, _), position in outputs.items():
+            end = position.next
+            for file in (item for item in written.files if item.group == topic):
+                if file.first != end:
+                    raise EtlError(
+                        f"pool {self.plan.pool}, topic {topic}: offset {file.first} follows {end - 1}: Spark made the rows"
+                        " twice, and not the same. Nothing was committed. Do the rules use rand(), uuid() or the time of"
+                        " day? Without such a rule, run it again."
+                    )
+                end += file.records
+            if end - position.next != sum(row.rows for row in written.facts if row.kind == "out" and row.out == topic):
+                raise EtlError(
+                    f"pool {self.plan.pool}, topic {topic}: not all outputs were written; nothing was committed. This is a"
+                    " defect of zync_assets: please report it with the pipeline file."
+                )
+            ends[topic] = end
+        return ends
+
+    def _write_ledger(self, written: Results, bad: DataFrame | None) -> list[DataFile]:
         folder = f"{self.folder}/{staging.ACCOUNT_FOLDER}"
+        path = f"{folder}/part-0.parquet"
         covered = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
-        plain = bad is None and all(row.kind == "out" for row in found)
-        waited = any(row.old for row in found)
-        if plain and not waited:
-            entries = ledger.whole_ranges(covered)
-            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
-        if bad is None and account is not None:
-            failed = [item.entry() for item in self.failures.of(self.plan, old=False)]
-            entries = ledger.few_rows(covered, [*small.exceptions(account, self.labels), *failed])
-            entries += small.completed(account, self.labels)
-            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
-        others = ledger.exceptions(rows, self.labels)
+        waited = any(row.old for row in written.facts)
+        if bad is None and not waited and all(row.kind == "out" for row in written.facts):
+            return [staging.write_ledger(self.uri, path, ledger.whole_ranges(covered))]
+        failed = self.failures.of(self.plan, old=False)
+        if bad is None and sum(row.entries for row in written.facts if row.kind != "out" or row.old) <= ledger.FEW:
+            each = written.few_entries()
+            new = [entry for entry in each if entry["kind"] != "completed"]
+            made = ledger.few_rows(covered, [*new, *(failure.entry() for failure in failed)])
+            made += [entry for entry in each if entry["kind"] == "completed"]
+            return [staging.write_ledger(self.uri, path, made)]
+        entries = written.entries()
+        others = entries.where("kind <> 'completed'")
         if bad is not None:
             others = others.unionByName(bad, allowMissingColumns=True)
-        failed = self.failures.of(self.plan, old=False)
         if failed:
             others = others.unionByName(ledger.failed(self.spark, map(astuple, failed)), allowMissingColumns=True)
-        if bad is None and sum(row.entries for row in found if row.kind != "out" or row.old) <= ledger.FEW:
-            fetched = (
-                others.unionByName(ledger.completed(rows, self.labels), allowMissingColumns=True) if waited else others
-            )
-            each = fetched.collect()
-            entries = ledger.few_rows(covered, [row for row in each if row["kind"] != "completed"])
-            entries += [row.asDict() for row in each if row["kind"] == "completed"]
-            return [staging.write_ledger(self.uri, f"{folder}/part-0.parquet", entries)]
-        entries_frame = ledger.ledger_rows(self.spark, covered, others)
+        frame = ledger.ledger_rows(self.spark, covered, others)
         if waited:
-            entries_frame = entries_frame.unionByName(ledger.completed(rows, self.labels))
-        _write(entries_frame.selectExpr("struct(*) AS account"), storage.join(self.uri, folder))
+            frame = frame.unionByName(ledger.as_rows(entries.where("kind = 'completed'")))
+        _write(frame.selectExpr("struct(*) AS account"), storage.join(self.uri, folder))
         paths = storage.list_files(storage.join(self.uri, folder), ".parquet")
-        made = [staging.ledger_file(self.uri, f"{folder}/{path}") for path in paths]
-        return [item for item in made if item.records]
+        files = [staging.ledger_file(self.uri, f"{folder}/{name}") for name in paths]
+        return [item for item in files if item.records]
 
     def _write_settled(self) -> list[DataFile]:
         """What was to be looked at again and is in the raw table no more, and what waited and made an expression fail."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> DataFrame | None:
-    """What was quarantined or lost within the new ranges, as rows like those of ``ledger.exceptions``, with ``records``;
+    """What was quarantined or lost within the new ranges, as rows like ``account.ENTRIES``, with ``records``;
     None if nothing was."""
     frames: list[DataFrame] = []
     for topic, ranges in plan.ranges.items():

@@ -8,7 +8,7 @@ publishing uses. Where there are none, which is nearly always, nothing is encode
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from zync_assets.steps.etl_failures import Failure, Place
 from zync_assets.steps.outputs import OutputType
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 LARGE = 1_000_000
 """Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less
@@ -67,46 +67,6 @@ def suspect_sql(
             found = " OR ".join(f"coalesce({part}, false)" for part in odd)
             cases.append(f"WHEN rule IN ({labels.of_topic(topic)}) THEN {found}")
     return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
-
-
-def check_outputs(
-    pipeline: Pipeline, labels: Labels, types: Mapping[str, OutputType], rows: DataFrame, limits: Mapping[str, int]
-) -> None:
-    """Encode the suspect outputs among result rows. Raises Unfit where some can't be. ``limits``: see ``size_limits``."""
-    found: dict[Place, Failure] = {}
-    present = rows.columns
-    for topic, kind in types.items():
-        texts = {index: kind.texts[rule] for index, rule in enumerate(labels.rules) if rule in kind.texts}
-        columns = {name: arrow for name, arrow in kind.columns.items() if name in present}
-        limit = limits.get(topic)
-        asked = rows.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)}) AND suspect").selectExpr(
-            *(f"source[last].{name} AS at_{name}" for name in ("place", "partition", "offset")),
-            "rule",
-            # Under names without dots, which mapInArrow would take for paths.
-            *(f"{name_sql(name)} AS side{index}" for index, name in enumerate(columns)),
-        )
-
-        def unfit(
-            batches: Iterable[pa.RecordBatch],
-            topic: str = topic,
-            texts: Mapping[int, str] = texts,
-            columns: Mapping[str, pa.DataType] = columns,
-            limit: int | None = limit,
-        ) -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                batch = batch.rename_columns([*batch.schema.names[:4], *columns])
-                errors = encoding_errors(topic, texts, columns, limit, batch)
-                kept = batch.select(["at_place", "at_partition", "at_offset", "rule"]).take(
-                    pa.array(sorted(errors), pa.int64())
-                )
-                yield kept.append_column("error", pa.array([errors[index] for index in sorted(errors)], pa.string()))
-
-        schema = "at_place int, at_partition int, at_offset long, rule int, error string"
-        for row in asked.mapInArrow(unfit, schema).collect():
-            place = (pipeline.inputs[row["at_place"]].topic, row["at_partition"], row["at_offset"])
-            found[place] = Failure(*place, str(labels.rule(row["rule"])), f"output to {topic}: {row['error']}")
-    if found:
-        raise Unfit(found)
 
 
 def encoding_errors(

@@ -1,4 +1,5 @@
-"""Numbered outputs become files of the staging table, a bucket each, in the Spark tasks that hold them.
+"""A batch's result rows on their way: outputs become files of the staging table, and all rows are accounted for, in the Spark
+tasks that hold a bucket each.
 
 Parquet is written by Arrow: Spark's own writer takes four times as long for the same file, as it writes row by row.
 """
@@ -9,31 +10,36 @@ import pickle
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from zync_assets.codecs.spark_types import spark_type
+from zync_assets.compute import pc
 from zync_assets.errors import ZyncError
+from zync_assets.etl import account, unavailable
+from zync_assets.etl.account import ENTRIES, Count
 from zync_assets.etl.labels import Labels
+from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import staging, storage
 from zync_assets.lake.tables import DataFile
+from zync_assets.sql_text import name_sql
+from zync_assets.steps.etl_unfit import encoding_errors
 from zync_assets.steps.tasks import settle
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-PLAIN = ("bucket", "rule", "source", "left_out")
-"""The first columns of the rows that are written; then come the topic's own, in order."""
-
-SMALL = 1_000
+_SMALL = 1_000
 """Bytes of a raw record in its file, on the average, below which a batch of Arrow's need not be measured: it is bounded by
 ``spark.sql.execution.arrow.maxRecordsPerBatch``."""
 _BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 
 GROUP_BYTES = 64 << 20
+"""Bytes of the row groups that a task gathers at one time."""
 
 _REPEATED = (
     "kafka.topic",
@@ -45,71 +51,199 @@ _REPEATED = (
 )
 """Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
 
+_LEFT_OUT = "left_out"
+
+
+@dataclass(frozen=True)
+class StagedTopic:
+    """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
+    topic's own, with their types; ``rules``: the indexes of its rules; ``schemas`` and ``texts``: fingerprints and texts of
+    output schemas, by the rule's index; ``limit``: bytes that a record batch may have, if that is known."""
+
+    topic: str
+    folder: str
+    next: int
+    columns: Mapping[str, pa.DataType]
+    rules: Sequence[int]
+    schemas: Sequence[str]
+    texts: Mapping[int, str]
+    limit: int | None
+
+    @property
+    def rules_sql(self) -> str:
+        return ", ".join(map(str, self.rules)) or "NULL"
+
+
+@dataclass(frozen=True)
+class Unfitting:
+    """An output that can't be encoded: the record that completed it, the index of its rule, and why."""
+
+    place: int
+    partition: int
+    offset: int
+    rule: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a task made of its rows."""
+
+    files: Sequence[DataFile]
+    counts: Sequence[Count]
+    unfitting: Sequence[tuple[str, Unfitting]]
+    """Output topic, and output."""
+
+
+def row_sql(topics: Sequence[StagedTopic], suspect: str, placeholder: str | None) -> list[str]:
+    """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
+    encode; ``placeholder``: see ``unavailable``."""
+    wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
+    for at, staged in enumerate(topics):
+        values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
+        value = staging.value_column(staged.topic)
+        if value in values:
+            made = unavailable.left_out(values[value], spark_type(staged.columns[value]), "value", placeholder)
+            values[value], paths = made or (values[value], paths)
+        # Under names without dots, which mapInArrow would take for paths.
+        sides = (
+            f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"
+            for side, (name, sql) in enumerate(values.items())
+        )
+        # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
+        made = f"array(struct({', '.join([f'{paths} AS {_LEFT_OUT}', *sides])}))"
+        wanted.append(f"CASE WHEN kind = 'out' AND rule IN ({staged.rules_sql}) THEN {made} END AS out{at}")
+    return wanted
+
 
 @dataclass(frozen=True)
 class BucketWriter:
-    """Writes the rows of one Spark partition, all of one bucket, in order.
-
-    ``folder``: below the table; ``firsts``: each bucket's first offset; ``schemas``: fingerprints of output schemas, by the
-    rule's index; ``columns``: the topic's own, with their types.
-    """
+    """Writes the outputs of one Spark partition, all of one bucket, in order, and accounts for all of its rows."""
 
     uri: str
-    folder: str
-    topic: str
-    firsts: Sequence[int]
+    topics: Sequence[StagedTopic]
     labels: Labels
-    schemas: Sequence[str]
-    columns: Mapping[str, pa.DataType]
     group: int = 50_000
-    """Records of a row group, which ends with GROUP_BYTES if that comes first."""
+    """Records of a row group, which ends with GROUP_BYTES, shared by the topics, if that comes first."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Rows of _RESULT: entries as they come, then what was found."""
         settle()
+        files: dict[int, _File] = {}
+        counted: list[Count] = []
+        unfitting: list[tuple[str, Unfitting]] = []
         try:
-            found: object = self._write(batches)
+            for batch in batches:
+                if not len(batch):
+                    continue
+                sources = account.Sources(batch)
+                counted += account.counts(sources)
+                entries = account.entries(sources, self.labels)
+                if len(entries):
+                    yield _result(None, entries)
+                for at, outputs in self._outputs(batch):
+                    staged = self.topics[at]
+                    unfitting += [(staged.topic, each) for each in _unfitting(staged, outputs)]
+                    if at not in files:
+                        path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
+                        files[at] = _File(
+                            self.uri, path, staged, self.labels, staged.next + outputs["first"][0].as_py()
+                        )
+                    files[at].add(outputs)
+                    if files[at].waiting >= self.group or files[at].size >= GROUP_BYTES // len(self.topics):
+                        files[at].write_group()
+            found: object = Written([file.closed() for file in files.values()], _summed(counted), unfitting)
         except ZyncError as error:
             found = error
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+        yield _result(found, None)
 
-    def _write(self, batches: Iterable[pa.RecordBatch]) -> DataFile | None:
-        """The file; None where there are no rows."""
-        first: int | None = None
-        end = 0
-        path = f"{self.folder}/part-{uuid.uuid4().hex}.parquet"
-        uri = storage.join(self.uri, path)
-        writer: pq.ParquetWriter | None = None
-        for group in _groups(batches, self.group):
-            if first is None:
-                first = end = self.firsts[group[0]["bucket"][0].as_py()]
-            table = pa.Table.from_batches([self._staged(batch, end + at) for at, batch in _placed(group)])
-            end += len(table)
-            with storage.accessed(uri, "can't be written"):
-                if writer is None:
-                    writer = _writer(uri, table.schema)
-                writer.write_table(table)
-        if writer is None or first is None:
-            return None
+    def _outputs(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Each topic's outputs: the rows' columns, and then LEFT_OUT and the topic's own."""
+        about = batch.select(["rule", "source", "last", "suspect", "first"])
+        for at, staged in enumerate(self.topics):
+            sides = pa.RecordBatch.from_struct_array(batch[f"out{at}"].flatten())
+            if not len(sides):
+                continue
+            own = about if len(sides) == len(batch) else about.filter(pc.is_valid(batch[f"out{at}"]))
+            for name, column in zip((_LEFT_OUT, *staged.columns), sides.columns, strict=True):
+                own = own.append_column(name, column)
+            yield at, own
+
+
+def _summed(counted: Iterable[Count]) -> list[Count]:
+    sums: dict[tuple[object, ...], Count] = {}
+    for one in counted:
+        before = sums.get(one[:5])
+        sums[one[:5]] = one if before is None else Count(*one[:5], before.entries + one.entries, before.rows + one.rows)
+    return list(sums.values())
+
+
+def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch) -> Iterator[Unfitting]:
+    if not pc.any(outputs["suspect"]).as_py():
+        return
+    suspects = outputs.filter(outputs["suspect"])
+    errors = encoding_errors(staged.topic, staged.texts, staged.columns, staged.limit, suspects)
+    for index, text in errors.items():
+        row = suspects.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
+        yield Unfitting(**row["source"][row["last"]], rule=row["rule"], text=text)
+
+
+@dataclass
+class _File:
+    """One file under way, its next records waiting to be a row group."""
+
+    uri: str
+    path: str
+    staged: StagedTopic
+    labels: Labels
+    first: int
+    written: int = 0
+    waiting: int = 0
+    size: int = 0
+    _group: list[pa.RecordBatch] = field(default_factory=list[pa.RecordBatch])
+    _writer: pq.ParquetWriter | None = None
+
+    def add(self, outputs: pa.RecordBatch) -> None:
+        self._group.append(self._staged(outputs, self.first + self.written + self.waiting))
+        self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.nbytes
+
+    def write_group(self) -> None:
+        uri = storage.join(self.uri, self.path)
+        table = pa.Table.from_batches(self._group)
         with storage.accessed(uri, "can't be written"):
-            writer.close()
-        return DataFile(path, storage.file_size(uri), end - first, 0, first, end - 1, group=self.topic)
+            if self._writer is None:
+                self._writer = _writer(uri, table.schema)
+            self._writer.write_table(table)
+        self.written += len(table)
+        self._group, self.waiting, self.size = [], 0, 0
 
-    def _staged(self, batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
-        count = len(batch)
+    def closed(self) -> DataFile:
+        if self._group:
+            self.write_group()
+        uri = storage.join(self.uri, self.path)
+        with storage.accessed(uri, "can't be written"):
+            if self._writer is not None:
+                self._writer.close()
+            size = storage.file_size(uri)
+        last = self.first + self.written - 1
+        return DataFile(self.path, size, self.written, 0, self.first, last, group=self.staged.topic)
+
+    def _staged(self, outputs: pa.RecordBatch, first: int) -> pa.RecordBatch:
+        count, staged = len(outputs), self.staged
         kafka = {
-            "topic": pa.repeat(pa.scalar(self.topic), count),
+            "topic": pa.repeat(pa.scalar(staged.topic), count),
             "partition": pa.repeat(pa.scalar(0, pa.int32()), count),
             "offset": pa.array(np.arange(first, first + count)),
         }
         made: dict[str, pa.Array] = {
             "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
-            "rule": pa.array(self.labels.rules, pa.string()).take(batch["rule"]),
-            "source": self._named(batch["source"]),
-            "schema": pa.array(self.schemas, pa.string()).take(batch["rule"]),
-            "left_out": batch["left_out"],
+            "rule": pa.array(self.labels.rules, pa.string()).take(outputs["rule"]),
+            "source": self._named(outputs["source"]),
+            "schema": pa.array(staged.schemas, pa.string()).take(outputs["rule"]),
+            "left_out": outputs[_LEFT_OUT],
         }
-        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(self.columns)
-        made |= dict(zip(self.columns, batch.columns[len(PLAIN) :], strict=True))
+        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(staged.columns)
+        made |= {name: outputs[name] for name in staged.columns}
         arrays = [
             column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
         ]
@@ -121,30 +255,6 @@ class BucketWriter:
         topics = pa.array(self.labels.topics, pa.string()).take(places)
         each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
         return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
-
-
-def _groups(batches: Iterable[pa.RecordBatch], most: int) -> Iterator[list[pa.RecordBatch]]:
-    """Batches with rows, as many together as make a row group."""
-    group: list[pa.RecordBatch] = []
-    records = size = 0
-    for batch in batches:
-        if not len(batch):
-            continue
-        group.append(batch)
-        records, size = records + len(batch), size + batch.nbytes
-        if records >= most or size >= GROUP_BYTES:
-            yield group
-            group, records, size = [], 0, 0
-    if group:
-        yield group
-
-
-def _placed(group: Sequence[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Each batch with the number of rows before it."""
-    place = 0
-    for batch in group:
-        yield place, batch
-        place += len(batch)
 
 
 def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
@@ -162,18 +272,77 @@ def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-def write_outputs(spark: SparkSession, rows: DataFrame, writer: BucketWriter, size: float) -> list[DataFile]:
-    """Write rows (columns PLAIN, then the topic's own); the files, in order of offsets. Raises what a task raised.
+_RESULT = "found binary, entries binary"
 
-    ``size``: bytes of a raw record of the batch, on the average and in its file.
-    """
-    with _unmeasured(spark) if size < SMALL else nullcontext():
-        found = [pickle.loads(bytes(row["found"])) for row in rows.mapInArrow(writer.run, "found binary").collect()]
-    for each in found:
-        if isinstance(each, ZyncError):
-            raise each
-    files = [each for each in found if isinstance(each, DataFile)]
-    return sorted(files, key=lambda item: item.first or 0)
+
+def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
+    packed = None
+    if entries is not None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, entries.schema) as stream:
+            stream.write_batch(entries)
+        packed = sink.getvalue().to_pybytes()
+    columns = [None if found is None else pickle.dumps(found)], [packed]
+    return pa.RecordBatch.from_arrays([pa.array(each, pa.binary()) for each in columns], names=["found", "entries"])
+
+
+class Results:
+    """What became of a batch's rows; ``release`` when it is done."""
+
+    def __init__(self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, size: float, *, small: bool) -> None:
+        """Runs the batch's query. Raises what a task raised.
+
+        ``rows``: arranged, with the columns of ``row_sql``; ``size``: bytes of a raw record of the batch, on the average and
+        in its file; ``small``: the account is fetched at once.
+        """
+        from pyspark import StorageLevel
+
+        self._made = rows.mapInArrow(writer.run, _RESULT)
+        self._kept = not small
+        with _unmeasured(spark) if size < _SMALL else nullcontext():
+            if self._kept:
+                # Which of the entries are needed, and where, is known when all is counted.
+                self._made = self._made.persist(StorageLevel.DISK_ONLY)
+            wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
+            fetched = wanted.collect()
+        found = [pickle.loads(bytes(row["found"])) for row in fetched if row["found"] is not None]
+        for each in found:
+            if isinstance(each, ZyncError):
+                self.release()
+                raise each
+        tasks = [each for each in found if isinstance(each, Written)]
+        self.files = sorted((file for each in tasks for file in each.files), key=lambda file: (file.group, file.first))
+        """By topic, in order of offsets."""
+        self.facts = account.facts((count for each in tasks for count in each.counts), writer.labels)
+        self.unfitting = [one for each in tasks for one in each.unfitting]
+        self._entries = [entry for row in fetched for entry in _listed(row["entries"])] if small else None
+
+    def few_entries(self) -> list[dict[str, object]]:
+        """All rows of ``account.ENTRIES``, fetched."""
+        if self._entries is not None:
+            return self._entries
+        rows = self._made.where("entries IS NOT NULL").select("entries").collect()
+        return [entry for row in rows for entry in _listed(row["entries"])]
+
+    def entries(self) -> DataFrame:
+        """Rows of ``account.ENTRIES``."""
+        schema = ", ".join(f"`{item.name}` {spark_type(item.type).simpleString()}" for item in ENTRIES)
+        return self._made.where("entries IS NOT NULL").select("entries").mapInArrow(_entry_rows, schema)
+
+    def release(self) -> None:
+        if self._kept:
+            self._made.unpersist()
+
+
+def _listed(packed: bytearray | None) -> list[dict[str, object]]:
+    return [] if packed is None else pa.ipc.open_stream(bytes(packed)).read_next_batch().to_pylist()
+
+
+def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    settle()
+    for batch in batches:
+        for packed in batch.column(0):
+            yield from pa.ipc.open_stream(packed.as_buffer())
 
 
 @contextmanager

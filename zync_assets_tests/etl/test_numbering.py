@@ -54,8 +54,11 @@ def test_a_bucket_holds_what_lies_from_its_bound_on(spark: SparkSession) -> None
     epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     times = [epoch + dt.timedelta(milliseconds=millis) for millis in (9, 10, 11, 20)]
     frame = spark.createDataFrame(
-        [("out", number, (time, 0, 0, 0)) for number, time in enumerate(times)],
-        "kind string, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
+        [("out", number % 2, number, (time, 0, 0, 0)) for number, time in enumerate(times)],
+        "kind string, rule int, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
     )
-    rows = numbering.arranged(frame, [10, 20]).collect()
+    rows = numbering.arranged(frame, [10, 20], ["number"], ["0", "1"]).collect()
     assert {row.number: row.bucket for row in rows} == {0: 0, 1: 1, 2: 1, 3: 2}
+    assert {row.number: row.first for row in rows} == {0: 0, 1: 0, 2: 1, 3: 1}, "how many of its topic come before"
+    whole = numbering.arranged(frame, [], ["number"], ["0", "1"], together=True).collect()
+    assert [(row.number, row.bucket, row.first) for row in whole] == [(number, 0, 0) for number in range(4)]

@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 from deltalake import DeltaTable
 
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
-from zync_assets.etl import small
+from zync_assets.etl import numbering
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
@@ -37,7 +37,7 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
 @pytest.fixture(params=["small", "large"])
 def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's batches are taken for small ones, and for large ones."""
-    monkeypatch.setattr(small, "RECORDS", small.RECORDS if request.param == "small" else 0)
+    monkeypatch.setattr(numbering, "SMALL", numbering.SMALL if request.param == "small" else 0)
 
 
 RULES = """

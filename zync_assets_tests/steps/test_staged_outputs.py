@@ -1,4 +1,4 @@
-"""Outputs are numbered and written by many tasks, none of which sees them all."""
+"""Outputs are numbered and written, and all rows accounted for, by many tasks, none of which sees them all."""
 
 from __future__ import annotations
 
@@ -10,61 +10,88 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from zync_assets.etl.account import Fact
 from zync_assets.etl.labels import Labels
-from zync_assets.etl.numbering import arranged, facts
+from zync_assets.etl.numbering import arranged
 from zync_assets.lake import staging
-from zync_assets.steps.staged_outputs import BucketWriter, write_outputs
+from zync_assets.steps.staged_outputs import BucketWriter, Results, StagedTopic, row_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 LABELS = Labels(["first", "second"], ["for-a", "for-b"], ["a", "b"])
+OWN = {topic: {f"value:{topic}": pa.string()} for topic in "ab"}
+TOPICS = [
+    StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], [rule], ["fa", "fb"], {}, None)
+    for rule, topic in enumerate("ab")
+]
 
 
 def results(spark: SparkSession) -> DataFrame:
-    """Forty outputs of two topics, and a record that waits."""
+    """Forty outputs of two topics, of which the first was pending on one side, and two records that wait."""
     rows = [
         ("out", int(number % 3 == 0), (EPOCH + dt.timedelta(milliseconds=number * 7 % 60), 1, 0, number),
-         [(1, 0, number), (0, 0, number)], 0, f"value {number}")
+         [(1, 0, number), (0, 0, number)], 1, 2 * int(number == 0), None,
+         *((None, f"value {number}") if number % 3 == 0 else (f"value {number}", None)))
         for number in range(40)
-    ] + [("pending", 0, (EPOCH, 1, 0, 100), [(1, 0, 100)], 0, None)]  # fmt: skip
+    ] + [("pending", 0, (EPOCH, 1, 0, at), [(1, 0, at)], 0, 0, 7, None, None) for at in (100, 101)]  # fmt: skip
     schema = (
         "kind string, rule int, ord struct<time: timestamp, place: int, partition: int, offset: long>,"
-        " source array<struct<place: int, partition: int, offset: long>>, waited int, value string"
+        " source array<struct<place: int, partition: int, offset: long>>, last int, waited int, hash long,"
+        " `value:a` string, `value:b` string"
     )
     return spark.createDataFrame(rows, schema).repartition(3)
 
 
+def made(spark: SparkSession, bounds: list[int]) -> DataFrame:
+    outs = [staged.rules_sql for staged in TOPICS]
+    return arranged(results(spark), bounds, row_sql(TOPICS, "false", None), outs)
+
+
 @pytest.mark.parametrize("bounds", [[], [30], [10, 30, 31, 90]])
 @pytest.mark.parametrize("group", [3, 50_000])
+@pytest.mark.parametrize("small", [False, True])
 def test_the_numbers_follow_the_order_over_all_buckets(
-    spark: SparkSession, tmp_path: Path, bounds: list[int], group: int
+    spark: SparkSession, tmp_path: Path, bounds: list[int], group: int, small: bool
 ) -> None:
     """Two topics share the buckets; each is numbered by itself."""
     before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 2)
-    made = arranged(results(spark), bounds).persist()
-    counted = facts(made, LABELS)
-    assert sum(row.rows for row in counted if row.kind == "out") == 40
-    assert sum(row.entries for row in counted if row.kind == "pending") == 1
-    for topic, rule in (("a", 0), ("b", 1)):
-        sizes = [0] * (len(bounds) + 1)
-        for row in counted:
-            if row.out == topic and row.topic == "first":
-                sizes[row.bucket] += row.entries
-        firsts = [1000 + sum(sizes[:place]) for place in range(len(sizes))]
-        own = {"value:it": pa.string()}
-        writer = BucketWriter(str(tmp_path), f"topic={topic}", topic, firsts, LABELS, ["fa", "fb"], own, group)
-        columns = ("bucket", "rule", "source", "CAST(NULL AS array<string>) AS left_out", "value AS side0")
-        mine = made.where(f"kind = 'out' AND rule = {rule}").selectExpr(*columns)
-        files = write_outputs(spark, mine, writer, 100.0)
-        assert [item.first for item in files] == [firsts[at] for at, size in enumerate(sizes) if size]
-        assert all((item.last or 0) - (item.first or 0) + 1 == item.records for item in files)
+    try:
+        found = Results(
+            spark, made(spark, bounds), BucketWriter(str(tmp_path), TOPICS, LABELS, group), 100.0, small=small
+        )
+    finally:
+        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(before))
+    assert sorted(found.facts, key=str) == sorted(
+        [
+            Fact("out", "a", "for-a", "first", 0, False, 26, 0),
+            Fact("out", "a", "for-a", "second", 0, False, 26, 26),
+            Fact("out", "b", "for-b", "first", 0, False, 13, 0),
+            Fact("out", "b", "for-b", "first", 0, True, 1, 0),
+            Fact("out", "b", "for-b", "second", 0, False, 14, 14),
+            Fact("pending", None, "for-a", "second", 0, False, 2, 2),
+        ],
+        key=str,
+    )
+    entries = sorted(found.few_entries(), key=lambda entry: str(entry["first"]))
+    assert entries == sorted((row.asDict() for row in found.entries().collect()), key=lambda entry: str(entry["first"]))
+    assert [(entry["kind"], entry["topic"], entry["first"], entry["hash"]) for entry in entries] == [
+        ("completed", "first", 0, None),
+        ("pending", "second", 100, 7),
+        ("pending", "second", 101, 7),
+    ]
+    for rule, topic in enumerate("ab"):
+        files = [item for item in found.files if item.group == topic]
         rows = [row for item in files for row in pq.read_table(tmp_path / item.path, partitioning=None).to_pylist()]
         assert [row["kafka"] for row in rows] == [
-            {"topic": topic, "partition": 0, "offset": offset} for offset in range(1000, 1000 + sum(sizes))
+            {"topic": topic, "partition": 0, "offset": offset} for offset in range(1000, 1000 + [26, 14][rule])
         ]
+        assert [item.first for item in files] == [
+            pq.read_table(tmp_path / item.path)["kafka"][0].as_py()["offset"] for item in files
+        ]
+        assert all((item.last or 0) - (item.first or 0) + 1 == item.records for item in files)
         numbers = [row["source"][0]["offset"] for row in rows]
         assert numbers == sorted((n for n in range(40) if (n % 3 == 0) == rule), key=lambda n: (n * 7 % 60, n))
         assert rows[0] | {"kafka": None} == {
@@ -73,23 +100,33 @@ def test_the_numbers_follow_the_order_over_all_buckets(
             "source": [{"topic": name, "partition": 0, "offset": numbers[0]} for name in ("second", "first")],
             "schema": f"f{topic}",
             "left_out": None,
-            "value:it": f"value {numbers[0]}",
+            f"value:{topic}": f"value {numbers[0]}",
         }
         base = {
             name: staging.BASE_SCHEMA.field(name).type for name in ("kafka", "rule", "source", "schema", "left_out")
         }
         assert dict(zip(*(lambda s: (s.names, s.types))(pq.read_schema(tmp_path / files[0].path)), strict=True)) == {
             **base,
-            "value:it": pa.string(),
+            f"value:{topic}": pa.string(),
         }
-    made.unpersist()
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(before))
+    found.release()
+
+
+def test_rows_are_made_once_to_be_counted_and_to_be_written(spark: SparkSession) -> None:
+    """Else every join would run twice, and what is not the same each time would be numbered wrongly."""
+    rows = made(spark, [10, 30])
+    assert len(rows.collect()) == 42
+    plan = rows._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
+    final = plan.partition("== Initial Plan ==")[0]
+    exchanges = [line for line in plan.splitlines() if "REPARTITION_BY_NUM" in line and "ReusedExchange" in line]
+    assert "Subquery" in final
+    assert exchanges
 
 
 def test_what_a_batch_of_arrow_s_may_hold_is_as_it_was_afterwards(spark: SparkSession, tmp_path: Path) -> None:
     before = spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch")
-    writer = BucketWriter(str(tmp_path), "topic=a", "a", [0], LABELS, ["fa", "fb"], {"value:it": pa.string()})
-    none = arranged(results(spark), []).where("false")
-    columns = ("bucket", "rule", "source", "CAST(NULL AS array<string>) AS left_out", "value AS side0")
-    assert write_outputs(spark, none.selectExpr(*columns), writer, 100.0) == []
+    none = made(spark, []).where("false")
+    found = Results(spark, none, BucketWriter(str(tmp_path), TOPICS, LABELS), 100.0, small=False)
+    assert (list(found.files), found.facts, found.few_entries()) == ([], [], [])
+    found.release()
     assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == before

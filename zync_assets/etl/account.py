@@ -1,0 +1,150 @@
+"""What became of a batch's input records: counts, and an entry for each that was pending or makes no output.
+
+Result rows (see ``matching``) are looked at in Arrow, some at a time, by the tasks that make them: in Spark it would be jobs
+of its own, over all rows once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.compute import pc
+from zync_assets.etl.labels import Labels
+
+KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped")
+_OUT, _DROPPED, _QUARANTINED = (KINDS.index(kind) for kind in ("out", "dropped", "quarantined"))
+
+ENTRIES = pa.schema(
+    {
+        "kind": pa.string(),
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "first": pa.int64(),
+        "end": pa.int64(),
+        "rule": pa.string(),
+        "hash": pa.int64(),
+        "text": pa.string(),
+    }
+)
+"""An input record that was pending and is done (kind ``completed``; ``text``: ``dropped`` if it is that), or is new and makes
+no output; not those that a rule failed on, which are told apart."""
+
+
+class Count(NamedTuple):
+    """How many of some result rows are of a kind and rule, and made of one input partition's records, new ones or ``old``:
+    ``entries`` (sources) and ``rows`` (counted at their first source). ``place``: the input's."""
+
+    kind: str
+    rule: int | None
+    place: int
+    partition: int
+    old: bool
+    entries: int
+    rows: int
+
+
+class Fact(NamedTuple):
+    """A batch's counts. ``out``: the output topic; ``topic``: the input's; the rest is as of Count."""
+
+    kind: str
+    out: str | None
+    rule: str | None
+    topic: str
+    partition: int
+    old: bool
+    entries: int
+    rows: int
+
+
+class Sources:
+    """The sources of result rows, each as an element of arrays of one length."""
+
+    def __init__(self, rows: pa.RecordBatch) -> None:
+        """``rows``: with kind, rule, source, waited and hash."""
+        lengths = pc.list_value_length(rows["source"]).to_numpy()
+        self.row = np.repeat(np.arange(len(rows)), lengths)
+        """The index of its row."""
+        self.at = np.arange(len(self.row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        """Its index in its row."""
+        place, partition, offset = rows["source"].flatten().flatten()
+        self.place, self.partition, self.offset = place.to_numpy(), partition.to_numpy(), offset.to_numpy()
+        self.kind = pc.index_in(rows["kind"], pa.array(KINDS)).to_numpy()[self.row]
+        self.rule = rows["rule"].fill_null(-1).to_numpy()[self.row]
+        self.old = (rows["waited"].to_numpy()[self.row] >> self.at & 1).astype(bool)
+        self.hash = rows["hash"]
+
+
+def counts(found: Sources) -> list[Count]:
+    """Few, whatever the number of sources."""
+    # One number for all that they are counted by; a partition's takes 31 bits.
+    rules, places = (int(each.max(initial=0)) + 2 for each in (found.rule, found.place))
+    code = ((found.kind * rules + found.rule + 1) * places + found.place) * 2 + found.old
+    each = pa.array(code.astype(np.int64) << 31 | found.partition).dictionary_encode()
+    index = each.indices.to_numpy()
+    entries, rows = (np.bincount(index, weights).tolist() for weights in (None, found.at == 0))
+    made: list[Count] = []
+    for number, known in enumerate(each.dictionary.to_pylist()):
+        rest, partition = divmod(known, 1 << 31)
+        rest, old = divmod(rest, 2)
+        rest, place = divmod(rest, places)
+        kind, rule = divmod(rest, rules)
+        made.append(
+            Count(
+                KINDS[kind],
+                rule - 1 if rule else None,
+                place,
+                partition,
+                bool(old),
+                entries[number],
+                int(rows[number]),
+            )
+        )
+    return made
+
+
+def facts(found: Iterable[Count], labels: Labels) -> list[Fact]:
+    """Counts with names, of all rows together. ``found``: counts of some rows each."""
+    sums: dict[tuple[str, int | None, int, int, bool], tuple[int, int]] = {}
+    for one in found:
+        key = one[:5]
+        entries, rows = sums.get(key, (0, 0))
+        sums[key] = entries + one.entries, rows + one.rows
+    return [
+        Fact(
+            kind,
+            labels.outs[rule] if kind == "out" and rule is not None else None,
+            labels.rule(rule),
+            labels.topics[place],
+            partition,
+            old,
+            *each,
+        )
+        for (kind, rule, place, partition, old), each in sums.items()
+    ]
+
+
+def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
+    """Rows of ENTRIES, one for each source that has an entry of its own."""
+    completed = found.old & np.isin(found.kind, (_OUT, _DROPPED))
+    wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (_OUT, _QUARANTINED)))
+    kind, rule, offset = found.kind[wanted], found.rule[wanted], found.offset[wanted]
+    done = completed[wanted]
+    columns = {
+        "kind": _named((*KINDS, "completed"), np.where(done, len(KINDS), kind)),
+        "topic": _named(labels.topics, found.place[wanted]),
+        "partition": pa.array(found.partition[wanted]),
+        "first": pa.array(offset),
+        "end": pa.array(offset + 1),
+        "rule": _named(labels.rules, rule, rule < 0),
+        "hash": pc.if_else(pa.array(done), None, found.hash.take(pa.array(found.row[wanted]))),
+        "text": _named(("dropped",), np.zeros(len(wanted), np.int8), ~(done & (kind == _DROPPED))),
+    }
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=ENTRIES)
+
+
+def _named(names: Iterable[str], index: np.ndarray, null: np.ndarray | None = None) -> pa.Array:
+    return pa.array(list(names), pa.string()).take(pa.array(index, mask=null))
