@@ -89,6 +89,8 @@ def test_unmatched_records_stop_the_batch_where_the_file_says_so(make: Make) -> 
     with pytest.raises(EtlError, match=rf"topic {it.left}, partition 0, offset 1: no rule takes"):
         it.step()
     assert open_staging(it.lake, "Staging") is None
+    left = list(Path(it.pipeline.lake, "Staging").rglob("*.parquet"))
+    assert not left, "what a batch that fails has written goes: it is tried again and again"
 
 
 @pytest.mark.usefixtures("of_each_size")
