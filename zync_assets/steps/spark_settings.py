@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,10 @@ _DEFAULTS = {
     "spark.redaction.regex": SECRET,
 }
 
+_IS_LOCAL = re.compile(r"local(\[|$)")
+"""A master whose Python workers have this package as the session's own process has it. A cluster's may get it with a task,
+which is too late for the daemon that forks them."""
+
 REQUIRED = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
@@ -72,6 +77,8 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
     if remote not in (None, SHARED):
         del settings["spark.master"]
+    elif _IS_LOCAL.match(own.get("spark.master", _DEFAULTS["spark.master"])):
+        settings["spark.python.daemon.module"] = "zync_assets.steps.python_daemon"
     settings |= own
     named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
     if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in named):

@@ -1,0 +1,76 @@
+"""Spark's Python workers begin with what tasks need, from a daemon of one thread; and who has a daemon of their own keeps it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+
+from zync_assets.steps.python_daemon import MODULES
+from zync_assets.steps.spark_settings import spark_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NAME = "spark.python.daemon.module"
+
+LOADED = """
+import json, os, sys
+from zync_assets.steps import python_daemon
+python_daemon.load()
+import pyspark.daemon
+print(json.dumps({"threads": len(os.listdir("/proc/self/task")), "modules": sorted(sys.modules)}))
+"""
+
+
+def test_what_it_loads_starts_no_thread_and_nothing_that_small_work_does_without() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["threads"] == 1
+    assert set(MODULES) <= set(found["modules"])
+    assert not {"numba", "dagster", "sqlglot", "pyspark.sql.connect"} & set(found["modules"])
+
+
+def test_workers_are_its_forks(spark: SparkSession) -> None:
+    def look(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import os
+        from pathlib import Path
+
+        for _ in batches:
+            daemon = Path(f"/proc/{os.getppid()}")
+            words = daemon.joinpath("cmdline").read_text().split("\0")
+            yield pa.RecordBatch.from_arrays(
+                [pa.array([words]), pa.array([len(list((daemon / "task").iterdir()))])], names=["words", "threads"]
+            )
+
+    [found] = spark.range(0, 1, 1, 1).mapInArrow(look, "words array<string>, threads long").collect()
+    assert found["words"][1:4] == ["-m", "zync_assets.steps.python_daemon", "pyspark.worker"]
+    assert found["threads"] == 1
+
+
+@pytest.mark.parametrize("own", [{}, {"master": "local"}, {"master": "local[2,3]"}, {"remote": "shared"}])
+def test_sessions_of_this_machine_have_it(own: dict[str, str]) -> None:
+    assert spark_settings(own)[NAME] == "zync_assets.steps.python_daemon"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"master": "spark://host:7077"},
+        {"master": "yarn"},
+        {"master": "local-cluster[2,1,1024]"},
+        {"remote": "sc://host"},
+        {"remote": "shared", "master": "spark://host:7077"},
+    ],
+)
+def test_a_spark_that_may_lack_this_package_has_not(own: dict[str, str]) -> None:
+    assert NAME not in spark_settings(own)
+
+
+def test_a_user_s_own_wins() -> None:
+    assert spark_settings({"master": "local[2]", NAME: "pyspark.daemon"})[NAME] == "pyspark.daemon"
