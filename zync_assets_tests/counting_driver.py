@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.classic.dataframe import DataFrame
 
@@ -25,7 +26,7 @@ from zync_assets.cli.main import main
 from zync_assets.etl import ledger, numbering
 
 PACKAGE = Path(numbering.__file__).parents[1]
-HELPERS = ("etl_run._write", "tasks.run_tasks")
+HELPERS = ("etl_run._write", "listed.listed_frame", "tasks.run_tasks")
 
 
 def count(counts: Counter[str]) -> None:
@@ -43,7 +44,7 @@ def count(counts: Counter[str]) -> None:
         write(writer, *args, **more)
 
     def created(session: SparkSession, data: Any, *args: Any, **more: Any) -> Any:
-        rows = list(data)
+        rows = data if isinstance(data, pa.Table) else list(data)
         counts[f"sent by {_place()}"] += len(rows)
         return create(session, rows, *args, **more)
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.lake import refusals, storage
+from zync_assets.lake.listed import listed_frame
 from zync_assets.lake.raw import RawState, carried_times, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
@@ -24,6 +25,9 @@ SPAN = 4096
 """Offsets of one partition that are looked up together when records are sought by their places."""
 MANY_RANGES = 32
 """More ranges than these are joined with, rather than written into a condition."""
+
+_PLACES = pa.schema([("at_partition", pa.int32()), ("low", pa.int64()), ("high", pa.int64())])
+_REACHED = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.float64())])
 
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
@@ -120,13 +124,13 @@ def _sides(frame: DataFrame, schema: pa.Schema) -> DataFrame:
 
 def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
     if len(parts) > MANY_RANGES:
-        spans = frame.sparkSession.createDataFrame(
-            [(part.partition, part.first, part.end) for part in parts], "at_partition int, low long, high long"
-        ).selectExpr("*", f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span")
+        rows = [(part.partition, part.first, part.end) for part in parts]
+        spans = f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span"
+        places = listed_frame(frame.sparkSession, _PLACES, rows).selectExpr("*", spans)
         here = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
         from pyspark.sql import functions as F
 
-        return frame.join(spans, F.expr(f"{here} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
+        return frame.join(places, F.expr(f"{here} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
     within = " OR ".join(
         f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
         for part in parts
@@ -146,9 +150,7 @@ def _with_time(
     ]
     if not rows:
         return frame.selectExpr("*", "kafka.time AS time")
-    before = spark.createDataFrame(rows, "at int, low long, high long, reached double").withColumn(
-        "reached", F.timestamp_seconds("reached")
-    )
+    before = listed_frame(spark, _REACHED, rows).withColumn("reached", F.timestamp_seconds("reached"))
     inside = (F.col("kafka.partition") == F.col("at")) & F.col("kafka.offset").between(F.col("low"), F.col("high"))
     return (
         frame.join(F.broadcast(before), inside, "left")

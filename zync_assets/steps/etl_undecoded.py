@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from zync_assets.etl import ledger, matching
 from zync_assets.lake import quarantine, raw, reading, storage
+from zync_assets.lake.listed import listed_frame
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import Pipeline
@@ -67,6 +70,6 @@ def _rows(
     replayed = [(p, offset) for p, found in raw.replayed_offsets(state).items() for offset in found.tolist()]
     if replayed:
         # They are in the raw table, and go through the rules.
-        places = spark.createDataFrame(replayed, "partition int, first long")
+        places = listed_frame(spark, pa.schema([("partition", pa.int32()), ("first", pa.int64())]), replayed)
         frame = frame.join(places, ["partition", "first"], "left_anti")
     return ledger.cut_at_strides(frame)

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from zync_assets.etl import matching
 from zync_assets.lake import pending, reading
+from zync_assets.lake.listed import listed_frame
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_MET = 20_000
 """Places that are handed to Spark from here."""
+
+_PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 
 Side = tuple[str, str]
 """A denorm rule's name and the topic of one of its sides."""
@@ -101,9 +106,7 @@ class Waiting:
         for rule, topic, partition, span in sorted({(*row[:3], row[3] // reading.SPAN) for row in rows}):
             found[rule, topic].append(OffsetRange(partition, span * reading.SPAN, (span + 1) * reading.SPAN))
         if rows:
-            self._places = self.batch.spark.createDataFrame(
-                rows, "rule string, topic string, partition int, first long"
-            )
+            self._places = listed_frame(self.batch.spark, _PLACES, rows)
         self._spans, self._few = dict(found), True
         return True
 
