@@ -41,7 +41,7 @@ PARTITIONS = 8
 RECORDS = 100_000
 """Of each of the two topics."""
 SCALE = 20
-"""A batch of two million records has eight buckets; one of a twentieth of that is cut as finely."""
+"""A batch of four million records is cut into buckets, strides and tasks; one of a twentieth of that is cut as finely."""
 TASKS = (2, 4, 8)
 SMALL = 2_000
 """Records that a stage handles without being asked how, rows that pass between driver and tasks: facts, ranges, plans."""

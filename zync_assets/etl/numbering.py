@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-BUCKET_RECORDS = 250_000
+BUCKET_RECORDS = 150_000
 """New raw records for each bucket, about."""
 
 SMALL = 20_000
