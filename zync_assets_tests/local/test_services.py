@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -64,7 +65,7 @@ def addresses(services: Services) -> tuple[str, str]:
     return services.bootstrap_servers, services.registry_url
 
 
-def test_topics_and_schema_ids_outlive_a_restart_and_a_kill(home: Path) -> None:
+def test_topics_and_schema_ids_outlive_a_restart_a_kill_and_the_loss_of_the_ports(home: Path) -> None:
     first = up(home, broker_properties=FORGETFUL)
     create_topic(first, "before.down")
     before_down = register(first, "BeforeDown")
@@ -83,7 +84,19 @@ def test_topics_and_schema_ids_outlive_a_restart_and_a_kill(home: Path) -> None:
     assert not stopped.running
     assert addresses(stopped) == addresses(first)
 
-    third = up(home, broker_properties=FORGETFUL)
+    # Somebody took the ports meanwhile: others are found.
+    recorded = state.load(home)
+    assert recorded is not None
+    assert recorded.kafka is not None
+    assert recorded.registry is not None
+    assert recorded.controller_port is not None
+    taken = [recorded.kafka.port, recorded.registry.port, recorded.controller_port]
+    with ExitStack() as stack:
+        for port in taken:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        third = up(home, broker_properties=FORGETFUL)
+    assert third.running
+    assert not any(f":{port}" in address for port in taken for address in addresses(third))
     assert {"before.down", "before.kill"} <= topics(third)
     assert name_of(third, before_down) == "BeforeDown"
     for name, schema_id in before_kill.items():
@@ -131,19 +144,6 @@ def test_a_chosen_port_that_is_occupied_is_named(home: Path, name: str) -> None:
         with pytest.raises(SetupError, match=rf"Port {port} .*occupied.*--{name}-port"):
             up(home, kafka_port=port if name == "kafka" else None, registry_port=port if name == "registry" else None)
     assert status(home) is None
-
-
-def test_a_recorded_port_that_somebody_took_is_replaced(home: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        home.mkdir()
-        last = state.Entry(port)
-        state.save(home, state.State(str(home / "lake"), kafka=last, registry=last, controller_port=port))
-
-        services = up(home)
-
-    assert services.running
-    assert str(port) not in services.bootstrap_servers + services.registry_url
 
 
 def test_a_service_that_does_not_start_shows_its_last_words_and_leaves_nothing_running(home: Path) -> None:
