@@ -237,7 +237,7 @@ def test_no_secret_is_in_anything_that_a_run_leaves(traces: Traces) -> None:
 
 def test_no_secret_is_among_the_arguments_of_a_process(traces: Traces) -> None:
     assert any("org.apache.spark.deploy.SparkSubmit" in word for word in traces.words)
-    assert any("pyspark.daemon" in word for word in traces.words)
+    assert any("zync_assets.steps.python_daemon" in word for word in traces.words)
     assert not [mark for mark in traces.marks for word in traces.words if mark in word]
 
 
