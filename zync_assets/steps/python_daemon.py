@@ -31,7 +31,7 @@ MODULES = (
 
 def load() -> None:
     """Import what tasks need."""
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    os.environ.update(QUIET)
     for name in MODULES:
         importlib.import_module(name)
     import pyarrow as pa
