@@ -106,25 +106,20 @@ def counts(found: Sources) -> list[Count]:
     return made
 
 
-def facts(found: Iterable[Count], labels: Labels) -> list[Fact]:
-    """Counts with names, of all rows together. ``found``: counts of some rows each."""
-    sums: dict[tuple[str, int | None, int, int, bool], tuple[int, int]] = {}
+def summed(found: Iterable[Count]) -> list[Count]:
+    """The counts of all rows together. ``found``: counts of some rows each."""
+    sums: dict[tuple[str, int | None, int, int, bool], Count] = {}
     for one in found:
         key = one[:5]
-        entries, rows = sums.get(key, (0, 0))
-        sums[key] = entries + one.entries, rows + one.rows
-    return [
-        Fact(
-            kind,
-            labels.outs[rule] if kind == "out" and rule is not None else None,
-            labels.rule(rule),
-            labels.topics[place],
-            partition,
-            old,
-            *each,
-        )
-        for (kind, rule, place, partition, old), each in sums.items()
-    ]
+        before = sums.get(key, Count(*key, 0, 0))
+        sums[key] = Count(*key, before.entries + one.entries, before.rows + one.rows)
+    return list(sums.values())
+
+
+def fact(one: Count, labels: Labels) -> Fact:
+    """A count with names in place of numbers."""
+    out = labels.outs[one.rule] if one.kind == "out" and one.rule is not None else None
+    return Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[3:])
 
 
 def entries(found: Sources, labels: Labels) -> pa.RecordBatch:

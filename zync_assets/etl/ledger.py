@@ -10,10 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from zync_assets.etl.account import ENTRIES
+from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 STRIDE = 100_000
 """Offsets of one partition that are made into ranges together, in one task: few, so that a batch of one partition has work
@@ -23,6 +27,17 @@ FEW = 20_000
 """Rows that are fetched and made into ranges here, rather than by Spark jobs that each take longer than a small batch."""
 
 _EDGES = ("open", "close")
+_EDGE = pa.schema(
+    {
+        "kind": pa.string(),
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "first": pa.int64(),
+        "end": pa.int64(),
+        "stride": pa.int64(),
+    }
+)
+_FAILED = pa.schema([field for field in ENTRIES if field.name != "hash"])
 _FIELDS = (
     "kind string, topic string, partition int, first long, end long, rule string, hash long, count long, text string"
 )
@@ -40,16 +55,14 @@ def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, 
 def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]]) -> DataFrame:
     """Records that a rule failed on, as in ``account.ENTRIES``. ``records``: (topic, partition, offset, rule, why)."""
     rows = [("quarantined", topic, part, offset, offset + 1, rule, why) for topic, part, offset, rule, why in records]
-    return spark.createDataFrame(
-        rows, "kind string, topic string, partition int, first long, end long, rule string, text string"
-    )
+    return listed_frame(spark, _FAILED, rows)
 
 
 def few_rows(
-    ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Row | dict[str, Any]]
+    ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, object]]:
     """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: rows of ``account.ENTRIES``, and ``failed``."""
-    places: dict[tuple[str, int], list[Row | dict[str, Any]]] = defaultdict(list)
+    places: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(found, key=lambda row: row["first"]):
         places[row["topic"], row["partition"]].append(row)
     made: list[dict[str, object]] = []
@@ -60,11 +73,11 @@ def few_rows(
     return made
 
 
-def _covering(topic: str, part: OffsetRange, found: Iterable[Row | dict[str, Any]]) -> Iterator[dict[str, object]]:
+def _covering(topic: str, part: OffsetRange, found: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
     """Entries that cover one range: what is found there, neighbours of one class as one, and done between."""
     last: dict[str, Any] = {"kind": "open", "end": part.first}
     for row in found:
-        text = row["text"] if "text" in row else None  # noqa: SIM401 (a Row has no get)
+        text = row.get("text")
         if row["first"] > last["end"]:
             yield from _closed(last)
             last = _done(topic, part.partition, last["end"], row["first"])
@@ -73,11 +86,7 @@ def _covering(topic: str, part: OffsetRange, found: Iterable[Row | dict[str, Any
             continue
         yield from _closed(last)
         names = ("kind", "topic", "partition", "first", "end", "rule")
-        last = {name: row[name] for name in names} | {
-            "hash": row["hash"] if "hash" in row else None,  # noqa: SIM401
-            "count": 1,
-            "text": text,
-        }
+        last = {name: row[name] for name in names} | {"hash": row.get("hash"), "count": 1, "text": text}
     yield from _closed(last)
     if last["end"] < part.end:
         yield _done(topic, part.partition, last["end"], part.end)
@@ -93,8 +102,7 @@ def _done(topic: str, partition: int, first: int, end: int) -> dict[str, Any]:
 
 
 def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:
-    """Ledger rows that cover ``ranges``: what is in ``found`` (new records'
-    ``account.ENTRIES``), and done ranges between.
+    """Ledger rows that cover ``ranges``: what is in ``found`` (new records' ``account.ENTRIES``), and done ranges between.
 
     Neighbouring unmatched, dropped or quarantined offsets become one range, but for those that have a text. ``found`` may
     have a column ``records``: how many there are in an entry, one by default.
@@ -110,7 +118,7 @@ def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]]
         for piece in _pieces(part)
         for kind, at in (("open", piece.first), ("close", piece.end))
     ]
-    frame = spark.createDataFrame(edges, "kind string, topic string, partition int, first long, end long, stride long")
+    frame = listed_frame(spark, _EDGE, edges)
     for name, kind in (("text", "string"), ("records", "long")):
         found = found if name in found.columns else found.withColumn(name, F.lit(None).cast(kind))
     marked = found.withColumn("stride", F.floor(F.col("first") / STRIDE)).unionByName(frame, allowMissingColumns=True)

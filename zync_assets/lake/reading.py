@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.lake import refusals, storage
-from zync_assets.lake.listed import listed_frame
 from zync_assets.lake.raw import RawState, carried_times, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.widening import by_own_types
+from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:

@@ -82,8 +82,8 @@ class EtlRun:
             for (topic, _), position in outputs.items()
             if present.issuperset(types[topic].columns)
         ]
-        wanted = row_sql(topics, suspect, self.pipeline.unavailable_value)
-        outs = [staged.rules_sql for staged in topics]
+        wanted = row_sql(topics, self.labels, suspect, self.pipeline.unavailable_value)
+        outs = [self.labels.of_topic(staged.topic) for staged in topics]
         rows = numbering.arranged(results, self.bounds, wanted, outs, together=self.small)
         written: Results | None = None
         committing = False
@@ -213,7 +213,6 @@ class EtlRun:
             f"{self.folder}/topic={kind.topic}",
             position.next,
             kind.columns,
-            [index for index, out in enumerate(self.labels.outs) if out == kind.topic],
             [kind.targets[name].fingerprint if name in kind.targets else "" for name in rules],
             {index: kind.texts[name] for index, name in enumerate(rules) if name in kind.texts},
             limit,
@@ -256,9 +255,9 @@ class EtlRun:
                 )
 
     def _unfit(self, written: Results) -> Iterator[tuple[Place, Failure]]:
-        for topic, one in written.unfitting:
+        for one in written.unfitting:
             place = (self.labels.topics[one.place], one.partition, one.offset)
-            yield place, Failure(*place, str(self.labels.rule(one.rule)), f"output to {topic}: {one.text}")
+            yield place, Failure(*place, str(self.labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
 
     def _ends(self, written: Results, outputs: Mapping[tuple[str, int], OutputPosition]) -> dict[str, int]:
         """Where each topic's next batch begins. EtlError where the files' numbers leave gaps or overlap."""

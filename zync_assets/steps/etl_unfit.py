@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -21,9 +20,6 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import Failure, Place
 from zync_assets.steps.outputs import OutputType
-
-if TYPE_CHECKING:
-    pass
 
 LARGE = 1_000_000
 """Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less

@@ -36,7 +36,7 @@ _DEFAULTS = {
     # one long after the other. What is little stays together.
     "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "4m",
-    # A batch's results are kept for a moment and read twice: to compress them takes longer than to read them.
+    # What is kept is read twice, a moment later: to compress it takes longer than to read it.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
     "spark.python.sql.dataFrameDebugging.enabled": "false",

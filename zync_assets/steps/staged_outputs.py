@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.spark_types import spark_type
+from zync_assets.codecs.spark_types import spark_schema, spark_type
 from zync_assets.compute import pc
 from zync_assets.errors import ZyncError
 from zync_assets.etl import account, unavailable
@@ -31,7 +31,7 @@ from zync_assets.steps.etl_unfit import encoding_errors
 from zync_assets.steps.tasks import settle
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 _SMALL = 1_000
 """Bytes of a raw record in its file, on the average, below which a batch of Arrow's need not be measured: it is bounded by
@@ -57,27 +57,23 @@ _LEFT_OUT = "left_out"
 @dataclass(frozen=True)
 class StagedTopic:
     """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
-    topic's own, with their types; ``rules``: the indexes of its rules; ``schemas`` and ``texts``: fingerprints and texts of
-    output schemas, by the rule's index; ``limit``: bytes that a record batch may have, if that is known."""
+    topic's own, with their types; ``schemas`` and ``texts``: fingerprints and texts of output schemas, by the rule's index;
+    ``limit``: bytes that a record batch may have, if that is known."""
 
     topic: str
     folder: str
     next: int
     columns: Mapping[str, pa.DataType]
-    rules: Sequence[int]
     schemas: Sequence[str]
     texts: Mapping[int, str]
     limit: int | None
 
-    @property
-    def rules_sql(self) -> str:
-        return ", ".join(map(str, self.rules)) or "NULL"
-
 
 @dataclass(frozen=True)
 class Unfitting:
-    """An output that can't be encoded: the record that completed it, the index of its rule, and why."""
+    """An output that can't be encoded: its topic, the record that completed it, the index of its rule, and why."""
 
+    topic: str
     place: int
     partition: int
     offset: int
@@ -91,11 +87,10 @@ class Written:
 
     files: Sequence[DataFile]
     counts: Sequence[Count]
-    unfitting: Sequence[tuple[str, Unfitting]]
-    """Output topic, and output."""
+    unfitting: Sequence[Unfitting]
 
 
-def row_sql(topics: Sequence[StagedTopic], suspect: str, placeholder: str | None) -> list[str]:
+def row_sql(topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None) -> list[str]:
     """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
     encode; ``placeholder``: see ``unavailable``."""
     wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
@@ -112,7 +107,9 @@ def row_sql(topics: Sequence[StagedTopic], suspect: str, placeholder: str | None
         )
         # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
         made = f"array(struct({', '.join([f'{paths} AS {_LEFT_OUT}', *sides])}))"
-        wanted.append(f"CASE WHEN kind = 'out' AND rule IN ({staged.rules_sql}) THEN {made} END AS out{at}")
+        wanted.append(
+            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(staged.topic)}) THEN {made} END AS out{at}"
+        )
     return wanted
 
 
@@ -131,31 +128,29 @@ class BucketWriter:
         settle()
         files: dict[int, _File] = {}
         counted: list[Count] = []
-        unfitting: list[tuple[str, Unfitting]] = []
+        unfitting: list[Unfitting] = []
         try:
-            for batch in batches:
-                if not len(batch):
-                    continue
+            for batch in (each for each in batches if len(each)):
                 sources = account.Sources(batch)
                 counted += account.counts(sources)
                 entries = account.entries(sources, self.labels)
                 if len(entries):
                     yield _result(None, entries)
                 for at, outputs in self._outputs(batch):
-                    staged = self.topics[at]
-                    unfitting += [(staged.topic, each) for each in _unfitting(staged, outputs)]
-                    if at not in files:
-                        path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
-                        files[at] = _File(
-                            self.uri, path, staged, self.labels, staged.next + outputs["first"][0].as_py()
-                        )
-                    files[at].add(outputs)
-                    if files[at].waiting >= self.group or files[at].size >= GROUP_BYTES // len(self.topics):
-                        files[at].write_group()
-            found: object = Written([file.closed() for file in files.values()], _summed(counted), unfitting)
+                    unfitting += _unfitting(self.topics[at], outputs)
+                    file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
+                    file.add(outputs)
+                    if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
+                        file.write_group()
+            found: object = Written([file.closed() for file in files.values()], account.summed(counted), unfitting)
         except ZyncError as error:
             found = error
         yield _result(found, None)
+
+    def _begun(self, staged: StagedTopic, outputs: pa.RecordBatch) -> _File:
+        """The file of a topic whose first outputs these are."""
+        path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
+        return _File(self.uri, path, staged, self.labels, staged.next + outputs["first"][0].as_py())
 
     def _outputs(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Each topic's outputs: the rows' columns, and then LEFT_OUT and the topic's own."""
@@ -170,14 +165,6 @@ class BucketWriter:
             yield at, own
 
 
-def _summed(counted: Iterable[Count]) -> list[Count]:
-    sums: dict[tuple[object, ...], Count] = {}
-    for one in counted:
-        before = sums.get(one[:5])
-        sums[one[:5]] = one if before is None else Count(*one[:5], before.entries + one.entries, before.rows + one.rows)
-    return list(sums.values())
-
-
 def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch) -> Iterator[Unfitting]:
     if not pc.any(outputs["suspect"]).as_py():
         return
@@ -185,7 +172,7 @@ def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch) -> Iterator[Unfitti
     errors = encoding_errors(staged.topic, staged.texts, staged.columns, staged.limit, suspects)
     for index, text in errors.items():
         row = suspects.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
-        yield Unfitting(**row["source"][row["last"]], rule=row["rule"], text=text)
+        yield Unfitting(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
 
 
 @dataclass
@@ -273,17 +260,12 @@ def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 _RESULT = "found binary, entries binary"
+"""Rows of tasks: what a task found (``Written``, or the error that stopped it), or some rows of ``account.ENTRIES``."""
 
 
 def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
-    packed = None
-    if entries is not None:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, entries.schema) as stream:
-            stream.write_batch(entries)
-        packed = sink.getvalue().to_pybytes()
-    columns = [None if found is None else pickle.dumps(found)], [packed]
-    return pa.RecordBatch.from_arrays([pa.array(each, pa.binary()) for each in columns], names=["found", "entries"])
+    row = [None if each is None else pickle.dumps(each) for each in (found, entries)]
+    return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], names=["found", "entries"])
 
 
 class Results:
@@ -297,52 +279,65 @@ class Results:
         """
         from pyspark import StorageLevel
 
+        self._spark = spark
         self._made = rows.mapInArrow(writer.run, _RESULT)
         self._kept = not small
-        with _unmeasured(spark) if size < _SMALL else nullcontext():
-            if self._kept:
-                # Which of the entries are needed, and where, is known when all is counted.
-                self._made = self._made.persist(StorageLevel.DISK_ONLY)
-            wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
-            fetched = wanted.collect()
-        found = [pickle.loads(bytes(row["found"])) for row in fetched if row["found"] is not None]
-        for each in found:
-            if isinstance(each, ZyncError):
-                self.release()
-                raise each
-        tasks = [each for each in found if isinstance(each, Written)]
+        if self._kept:
+            # Which of the entries are needed, and where, is known when all is counted.
+            self._made = self._made.persist(StorageLevel.DISK_ONLY)
+        try:
+            with _unmeasured(spark) if size < _SMALL else nullcontext():
+                wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
+                fetched = wanted.collect()
+            tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
+        except BaseException:
+            self.release()
+            raise
         self.files = sorted((file for each in tasks for file in each.files), key=lambda file: (file.group, file.first))
         """By topic, in order of offsets."""
-        self.facts = account.facts((count for each in tasks for count in each.counts), writer.labels)
+        counted = account.summed(count for each in tasks for count in each.counts)
+        self.facts = [account.fact(count, writer.labels) for count in counted]
         self.unfitting = [one for each in tasks for one in each.unfitting]
-        self._entries = [entry for row in fetched for entry in _listed(row["entries"])] if small else None
+        self._entries = _unpacked(fetched) if small else None
 
     def few_entries(self) -> list[dict[str, object]]:
         """All rows of ``account.ENTRIES``, fetched."""
         if self._entries is not None:
-            return self._entries
-        rows = self._made.where("entries IS NOT NULL").select("entries").collect()
-        return [entry for row in rows for entry in _listed(row["entries"])]
+            return self._entries.to_pylist()
+        return _unpacked(self._made.where("entries IS NOT NULL").select("entries").collect()).to_pylist()
 
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""
-        schema = ", ".join(f"`{item.name}` {spark_type(item.type).simpleString()}" for item in ENTRIES)
-        return self._made.where("entries IS NOT NULL").select("entries").mapInArrow(_entry_rows, schema)
+        if self._entries is not None:
+            # Those of the query that was run: to run it again would write its files again.
+            return self._spark.createDataFrame(self._entries)
+        packed = self._made.where("entries IS NOT NULL").select("entries")
+        return packed.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
     def release(self) -> None:
         if self._kept:
             self._made.unpersist()
 
 
-def _listed(packed: bytearray | None) -> list[dict[str, object]]:
-    return [] if packed is None else pa.ipc.open_stream(bytes(packed)).read_next_batch().to_pylist()
+def _written(packed: bytearray) -> Written:
+    """What a task found; raises it if it is an error."""
+    found = pickle.loads(bytes(packed))
+    if isinstance(found, ZyncError):
+        raise found
+    return found
+
+
+def _unpacked(rows: Iterable[Row]) -> pa.Table:
+    return pa.Table.from_batches(
+        [pickle.loads(bytes(row["entries"])) for row in rows if row["entries"] is not None], ENTRIES
+    )
 
 
 def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     settle()
     for batch in batches:
         for packed in batch.column(0):
-            yield from pa.ipc.open_stream(packed.as_buffer())
+            yield pickle.loads(packed.as_py())
 
 
 @contextmanager

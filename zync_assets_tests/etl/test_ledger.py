@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql import Row
 
 from zync_assets.etl import ledger
 from zync_assets.etl.ledger import cut_at_strides, few_rows, ledger_rows, whole_ranges
@@ -22,7 +23,7 @@ def entries(
     frame = spark.createDataFrame([(*item, None, None)[:7] for item in found], FOUND)
     names = ("topic", "partition", "first", "end", "kind", "count", "rule", "hash", "text")
     rows = {tuple(row[name] for name in names) for row in ledger_rows(spark, ranges, frame).collect()}
-    fetched = {tuple(map(row.get, names)) for row in few_rows(ranges, frame.collect())}
+    fetched = {tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, frame.collect()))}
     assert fetched == rows, "what is fetched makes the same entries as Spark jobs"
     return sorted(row[:6] for row in rows)
 
@@ -79,7 +80,7 @@ def test_each_record_that_a_rule_failed_on_keeps_its_reason(spark: SparkSession)
         (row["first"], row.end, row.kind, row.rule, row.text) for row in ledger_rows(spark, ranges, both).collect()
     )
     names = ("first", "end", "kind", "rule", "text")
-    assert [tuple(map(row.get, names)) for row in few_rows(ranges, both.collect())] == kept
+    assert [tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, both.collect()))] == kept
     assert kept == [
         (0, 1, "done", None, None),
         (1, 2, "quarantined", "rule", "why"),

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from zync_assets.errors import LakeError
 from zync_assets.etl.account import Fact
 from zync_assets.etl.labels import Labels
 from zync_assets.etl.numbering import arranged
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 LABELS = Labels(["first", "second"], ["for-a", "for-b"], ["a", "b"])
 OWN = {topic: {f"value:{topic}": pa.string()} for topic in "ab"}
-TOPICS = [
-    StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], [rule], ["fa", "fb"], {}, None)
-    for rule, topic in enumerate("ab")
-]
+TOPICS = [StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], ["fa", "fb"], {}, None) for topic in "ab"]
 
 
 def results(spark: SparkSession) -> DataFrame:
@@ -45,8 +43,8 @@ def results(spark: SparkSession) -> DataFrame:
 
 
 def made(spark: SparkSession, bounds: list[int]) -> DataFrame:
-    outs = [staged.rules_sql for staged in TOPICS]
-    return arranged(results(spark), bounds, row_sql(TOPICS, "false", None), outs)
+    outs = [LABELS.of_topic(topic) for topic in "ab"]
+    return arranged(results(spark), bounds, row_sql(TOPICS, LABELS, "false", None), outs)
 
 
 @pytest.mark.parametrize("bounds", [[], [30], [10, 30, 31, 90]])
@@ -82,6 +80,8 @@ def test_the_numbers_follow_the_order_over_all_buckets(
         ("pending", "second", 100, 7),
         ("pending", "second", 101, 7),
     ]
+    paths = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.parquet")}
+    assert paths == {item.path for item in found.files}, "to ask for the entries writes nothing again"
     for rule, topic in enumerate("ab"):
         files = [item for item in found.files if item.group == topic]
         rows = [row for item in files for row in pq.read_table(tmp_path / item.path, partitioning=None).to_pylist()]
@@ -130,3 +130,11 @@ def test_what_a_batch_of_arrow_s_may_hold_is_as_it_was_afterwards(spark: SparkSe
     assert (list(found.files), found.facts, found.few_entries()) == ([], [], [])
     found.release()
     assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == before
+
+
+def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: SparkSession, tmp_path: Path) -> None:
+    place = tmp_path / "lake"
+    place.write_text("a file where a folder is needed")
+    with pytest.raises(LakeError, match="can't be written"):
+        Results(spark, made(spark, []), BucketWriter(str(place), TOPICS, LABELS), 100.0, small=False)
+    assert spark._jsparkSession.sharedState().cacheManager().isEmpty()  # type: ignore[operator]
