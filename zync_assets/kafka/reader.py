@@ -42,7 +42,7 @@ TUNING: Mapping[str, Any] = {
     # By default a full local queue makes the fetcher pause for a second.
     "fetch.queue.backoff.ms": 5,
     # What is fetched past the end of a range is thrown away: twice these bounds, for each range.
-    "max.partition.fetch.bytes": 2 << 20,
+    "max.partition.fetch.bytes": 4 << 20,
     "fetch.max.bytes": 50 << 20,
     "queued.min.messages": 20_000,
     "queued.max.messages.kbytes": 64 << 10,

@@ -24,9 +24,10 @@ from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.tables import DataFile
-from zync_assets.offsets import OffsetRange, new_ranges, split
+from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import raw_schema
+from zync_assets.shares import LEAST, shares
 from zync_assets.steps import schema_changes
 from zync_assets.steps.ingest_files import Reading, write_lost, write_plain
 from zync_assets.steps.quarantined import Held, admit
@@ -35,7 +36,7 @@ from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
-from zync_assets.steps.tasks import indexes, task_frame
+from zync_assets.steps.tasks import indexes, slots, task_frame
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 BATCH_OFFSETS = 8_000_000
 """Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
-TASK_OFFSETS = 1_000_000
-"""Offsets in one Spark task at the most."""
+FEW_OFFSETS = 200_000
+"""Offsets that are cut into tasks without asking how many Spark would run at one time."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class RawBatch:
 
     def dataframe(self) -> DataFrame:
         """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
-        source, parts, now = self.source, _tasks(self.plan.ranges), _now()
+        source, parts, now = self.source, _tasks(self.spark, self.plan.ranges), _now()
         if self.plan.input.shape is not None:
             reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
             return shaped_records(reading)
@@ -199,7 +200,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     lake, pool, topic = pipeline.lake, item.pool, item.topic
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     attempt = quarantine.new_attempt()
-    reading = Reading(batch.spark, lake, item, batch.source, _tasks(plan.ranges), _now(), known, attempt)
+    reading = Reading(batch.spark, lake, item, batch.source, _tasks(batch.spark, plan.ranges), _now(), known, attempt)
     try:
         made = write_plain(reading) if item.shape is None else write_shaped(reading)
     except DataLoss:
@@ -356,11 +357,10 @@ def _limited(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
     return [replace(part, end=min(part.end, part.first + share)) for part in ranges]
 
 
-def _tasks(ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
-    """The ranges cut to a task's size, longest partitions first in turn, one Spark task each."""
+def _tasks(spark: SparkSession, ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
+    """The ranges in pieces, a Spark task each."""
     total = sum(part.end - part.first for part in ranges)
-    size = max(50_000, min(TASK_OFFSETS, total // 8))
-    return [piece for part in ranges for piece in split(part, size)]
+    return shares(ranges, slots(spark) if total > FEW_OFFSETS else FEW_OFFSETS // LEAST)
 
 
 def _now() -> int:

@@ -62,6 +62,14 @@ def task_frame(spark: SparkSession, count: int) -> DataFrame:
     return spark.range(0, count, 1, max(1, count))
 
 
+def slots(spark: SparkSession) -> int:
+    """How many tasks Spark runs at one time, as far as it says, and no more than 256: it cuts a range into as many partitions,
+    and that can be asked over Spark Connect too."""
+    from pyspark.sql.functions import spark_partition_id
+
+    return len({row[0] for row in spark.range(256).select(spark_partition_id()).collect()})
+
+
 def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
     """The ids of a ``task_frame`` within one task."""
     settle()
