@@ -14,14 +14,15 @@ from zync_assets.pipeline import SHARED
 SECRET = "(?i)secret|password|passphrase|token|credential|access[._-]?key|account[._-]?key|sas[._-]"
 """Spark properties whose names say that they hold a secret: never on a command line, nor in Spark's log and pages."""
 
-_SHORT = "-XX:TieredStopAtLevel=1"
+_SHORT = "-XX:TieredStopAtLevel=1 -XX:+UseParallelGC -Xmn160m"
 _LONG = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 -XX:Tier4CompileThreshold=150000"
     " -XX:Tier4BackEdgeThreshold=400000 -XX:+UseParallelGC"
 )
 """HotSpot's compilers. The quick one alone starts a session and does a small first batch in half the time; the optimising one
 halves the time of large batches, after tens of CPU seconds. Ten times its usual thresholds keep it to what is really hot.
-The collector that stops the world takes a tenth less of a large batch than the one beside it, and nobody waits for a pause."""
+The collector that stops the world takes a tenth less of a large batch than the one beside it, a fifth where nothing is compiled
+yet, and nobody waits for a pause. What is new gets little room where memory is to be the same however much there is to do."""
 
 _DEFAULTS = {
     "spark.master": "local[*]",
@@ -31,7 +32,8 @@ _DEFAULTS = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1536m",
-    "spark.sql.shuffle.partitions": "8",
+    # The more records a batch has the more of these tasks, of one size, once what is little is put together.
+    "spark.sql.shuffle.partitions": "24",
     # Else Spark makes as few of them as there are cores: tasks that sort as much as that are slow, take memory, and end
     # one long after the other. What is little stays together.
     "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
