@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.network.secured import secured
@@ -9,6 +10,8 @@ from zync_assets_tests.services import services, spark, unique
 from zync_assets_tests.tables import print_tables
 
 __all__ = ["chain", "s3", "secured", "services", "sound_chain", "spark", "unique"]
+
+settings.register_profile("many", max_examples=2_000, deadline=None)
 
 LONG = (
     "test_torture",

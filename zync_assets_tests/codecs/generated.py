@@ -15,7 +15,11 @@ from typing import Any
 import fastavro
 import numpy as np
 import pyarrow as pa
+from hypothesis import settings
 from hypothesis import strategies as st
+
+EXAMPLES = max(150, settings.default.max_examples)
+"""How many batches of generated records a test tries; ``pytest --hypothesis-profile many`` has it try more."""
 
 UTC = datetime.UTC
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=UTC)

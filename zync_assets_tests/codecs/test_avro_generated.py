@@ -15,13 +15,13 @@ from zync_assets.codecs.decode import Decoded, make_decoder
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.codecs.native import decode_way
 from zync_assets.pipeline import SideFormat
-from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, recursive_kinds, same
+from zync_assets_tests.codecs.generated import EXAMPLES, Kind, datums, framed, kinds, recursive_kinds, same
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 AVRO = SideFormat("avro")
 QUIET = settings(
-    max_examples=150,
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
@@ -100,7 +100,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=150)
+@settings(QUIET, max_examples=EXAMPLES)
 @given(damaged())
 @example((Kind("long", st.none(), int), [framed(3, b"\0")], [framed(3, b"\xff" * 9 + b"\x7f")]))
 @example(

@@ -16,10 +16,10 @@ from zync_assets.codecs.connect_schema import lake_type, parse_connect
 from zync_assets.codecs.decode import Decoded, make_decoder
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.connect_generated import Kind, kinds
-from zync_assets_tests.codecs.generated import same
+from zync_assets_tests.codecs.generated import EXAMPLES, same
 
 QUIET = settings(
-    max_examples=150,
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
@@ -91,7 +91,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=150)
+@settings(QUIET, max_examples=EXAMPLES)
 @given(damaged())
 def test_damage_costs_only_itself_and_is_told_alike_by_both_ways(
     batch: tuple[Kind, list[bytes], list[bytes]],

@@ -19,7 +19,7 @@ from zync_assets.codecs.decode import make_decoder
 from zync_assets.codecs.field_notes import fields_of, other_names
 from zync_assets.codecs.merge import conform
 from zync_assets.pipeline import SideFormat
-from zync_assets_tests.codecs.generated import datums, framed, same
+from zync_assets_tests.codecs.generated import EXAMPLES, datums, framed, same
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)
 LONG = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -123,7 +123,7 @@ def as_arrow(value: Any, type: pa.DataType) -> Any:
     return value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(writers(), min_size=2, max_size=4), st.booleans())
 def test_a_column_of_many_writers_holds_what_avro_s_resolution_gives(wrote: list[Writer], native: bool) -> None:
     known: pa.DataType | None = None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zync_assets.codecs.json_columns import columns_reader, has_columns
 from zync_assets.codecs.json_values import json_reader
-from zync_assets_tests.codecs.generated import INTS, LONGS, TEXTS, same
+from zync_assets_tests.codecs.generated import EXAMPLES, INTS, LONGS, TEXTS, same
 
 TIMES = st.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9999, 12, 30)).map(datetime.datetime.isoformat)
 
@@ -112,7 +112,7 @@ INT, DOUBLE, REAL, TEXT = (pa.struct([("f0", kind)]) for kind in (pa.int32(), pa
 
 
 @settings(
-    max_examples=150,
+    max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

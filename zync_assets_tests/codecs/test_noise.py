@@ -19,7 +19,7 @@ from zync_assets.codecs.merge import holds
 from zync_assets.errors import SchemaUnknown
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs import connect_generated, generated
-from zync_assets_tests.codecs.generated import datums, framed, same
+from zync_assets_tests.codecs.generated import EXAMPLES, datums, framed, same
 
 NOISE = settings(
     max_examples=100,
@@ -214,7 +214,7 @@ def json_batches(draw: st.DrawFn) -> tuple[str, list[bytes], list[bool]]:
     return ddl, payloads, good
 
 
-@settings(NOISE, max_examples=150)
+@settings(NOISE, max_examples=EXAMPLES)
 @given(json_batches())
 @example(
     (DDL, [b'{"ratio":1e99999999999999999999}', b'{"big":1e99999999999999999999}', b'{"id":2}'], [False, False, True])
