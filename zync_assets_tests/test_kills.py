@@ -43,6 +43,7 @@ def records_in(shop: Shop, topic: str) -> int:
         consumer.close()
 
 
+# Not the moment between an ETL batch's last file and its commit: it is too short to be met from outside. test_crashes.py has it.
 MOMENTS: dict[str, list[tuple[str, Moment]]] = {
     "from-kafka": [
         ("the first data file is open", lambda shop: any_file(shop, f"Raw/{shop.orders}/*.parquet")),
@@ -54,7 +55,6 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
         ("the first output file is open", lambda shop: any_file(shop, "Staging/batch-*/topic=*")),
         ("one output topic is written", lambda shop: any_file(shop, f"Staging/batch-*/topic={shop.new}/*.parquet")),
         ("the ledger is written", lambda shop: any_file(shop, "Staging/batch-*/topic=%23account/*.parquet")),
-        ("the head is written", lambda shop: any_file(shop, "Staging/topic=%23account/head-*.parquet")),
     ],
     "to-kafka": [
         ("a window is announced", lambda shop: any_file(shop, "~published/Staging/_delta_log/*0.json")),

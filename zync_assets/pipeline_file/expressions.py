@@ -31,7 +31,11 @@ MAX_STRUCTS = 6
 
 _STRINGS = (TokenType.STRING, TokenType.RAW_STRING)
 _TIME_LITERALS = ("date", "timestamp", "timestamp_ltz", "timestamp_ntz")
-_CLOCK_WORDS = ("now", "today", "tomorrow", "yesterday")
+_TIME_FUNCTIONS = (
+    *("cast", "try_cast", "date", "timestamp", "to_date", "try_to_date", "to_timestamp", "try_to_timestamp"),
+    *("to_timestamp_ltz", "to_timestamp_ntz"),
+)
+_CLOCK_WORDS = (["now"], ["today"], ["tomorrow"], ["yesterday"])
 _PATTERN_WORDS = ("like", "ilike", "rlike", "=", "==", "<>", "!=", "<", ">", "<=", ">=")
 # What may stand before a parenthesis and is no function: type names and keywords.
 _NOT_FUNCTIONS = frozenset(
@@ -140,9 +144,13 @@ def _check_tokens(tokens: Sequence[Token]) -> None:
             raise SqlProblem("must be one expression without `;`")
         if token.token_type in (TokenType.PLACEHOLDER, TokenType.PARAMETER):
             raise SqlProblem(f"holds the parameter marker `{token.text}`, which nothing can fill")
-        typed = token.token_type in _STRINGS and index > 0 and tokens[index - 1].text.lower() in _TIME_LITERALS
-        if typed and token.text.strip().lower().startswith(_CLOCK_WORDS):
-            raise SqlProblem(_not_deterministic(f"{tokens[index - 1].text} '{token.text}'"))
+        if token.token_type in _STRINGS and token.text.lower().split()[:1] in _CLOCK_WORDS:
+            before, function = (tokens[at].text if at >= 0 else "" for at in (index - 1, index - 2))
+            after = tokens[index + 1].token_type if index + 1 < len(tokens) else None
+            if before.lower() in _TIME_LITERALS:
+                raise SqlProblem(_not_deterministic(f"{before} '{token.text}'"))
+            if after == TokenType.DCOLON or (before == "(" and function.lower() in _TIME_FUNCTIONS):
+                raise SqlProblem(_not_deterministic(f"'{token.text}' as a time"))
     _check_depth(tokens)
     first = tokens[0]
     called = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN

@@ -29,11 +29,14 @@ from zync_assets.steps.etl_unfit import Unfit, size_limits, suspect_sql
 from zync_assets.steps.etl_waiting import New, Waiting
 from zync_assets.steps.outputs import OutputType, output_types
 from zync_assets.steps.retention import keep_short
-from zync_assets.steps.staged_outputs import BucketWriter, Results, StagedTopic, row_sql
+from zync_assets.steps.staged_outputs import BATCH_BYTES, BucketWriter, Results, StagedTopic, row_sql
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+LARGE = 1_000
+"""Bytes that a record takes in its file from which on rows are measured on their way to Python."""
 
 
 class EtlRun:
@@ -55,7 +58,6 @@ class EtlRun:
         spans = [numbering.TimeSpan(item.min_time or 0, item.max_time or 0, item.records) for item in read]
         self.bounds = numbering.time_bounds(spans)
         records = sum(item.records for item in read)
-        self.record_size = sum(item.size for item in read) / max(1, records)
         self.small = records <= numbering.SMALL
         """Whether all of it is one task, whose account is fetched."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
@@ -89,7 +91,7 @@ class EtlRun:
         committing = False
         try:
             writer = BucketWriter(self.uri, topics, self.labels)
-            written = Results(self.spark, rows, writer, self.record_size, small=self.small)
+            written = Results(self.spark, rows, writer, small=self.small, measured=self._has_large())
             found, files = written.facts, list(written.files)
             self._check(written, types)
             ends = self._ends(written, outputs)
@@ -120,6 +122,14 @@ class EtlRun:
             if end > outputs[topic, 0].next
         }
         return EtlCommit(plan.pool, done.batch, made, plan.ranges, new_counts(found), time.monotonic() - started)
+
+    def _has_large(self) -> bool:
+        """Whether records may be large: in one of the files that are read, or that hold what waits, they are on the average;
+        or the pipeline file says how large a batch of Arrow's may be."""
+        waits = {topic for (_, topic), count in self.plan.head.waiting.items() if count}
+        old = (raw.raw_files(state) for topic, state in self.plan.raw.items() if state is not None and topic in waits)
+        files = [item for found in (*self.files.values(), *old) for item in found]
+        return BATCH_BYTES in self.pipeline.spark or any(item.size > LARGE * item.records for item in files)
 
     def _tidied(self) -> tuple[list[DataFile], list[DataFile]]:
         """Ledger files to add and to remove besides the batch's own: what leaves its class is taken out of them, else they
@@ -268,8 +278,8 @@ class EtlRun:
                 if file.first != end:
                     raise EtlError(
                         f"pool {self.plan.pool}, topic {topic}: offset {file.first} follows {end - 1}: Spark made the rows"
-                        " twice, and not the same. Nothing was committed. Do the rules use rand(), uuid() or the time of"
-                        " day? Without such a rule, run it again."
+                        " twice, and not the same. Nothing was committed. Do the rules use the time of day? Without such a"
+                        " rule, run it again."
                     )
                 end += file.records
             if end - position.next != sum(row.rows for row in written.facts if row.kind == "out" and row.out == topic):

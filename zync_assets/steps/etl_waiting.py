@@ -21,6 +21,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm
 from zync_assets.sql_text import text_sql
 from zync_assets.steps.etl_plan import EtlBatch
+from zync_assets.steps.failures import released
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -122,4 +123,5 @@ class Waiting:
 
     def release(self) -> None:
         if self._places is not None and not self._few:
-            self._places.unpersist()
+            with released():
+                self._places.unpersist()

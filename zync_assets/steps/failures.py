@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from zync_assets.errors import SetupError, ZyncError
 from zync_assets.lake import refusals
@@ -18,14 +18,25 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
 
     try:
         yield
-    except (PySparkException, Py4JError) as error:
+    except (PySparkException, Py4JError, ConnectionError) as error:
         text = str(error)
         known = (
-            _server_gone(text)
+            _jvm_gone(error)
+            or _server_gone(text)
             or refusals.missing_file(text)
             or refusals.disk_refusal("the lake, or Spark's own folder", text)
         )
         raise (known or raised(said(error))) from error
+
+
+@contextmanager
+def released() -> Generator[None]:
+    """Give back what Spark keeps; where Spark is gone it keeps nothing, and what was done is no failure for that."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    with suppress(PySparkException, Py4JError, ConnectionError):
+        yield
 
 
 _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")
@@ -34,6 +45,18 @@ _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")
 def is_of_data(error: Exception) -> bool:
     """Whether an expression failed on a record: SQL's classes of data and integrity errors, or ``raise_error``."""
     return _OF_DATA.search(str(error)) is not None
+
+
+def _jvm_gone(error: Exception) -> ZyncError | None:
+    """The error for a JVM of this process's own that ended; None for another exception."""
+    from py4j.protocol import Py4JNetworkError
+
+    if not isinstance(error, ConnectionError | Py4JNetworkError):
+        return None
+    return SetupError(
+        "Spark's JVM ended; what it said last is above. Nothing of this step is visible, and what was committed before is kept:"
+        " run it again. If it ran out of memory, give it more: spark: {spark.driver.memory: 3g}."
+    )
 
 
 _GONE = re.compile(

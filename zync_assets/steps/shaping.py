@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -39,6 +39,8 @@ from zync_assets.steps.tasks import run_tasks, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+T = TypeVar("T")
 
 MOST_FAILURES = 10_000
 """Records of one batch that a shape may fail on: more are no bad records but a bad shape."""
@@ -142,7 +144,7 @@ def write_shaped(reading: Reading) -> BatchFiles:
             job = replace(job, refused={**job.refused, **found})
             continue
         source = job.reading.source
-        wider = [end.read.wider for end in ends if end.read.wider is not None]
+        wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
         arrived = [found for end in ends for found in end.read.arrived]
         if wider:
             job = job.anew(_with_types(source, wider))
@@ -311,7 +313,13 @@ def _first_look(reading: Reading) -> tuple[list[Types], list[Arrived]]:
         return types, arrived
 
     found = run_tasks(reading.spark, len(parts), work)
-    return [types for types, _ in found], [one for _, arrived in found for one in arrived]
+    return [types for types, _ in _in_order(parts, found)], [one for _, arrived in found for one in arrived]
+
+
+def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:
+    """What was found in each part, by partition and offset: which type comes first must not depend on how the work is shared
+    out."""
+    return [each for _, each in sorted(zip(parts, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _with_types(source: Source, met: Sequence[Types]) -> Source:

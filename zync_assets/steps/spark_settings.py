@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,6 +67,12 @@ REQUIRED = {
 """Settings that results, or secrets, depend on; set on every session that is used, whoever made it."""
 
 
+def _has_package(own: Mapping[str, str]) -> bool:
+    """Whether Python workers are of this interpreter, and have this package from the start."""
+    python = own.get("spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable))
+    return python == sys.executable and _IS_LOCAL.match(own.get("spark.master", _DEFAULTS["spark.master"])) is not None
+
+
 def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:
     """Spark's properties for a pipeline's ``spark:``: its own win over the defaults. ``long``: for a session that goes on.
 
@@ -79,7 +87,7 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
     if remote not in (None, SHARED):
         del settings["spark.master"]
-    elif _IS_LOCAL.match(own.get("spark.master", _DEFAULTS["spark.master"])):
+    elif _has_package(own):
         settings["spark.python.daemon.module"] = "zync_assets.steps.python_daemon"
     settings |= own
     named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]

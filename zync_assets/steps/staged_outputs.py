@@ -28,15 +28,17 @@ from zync_assets.lake import staging, storage
 from zync_assets.lake.tables import DataFile
 from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_unfit import encoding_errors
+from zync_assets.steps.failures import released
 from zync_assets.steps.tasks import settle
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-_SMALL = 1_000
-"""Bytes of a raw record in its file, on the average, below which a batch of Arrow's need not be measured: it is bounded by
-``spark.sql.execution.arrow.maxRecordsPerBatch``."""
-_BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records"))
+_UNMEASURED = 1_000
+"""Rows of an Arrow batch that is not measured in bytes."""
+_LOOKED_AT, _LOOKED_AT_BYTES = 20_000, 64 << 20
+"""Rows, and bytes of them, that are looked at together: each look costs a millisecond."""
 
 GROUP_BYTES = 64 << 20
 """Bytes of the row groups that a task gathers at one time."""
@@ -130,7 +132,7 @@ class BucketWriter:
         counted: list[Count] = []
         unfitting: list[Unfitting] = []
         try:
-            for batch in (each for each in batches if len(each)):
+            for batch in _gathered(batches):
                 sources = account.Sources(batch)
                 counted += account.counts(sources)
                 entries = account.entries(sources, self.labels)
@@ -165,6 +167,21 @@ class BucketWriter:
             yield at, own
 
 
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        # Not `nbytes`, which looks into arrays: an empty one of Spark's within a list has no offsets to look at.
+        rows, size = rows + len(batch), size + batch.get_total_buffer_size()
+        if rows >= _LOOKED_AT or size >= _LOOKED_AT_BYTES:
+            yield pa.concat_batches(held)
+            held, rows, size = [], 0, 0
+    if rows:
+        yield pa.concat_batches(held)
+
+
 def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch) -> Iterator[Unfitting]:
     if not pc.any(outputs["suspect"]).as_py():
         return
@@ -192,7 +209,7 @@ class _File:
 
     def add(self, outputs: pa.RecordBatch) -> None:
         self._group.append(self._staged(outputs, self.first + self.written + self.waiting))
-        self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.nbytes
+        self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.get_total_buffer_size()
 
     def write_group(self) -> None:
         uri = storage.join(self.uri, self.path)
@@ -271,11 +288,13 @@ def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
 class Results:
     """What became of a batch's rows; ``release`` when it is done."""
 
-    def __init__(self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, size: float, *, small: bool) -> None:
+    def __init__(
+        self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, *, small: bool, measured: bool = False
+    ) -> None:
         """Runs the batch's query. Raises what a task raised.
 
-        ``rows``: arranged, with the columns of ``row_sql``; ``size``: bytes of a raw record of the batch, on the average and
-        in its file; ``small``: the account is fetched at once.
+        ``rows``: arranged, with the columns of ``row_sql``; ``small``: the account is fetched at once; ``measured``: rows
+        may be so large that a thousand of them are not to be held at once.
         """
         from pyspark import StorageLevel
 
@@ -286,7 +305,7 @@ class Results:
             # Which of the entries are needed, and where, is known when all is counted.
             self._made = self._made.persist(StorageLevel.DISK_ONLY)
         try:
-            with _unmeasured(spark) if size < _SMALL else nullcontext():
+            with nullcontext() if measured else _unmeasured(spark):
                 wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
                 fetched = wanted.collect()
             tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
@@ -304,19 +323,19 @@ class Results:
         """All rows of ``account.ENTRIES``, fetched."""
         if self._entries is not None:
             return self._entries.to_pylist()
-        return _unpacked(self._made.where("entries IS NOT NULL").select("entries").collect()).to_pylist()
+        return _unpacked(self._made.collect()).to_pylist()
 
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""
         if self._entries is not None:
             # Those of the query that was run: to run it again would write its files again.
             return self._spark.createDataFrame(self._entries)
-        packed = self._made.where("entries IS NOT NULL").select("entries")
-        return packed.mapInArrow(_entry_rows, spark_schema(ENTRIES))
+        return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
     def release(self) -> None:
         if self._kept:
-            self._made.unpersist()
+            with released():
+                self._made.unpersist()
 
 
 def _written(packed: bytearray) -> Written:
@@ -327,7 +346,8 @@ def _written(packed: bytearray) -> Written:
     return found
 
 
-def _unpacked(rows: Iterable[Row]) -> pa.Table:
+def _unpacked(rows: Sequence[Row]) -> pa.Table:
+    _raise_errors(row["found"] for row in rows)
     return pa.Table.from_batches(
         [pickle.loads(bytes(row["entries"])) for row in rows if row["entries"] is not None], ENTRIES
     )
@@ -336,17 +356,27 @@ def _unpacked(rows: Iterable[Row]) -> pa.Table:
 def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     settle()
     for batch in batches:
-        for packed in batch.column(0):
-            yield pickle.loads(packed.as_py())
+        found, entries = (column.to_pylist() for column in batch.columns)
+        _raise_errors(found)
+        yield from (pickle.loads(packed) for packed in entries if packed is not None)
+
+
+def _raise_errors(found: Iterable[bytearray | None]) -> None:
+    """What Spark has lost of what it kept it makes anew, and that may fail: its entries are missing then."""
+    for packed in found:
+        if packed is not None:
+            _written(packed)
 
 
 @contextmanager
 def _unmeasured(spark: SparkSession) -> Generator[None]:
-    """Arrow's batches end by the number of their rows alone. Else Spark asks after each row how large its batch is by now,
-    by a walk over all columns that takes longer than all that is done with the row; large rows are worth it."""
-    before = str(spark.conf.get(_BATCH_BYTES))
-    spark.conf.set(_BATCH_BYTES, str(2**31 - 1))
+    """Arrow's batches end by the number of their rows alone, which is a low one. Else Spark asks after each row how large its
+    batch is by now, by a walk over all columns that takes longer than all that is done with the row."""
+    before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
+    spark.conf.set(BATCH_BYTES, str(2**31 - 1))
+    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))
     try:
         yield
     finally:
-        spark.conf.set(_BATCH_BYTES, before)
+        for name, value in before.items():
+            spark.conf.set(name, value)

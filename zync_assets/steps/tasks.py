@@ -67,7 +67,8 @@ def slots(spark: SparkSession) -> int:
     and that can be asked over Spark Connect too."""
     from pyspark.sql.functions import spark_partition_id
 
-    return len({row[0] for row in spark.range(256).select(spark_partition_id()).collect()})
+    with spark_failures(_failed):
+        return len({row[0] for row in spark.range(256).select(spark_partition_id()).collect()})
 
 
 def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.errors import PySparkException
 
 from zync_assets.errors import LakeError
 from zync_assets.etl.account import Fact
@@ -57,9 +58,7 @@ def test_the_numbers_follow_the_order_over_all_buckets(
     before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 2)
     try:
-        found = Results(
-            spark, made(spark, bounds), BucketWriter(str(tmp_path), TOPICS, LABELS, group), 100.0, small=small
-        )
+        found = Results(spark, made(spark, bounds), BucketWriter(str(tmp_path), TOPICS, LABELS, group), small=small)
     finally:
         spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(before))
     assert sorted(found.facts, key=str) == sorted(
@@ -124,17 +123,56 @@ def test_rows_are_made_once_to_be_counted_and_to_be_written(spark: SparkSession)
 
 
 def test_what_a_batch_of_arrow_s_may_hold_is_as_it_was_afterwards(spark: SparkSession, tmp_path: Path) -> None:
-    before = spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch")
+    names = [f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records")]
+    before = [spark.conf.get(name) for name in names]
     none = made(spark, []).where("false")
-    found = Results(spark, none, BucketWriter(str(tmp_path), TOPICS, LABELS), 100.0, small=False)
+    found = Results(spark, none, BucketWriter(str(tmp_path), TOPICS, LABELS), small=False)
     assert (list(found.files), found.facts, found.few_entries()) == ([], [], [])
     found.release()
-    assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == before
+    assert [spark.conf.get(name) for name in names] == before
 
 
 def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: SparkSession, tmp_path: Path) -> None:
     place = tmp_path / "lake"
     place.write_text("a file where a folder is needed")
     with pytest.raises(LakeError, match="can't be written"):
-        Results(spark, made(spark, []), BucketWriter(str(place), TOPICS, LABELS), 100.0, small=False)
+        Results(spark, made(spark, []), BucketWriter(str(place), TOPICS, LABELS), small=False)
     assert spark._jsparkSession.sharedState().cacheManager().isEmpty()  # type: ignore[operator]
+
+
+def test_entries_that_spark_lost_and_can_t_make_again_are_an_error(spark: SparkSession, tmp_path: Path) -> None:
+    """A task that makes them anew writes its files anew; where it can't, it ends in order and has fewer entries."""
+    place = tmp_path / "lake"
+    found = Results(spark, made(spark, [30]), BucketWriter(str(place), TOPICS, LABELS), small=False)
+    assert len(found.few_entries()) == 3
+    for kept in spark.sparkContext._jsc.getPersistentRDDs().values():  # type: ignore[union-attr]
+        manager = spark.sparkContext._jvm.org.apache.spark.SparkEnv.get().blockManager()  # type: ignore[union-attr]
+        manager.removeRdd(kept.id())
+    place.rename(tmp_path / "was")
+    place.write_text("a file where a folder is needed")
+    with pytest.raises(LakeError, match="can't be written"):
+        found.few_entries()
+    with pytest.raises(PySparkException, match="can't be written"):
+        found.entries().collect()
+    found.release()
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path: Path, small: bool) -> None:
+    """Sixteen thousand of 60,000 bytes: as one batch of Arrow's, as many small ones are, they would end the JVM."""
+    each = "struct(1 AS place, 0 AS partition, id AS offset)"
+    large = spark.range(16_000).selectExpr(
+        "'out' AS kind",
+        "0 AS rule",
+        "struct(timestamp_millis(id) AS time, 1 AS place, 0 AS partition, id AS offset) AS ord",
+        f"array({each}) AS source",
+        "0 AS last",
+        "0 AS waited",
+        "CAST(NULL AS bigint) AS hash",
+        "repeat('x', 60000) AS `value:a`",
+        "CAST(NULL AS string) AS `value:b`",
+    )
+    rows = arranged(large, [], row_sql(TOPICS, LABELS, "false", None), ["0", "1"])
+    found = Results(spark, rows, BucketWriter(str(tmp_path), TOPICS, LABELS), small=small)
+    assert sum(item.records for item in found.files) == 16_000
+    found.release()
