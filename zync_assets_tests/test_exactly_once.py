@@ -158,7 +158,8 @@ class Steps(RuleBasedStateMachine):
             and record.value["after"]["item"] is None
             for record in new
         )
-        return erased and self.shop.status not in {topic for topic, _ in self.ingested}
+        status = raw.open_raw(self.shop.pipeline.lake, "Raw", self.shop.status)
+        return erased and (status is None or "value" not in status.schema.names)
 
     def ingested_records(self) -> int:
         return sum(end - self.seen.get(place, 0) for place, end in self.ingested.items())
