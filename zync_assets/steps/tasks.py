@@ -63,11 +63,14 @@ def task_frame(spark: SparkSession, count: int) -> DataFrame:
 
 
 def slots(spark: SparkSession) -> int:
-    """How many tasks Spark runs at one time, as far as it says, and no more than 256: it cuts a range into as many partitions,
-    and that can be asked over Spark Connect too."""
+    """How many tasks Spark runs at one time, as far as it says; over Spark Connect no more than 256."""
     from pyspark.sql.functions import spark_partition_id
 
+    context = getattr(spark, "_sc", None)
     with spark_failures(_failed):
+        if context is not None:
+            return context.defaultParallelism
+        # A Connect server tells by the partitions that it cuts a range into.
         return len({row[0] for row in spark.range(256).select(spark_partition_id()).collect()})
 
 
