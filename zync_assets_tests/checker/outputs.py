@@ -165,10 +165,12 @@ def order(
     cuts, before = staging.cuts.get(output.topic, set()), None
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]
+        if offset in cuts:
+            before = None
         if any(of not in times for of in sources(row)):
             continue
         possible = [(times[of], place_of(of[0]), of[1], of[2]) for of in sources(row)]
-        if before is not None and offset not in cuts and max(possible) < before:
+        if before is not None and max(possible) < before:
             yield f"{output.topic}: offset {offset} became possible at {max(possible)}, before the output ahead of it"
         before = max(possible)
 
