@@ -35,7 +35,7 @@ _TIME_FUNCTIONS = (
     *("cast", "try_cast", "date", "timestamp", "to_date", "try_to_date", "to_timestamp", "try_to_timestamp"),
     *("to_timestamp_ltz", "to_timestamp_ntz"),
 )
-_CLOCK_WORDS = (["now"], ["today"], ["tomorrow"], ["yesterday"])
+_CLOCK_WORDS = ("now", "today", "tomorrow", "yesterday")
 _PATTERN_WORDS = ("like", "ilike", "rlike", "=", "==", "<>", "!=", "<", ">", "<=", ">=")
 # What may stand before a parenthesis and is no function: type names and keywords.
 _NOT_FUNCTIONS = frozenset(
@@ -144,7 +144,7 @@ def _check_tokens(tokens: Sequence[Token]) -> None:
             raise SqlProblem("must be one expression without `;`")
         if token.token_type in (TokenType.PLACEHOLDER, TokenType.PARAMETER):
             raise SqlProblem(f"holds the parameter marker `{token.text}`, which nothing can fill")
-        if token.token_type in _STRINGS and token.text.lower().split()[:1] in _CLOCK_WORDS:
+        if token.token_type in _STRINGS and token.text.strip().lower().startswith(_CLOCK_WORDS):
             before, function = (tokens[at].text if at >= 0 else "" for at in (index - 1, index - 2))
             after = tokens[index + 1].token_type if index + 1 < len(tokens) else None
             if before.lower() in _TIME_LITERALS:

@@ -106,6 +106,7 @@ def test_what_is_no_expression_over_one_record(sql: str, message: str) -> None:
         "unix_timestamp()",
         "date 'today'",
         "timestamp 'now'",
+        "timestamp 'nowUTC'",
         "CAST('now' AS TIMESTAMP)",
         "' Today '::date",
         "to_timestamp ('now UTC')",
