@@ -35,8 +35,8 @@ from zync_assets.steps.upkeep import keep_up
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-LARGE = 1_000
-"""Bytes that a record takes in its file from which on rows are measured on their way to Python."""
+MEASURED = 1_000
+"""Bytes that a record takes in its file, on the average, from which on rows are measured on their way to Python."""
 
 
 class EtlRun:
@@ -129,7 +129,7 @@ class EtlRun:
         waits = {topic for (_, topic), count in self.plan.head.waiting.items() if count}
         old = (raw.raw_files(state) for topic, state in self.plan.raw.items() if state is not None and topic in waits)
         files = [item for found in (*self.files.values(), *old) for item in found]
-        return BATCH_BYTES in self.pipeline.spark or any(item.size > LARGE * item.records for item in files)
+        return BATCH_BYTES in self.pipeline.spark or any(item.size > MEASURED * item.records for item in files)
 
     def _tidied(self) -> tuple[list[DataFile], list[DataFile]]:
         """Ledger files to add and to remove besides the batch's own: what leaves its class is taken out of them, else they

@@ -13,12 +13,9 @@ from zync_assets.lake import refusals
 @contextmanager
 def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
     """Raise ``raised(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
-
     try:
         yield
-    except (PySparkException, Py4JError, ConnectionError) as error:
+    except _of_spark() as error:
         text = str(error)
         known = (
             _jvm_gone(error)
@@ -32,11 +29,16 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
 @contextmanager
 def released() -> Generator[None]:
     """Give back what Spark keeps; where Spark is gone it keeps nothing, and what was done is no failure for that."""
+    with suppress(*_of_spark()):
+        yield
+
+
+def _of_spark() -> tuple[type[Exception], ...]:
+    """What Spark raises, and the way to its JVM."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
-    with suppress(PySparkException, Py4JError, ConnectionError):
-        yield
+    return PySparkException, Py4JError, ConnectionError
 
 
 _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")

@@ -323,7 +323,9 @@ class Results:
         """All rows of ``account.ENTRIES``, fetched."""
         if self._entries is not None:
             return self._entries.to_pylist()
-        return _unpacked(self._made.collect()).to_pylist()
+        rows = self._made.collect()
+        _raise_errors(row["found"] for row in rows)
+        return _unpacked(rows).to_pylist()
 
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""
@@ -346,8 +348,7 @@ def _written(packed: bytearray) -> Written:
     return found
 
 
-def _unpacked(rows: Sequence[Row]) -> pa.Table:
-    _raise_errors(row["found"] for row in rows)
+def _unpacked(rows: Iterable[Row]) -> pa.Table:
     return pa.Table.from_batches(
         [pickle.loads(bytes(row["entries"])) for row in rows if row["entries"] is not None], ENTRIES
     )

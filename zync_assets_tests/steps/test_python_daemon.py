@@ -67,6 +67,7 @@ def test_sessions_of_this_machine_have_it(own: dict[str, str]) -> None:
         {"master": "local-cluster[2,1,1024]"},
         {"remote": "sc://host"},
         {"remote": "shared", "master": "spark://host:7077"},
+        {"spark.pyspark.python": "/usr/bin/python3"},
     ],
 )
 def test_a_spark_that_may_lack_this_package_has_not(own: dict[str, str]) -> None:
