@@ -96,6 +96,12 @@ class RawState:
         return self.opened.schema
 
     @cached_property
+    def files(self) -> tuple[DataFile, ...]:
+        """All files, sorted by partition and offset as numbers."""
+        files = [item for item in self.opened.files if item.partition is not None]
+        return tuple(sorted(files, key=lambda item: (item.partition or 0, item.first or 0)))
+
+    @cached_property
     def writers(self) -> tuple[WriterSchema, ...]:
         """The writer schemas that came, keys' before values', in the order in which they came."""
         found: list[WriterSchema] = []
@@ -151,14 +157,13 @@ def check_whole(state: RawState) -> None:
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
     """The files that hold an offset of ``ranges`` (all files if None), sorted by partition and offset as numbers."""
-    files = [item for item in state.opened.files if item.partition is not None]
-    files.sort(key=lambda item: (item.partition or 0, item.first or 0))
     if ranges is None:
-        return files
+        return list(state.files)
     wanted = normalize(ranges)
+    starts = [(part.partition, part.first) for part in wanted]
     found: list[DataFile] = []
-    for item in files:
-        at = bisect_left(wanted, (item.partition, (item.last or 0) + 1), key=lambda part: (part.partition, part.first))
+    for item in state.files:
+        at = bisect_left(starts, (item.partition or 0, (item.last or 0) + 1))
         if at and wanted[at - 1].partition == item.partition and (item.first or 0) < wanted[at - 1].end:
             found.append(item)
     return found
