@@ -48,20 +48,24 @@ def up(pipeline: Path | None, fmt: Format) -> None:
 @spark.command()
 def down() -> None:
     """Stop all of them. What is under way on them fails, with nothing committed."""
-    servers = spark_servers.find_all()
-    for server in servers:
-        spark_servers.stop(server)
-    click.echo(f"stopped {len(servers)}" if servers else "nothing runs", err=True)
+    # In this order, and each once: one that is starting may listen a moment later.
+    silent = spark_servers.find_silent()
+    folders = dict.fromkeys([*silent, *(server.folder for server in spark_servers.find_all())])
+    for folder in folders:
+        spark_servers.stop(folder)
+    click.echo(f"stopped {len(folders)}" if folders else "nothing runs", err=True)
 
 
 @spark.command()
 @format_option
 def status(fmt: Format) -> None:
     """Show which run."""
-    servers = spark_servers.find_all()
+    silent, servers = spark_servers.find_silent(), spark_servers.find_all()
     if servers:
         _show(servers, fmt)
-    else:
+    for folder in silent:
+        click.echo(f"starting or ending: the server of {folder}", err=True)
+    if not servers and not silent:
         click.echo("nothing runs: `zync spark up` starts one", err=True)
 
 

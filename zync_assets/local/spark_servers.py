@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import secrets
@@ -39,10 +40,15 @@ MODULE = "zync_assets.steps.spark_server"
 TAIL_LINES = 10
 
 _GIVEN, _READY, _LOCK = "server.json", "ready.json", "server.lock"
+_Kinds = Mapping[str, type | tuple[type, ...]]
+_GIVEN_KINDS: _Kinds = {"token": str, "secret": str, "settings": dict, "idle_seconds": (int, float)}
+_READY_KINDS: _Kinds = {"token": str, "port": int, "pid": int, "started": (int, float)}
 _SEEN_BY_TASKS = re.compile(
     r"(?i)(AWS|AZURE|GOOGLE)_|.*_PROXY$|(SPARK_HOME|SPARK_CONF_DIR|HADOOP_CONF_DIR|ZYNC_NATIVE)$"
 )
 """Environment variables that Spark or its tasks look at; a server keeps those of its start."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ def _code() -> tuple[str, int, int]:
 
 def find(folder: Path) -> Server | None:
     """The server of that folder, if it runs and listens."""
-    given, ready = load(folder), _read(folder / _READY)
-    if given is None or ready is None or ready.get("token") != given.token:
+    given, ready = load(folder), _read(folder / _READY, _READY_KINDS)
+    if given is None or ready is None or ready["token"] != given.token:
         return None
     if processes.find(given.token, ready["pid"]) is None:
         return None
@@ -113,9 +119,28 @@ def find(folder: Path) -> Server | None:
 
 
 def find_all() -> list[Server]:
-    """The servers of this user that run, the oldest first."""
-    found = [find(path.parent) for path in home().glob(f"*/{_READY}")]
-    return sorted((server for server in found if server is not None), key=lambda server: server.started)
+    """The servers of this user that run, the oldest first; a folder that can't be read is told of and left out."""
+    found: list[Server] = []
+    for path in home().glob(f"*/{_GIVEN}"):
+        try:
+            server = find(path.parent)
+        except SetupError as error:
+            _log.warning("%s", error)
+        else:
+            found += [] if server is None else [server]
+    return sorted(found, key=lambda server: server.started)
+
+
+def find_silent() -> list[Path]:
+    """The folders of this user's servers whose process is there and does not listen: it is starting, or ending."""
+    found: list[Path] = []
+    for path in home().glob(f"*/{_GIVEN}"):
+        # ``find_all`` tells of those that can't be read.
+        with contextlib.suppress(SetupError):
+            given = load(path.parent)
+            if given is not None and find(path.parent) is None and processes.find(given.token, None) is not None:
+                found.append(path.parent)
+    return found
 
 
 def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = IDLE_SECONDS) -> Server:
@@ -138,23 +163,23 @@ def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = ID
         return _awaited(folder, given.token)
 
 
-def stop(server: Server) -> None:
-    """End a server; what its clients are at fails."""
-    with _locked(server.folder):
-        given = load(server.folder)
-        process = None if given is None else processes.find(given.token, server.pid)
+def stop(folder: Path) -> None:
+    """End the server of that folder, after its start if somebody waits for that; what its clients are at fails."""
+    with _locked(folder):
+        given = load(folder)
+        process = None if given is None else processes.find(given.token, None)
         if process is not None:
             # Its JVM ends with it, and is waited for.
             family = [process, *process.children(recursive=True)]
             processes.stop([process])
             processes.stop(processes.wait(family, 20.0), gently=False)
         for name in (_READY, _GIVEN):
-            (server.folder / name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
 
 
 def load(folder: Path) -> Given | None:
     """What the server of that folder was started with last; None where there was none."""
-    found = _read(folder / _GIVEN)
+    found = _read(folder / _GIVEN, _GIVEN_KINDS)
     return None if found is None else Given(**found)
 
 
@@ -165,8 +190,8 @@ def listening(folder: Path, token: str, port: int) -> None:
 
 def ended(folder: Path, token: str) -> None:
     """Take back what ``listening`` told."""
-    ready = _read(folder / _READY)
-    if ready is not None and ready.get("token") == token:
+    ready = _read(folder / _READY, _READY_KINDS)
+    if ready is not None and ready["token"] == token:
         (folder / _READY).unlink(missing_ok=True)
 
 
@@ -207,12 +232,19 @@ def _locked(folder: Path) -> Generator[None]:
         raise SetupError(f"The folder {folder} can't be used for a Spark server: {error}.") from error
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
+    """What that file says under these names; None where there is none. What else it says is another version's."""
     try:
-        return json.loads(path.read_text())
+        found: Any = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+        for name, kind in kinds.items():
+            if not isinstance(found.get(name), kind):
+                raise ValueError(f"{name} is missing or of another kind")
+        return {name: found[name] for name in kinds}
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SetupError(f"{path} can't be read ({error}): remove it.") from error
 
 
