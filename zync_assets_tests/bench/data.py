@@ -19,7 +19,7 @@ from deltalake import DeltaTable
 
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import Opened
@@ -126,16 +126,18 @@ def fill_topic(
     pipeline: Pipeline, topic: str, partitions: int, records: int, schema: dict[str, Any], columns: Columns
 ) -> None:
     """A topic with that many records, evenly over its partitions; one that is full already stays as it is."""
+    share = records // partitions
     found = topic_states(pipeline.kafka, [topic]).get(topic)
-    if found is None:
-        create_topic(pipeline.kafka, topic, partitions, 1, {"retention.ms": "-1"})
-    elif sum(part.end for part in found.partitions) == records:
-        return
+    if found is not None:
+        if [part.end for part in found.partitions] == [share] * partitions:
+            return
+        # Who filled it was stopped: on top of what is there it would never be right.
+        delete_topic(pipeline.kafka, topic)
+    create_topic(pipeline.kafka, topic, partitions, 1, {"retention.ms": "-1"})
     assert pipeline.registry is not None
     number = Registry(pipeline.registry).register(f"{topic}-value", json.dumps(schema))
     encoder = make_encoder("avro", json.dumps(schema), number)
     producer = Producer({**pipeline.kafka, "linger.ms": "20", "queue.buffering.max.messages": "1000000"})
-    share = records // partitions
     for partition in range(partitions):
         for numbers in _slices(partition * share, (partition + 1) * share):
             encoded = encoder.encode(columns(numbers))
