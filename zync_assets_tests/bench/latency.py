@@ -6,12 +6,16 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Thread
 
+import click
+import psutil
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.local import processes
 from zync_assets_tests.bench.rounds import say
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import ZYNC, World
@@ -20,6 +24,9 @@ RATE = 1000
 SECONDS = 60
 WARM = 20
 """Seconds at the beginning that do not count: Spark's start is not latency."""
+LIMIT = 300
+"""Seconds after which what has not arrived is taken for lost."""
+TAIL_LINES = 10
 
 REST = """
 inputs:
@@ -39,25 +46,50 @@ def measure_latency(world: World) -> Iterator[dict[str, object]]:
     create_topic(pipeline.kafka, topic, 1, 1, {})
     say("latency: starting zync run")
     command = [*ZYNC, "run", str(world.folder / "latency.yaml")]
-    servers = world.services.bootstrap_servers
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    servers, log = world.services.bootstrap_servers, world.folder / "latency.log"
+    with (
+        log.open("w") as written,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written) as process,
+    ):
+        itself = psutil.Process(process.pid)
+        sender = Thread(target=_send, args=(servers, topic, process))
+        sender.start()
         try:
-            sender = Thread(target=_send, args=(servers, topic))
-            sender.start()
-            found = _received(servers, f"{topic}-out", RATE * (WARM + SECONDS))
-            sender.join()
+            found = _received(servers, f"{topic}-out", RATE * (WARM + SECONDS), _watch(process, log))
         finally:
-            process.terminate()
+            processes.stop([itself])
+            sender.join()
     counted = sorted(found[RATE * WARM :])
     middle, late = statistics.median(counted), counted[len(counted) * 99 // 100]
     yield time_row("latency", f"{RATE:,}/s, median", [middle], None, "≤ 1.5 s")
     yield time_row("latency", f"{RATE:,}/s, 99th percentile", [late], None, "≤ 4 s")
 
 
-def _send(servers: str, topic: str) -> None:
+def _watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
+    """A check for those who wait for what that process does: it raises once that can't come any more."""
+    deadline = time.monotonic() + LIMIT
+
+    def check() -> None:
+        if process.poll() is not None:
+            told = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            raise click.ClickException(
+                f"latency: zync run ended with exit code {process.returncode} before all had arrived. From {log}:\n{told}"
+            )
+        if time.monotonic() > deadline:
+            raise click.ClickException(
+                f"latency: not all has arrived within {LIMIT} s: see {log} for what holds it up."
+            )
+
+    return check
+
+
+def _send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
+    """As long as that process lives: without it nobody waits for them."""
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 5})
     started = time.time()
     for number in range(RATE * (WARM + SECONDS)):
+        if process.poll() is not None:
+            return
         if (ahead := started + number / RATE - time.time()) > 0:
             time.sleep(ahead)
         producer.produce(topic, json.dumps({"id": number, "sent": time.time_ns()}), f"k{number}", partition=0)
@@ -65,14 +97,16 @@ def _send(servers: str, topic: str) -> None:
     producer.flush()
 
 
-def _received(servers: str, topic: str, count: int) -> list[float]:
-    """Seconds from sending to receiving, in the order of receiving."""
+def _received(servers: str, topic: str, count: int, check: Callable[[], None]) -> list[float]:
+    """Seconds from sending to receiving, in the order of receiving. ``check`` is called again and again meanwhile."""
     found: list[float] = []
     while not topic_states({"bootstrap.servers": servers}, [topic]):
+        check()
         time.sleep(0.5)
     consumer = Consumer({"bootstrap.servers": servers, "group.id": "bench"})
     consumer.assign([TopicPartition(topic, 0, 0)])
     while len(found) < count:
+        check()
         for message in consumer.consume(1000, 0.02):
             assert message.error() is None
             found.append((time.time_ns() - json.loads(message.value() or b"")["sent"]) / 1e9)
