@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,30 +35,54 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "memory": measure_memory,
     "warm": measure_warm,
 }
+BEGINNINGS = {name: name for name in STEPS} | {"commits": "many commits"}
+"""Step → how the names of its measurements begin."""
+
+
+def _made(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{folder} can't be made ({error.strerror}): choose another folder.") from None
+    return folder
+
+
+def _opened(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Before all that takes hours, whose result it is to hold."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise click.BadParameter(f"{path} can't be written ({error.strerror}): choose another file.") from None
+    return path
 
 
 @click.command()
 @click.argument("steps", nargs=-1, type=click.Choice([*STEPS, "codecs"]))
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False, writable=True),
+    callback=_made,
     default=Path(tempfile.gettempdir(), "zync-bench"),
     show_default=True,
     help="Holds topics, tables and what was measured; a run that was stopped goes on from there.",
 )
 @click.option("--rounds", default=5, show_default=True, help="Rounds that count, after one that does not.")
 @click.option("--scale", default=1.0, show_default=True, help="Times as many records.")
-@click.option("--again", is_flag=True, help="Measure anew what was measured already.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows to this file too.")
+@click.option("--again", is_flag=True, help="Measure these steps anew, if they were measured already.")
+@click.option(
+    "--json", "path", type=click.Path(path_type=Path), callback=_opened, help="Write the rows to this file too."
+)
 def bench(steps: tuple[str, ...], folder: Path, rounds: int, scale: float, again: bool, path: Path | None) -> None:
     """How fast the steps are on this machine, beside references that are measured in the same run; all steps if none is
     named."""
     made: list[dict[str, object]] = []
     chosen = steps or (*STEPS, "codecs")
     kept = Rounds(folder / "measured.json", rounds)
+    measured = [name for name in STEPS if name in chosen]
     if again:
-        kept.file.unlink(missing_ok=True)
-    if measured := [name for name in STEPS if name in chosen]:
+        kept.drop(tuple(BEGINNINGS[name] for name in measured))
+    if measured:
         with world(folder, kept, scale) as at:
             for name in measured:
                 made += list(STEPS[name](at))
@@ -73,5 +97,11 @@ def bench(steps: tuple[str, ...], folder: Path, rounds: int, scale: float, again
         path.write_text(json.dumps(made, indent=2) + "\n")
 
 
+def main() -> None:
+    # As Ctrl-C does: the broker and the registry are stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    bench()
+
+
 if __name__ == "__main__":
-    bench(sys.argv[1:])
+    main()

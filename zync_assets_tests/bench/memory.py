@@ -79,9 +79,13 @@ def _peak(command: str, path: Path) -> float:
     most = 0.0
     with subprocess.Popen([*ZYNC, command, str(path)], stdout=subprocess.DEVNULL) as process:
         root = psutil.Process(process.pid)
-        while process.poll() is None:
-            most = max(most, sum(map(_held, [root, *root.children(recursive=True)])))
-            time.sleep(0.1)
+        try:
+            while process.poll() is None:
+                most = max(most, sum(map(_held, [root, *root.children(recursive=True)])))
+                time.sleep(0.1)
+        finally:
+            # Who ends the benchmark does not wait for a command's last record.
+            process.terminate()
         assert process.returncode == 0
     return most
 

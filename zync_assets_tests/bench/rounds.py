@@ -41,10 +41,18 @@ class Rounds:
     def kept(self) -> dict[str, dict[str, list[float]]]:
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
+    def drop(self, beginnings: tuple[str, ...]) -> None:
+        """Forget what was measured under names that begin so."""
+        if self.file.exists():
+            self._write({name: found for name, found in self.kept().items() if not name.startswith(beginnings)})
+
     def _keep(self, name: str, found: Mapping[str, list[float]]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._write({**self.kept(), name: dict(found)})
+
+    def _write(self, content: Mapping[str, Mapping[str, list[float]]]) -> None:
         half = self.file.with_suffix(".part")
-        half.write_text(json.dumps({**self.kept(), name: dict(found)}, indent=1))
+        half.write_text(json.dumps(content, indent=1))
         half.replace(self.file)
 
 
