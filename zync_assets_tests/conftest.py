@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from threading import Thread
+import subprocess
+import sys
 
 import pytest
 from hypothesis import settings
 
-from zync_assets.errors import SetupError
-from zync_assets.local import jars
-from zync_assets.local.java import find_java
+from zync_assets.local.jars import cache_dir
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.network.secured import secured
-from zync_assets_tests.s3 import BUNDLE, s3
+from zync_assets_tests.s3 import s3
 from zync_assets_tests.services import services, spark, unique
 from zync_assets_tests.tables import print_tables
 
@@ -50,11 +47,18 @@ ORDER = (
 )
 """Modules that go first."""
 
-FETCHED: dict[str, Callable[[], object]] = {
-    "services": lambda: jars.resolve(find_java()),
-    "s3": lambda: jars.fetched(BUNDLE, find_java),
+FETCHED = {
+    "services": ("services", "jars.resolve(find_java())"),
+    "s3": ("tests-s3", "jars.fetched(BUNDLE, find_java)"),
 }
-"""Fixtures whose jars come from the network, where this machine has them not yet."""
+"""Fixtures whose jars come from the network where this machine has them not yet: what their folders' names begin with, and
+what brings them."""
+
+FETCH = """
+from zync_assets.local import jars
+from zync_assets.local.java import find_java
+from zync_assets_tests.s3 import BUNDLE
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,14 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     used = {name for item in items for name in getattr(item, "fixturenames", ())}
-    Thread(target=_fetch, args=([name for name in FETCHED if name in used],), daemon=True).start()
-
-
-def _fetch(names: Sequence[str]) -> None:
-    for name in names:
-        # A test that needs them tries again, and says what is wrong.
-        with suppress(SetupError):
-            FETCHED[name]()
+    wanted = [(folder, work) for name, (folder, work) in FETCHED.items() if name in used]
+    if missing := [work for folder, work in wanted if not any(cache_dir().glob(f"{folder}-*"))]:
+        # In a process of its own, since tests change the environment. One that needs the jars waits for it, or says what
+        # is wrong.
+        script = "\n".join([FETCH, *missing])
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
