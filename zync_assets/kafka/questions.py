@@ -145,17 +145,19 @@ class Question:
     def until_led(self, question: Callable[[], T]) -> T:
         """Ask again, up to the deadline: a partition may be between two leaders, since it was just added or its leader has
         just gone, and the broker that was asked may be the one that hangs."""
+        asked = time.monotonic()
         while True:
-            asked = time.monotonic()
             try:
                 return question()
             except BrokerUnavailable:
                 if self.left() <= 0.2:
                     raise
             if time.monotonic() > asked + ATTEMPT - 1:
-                # The client goes on asking the broker that it chose once, for as long as it is told of no other.
+                # The client goes on asking the broker that it chose once, for as long as it is told of no other; and with the
+                # leader's epoch that it learned once, for as long as it may keep its metadata, though that is refused.
                 self._admin = _another_admin(self._kafka, self._admin)
                 self.connection = self._admin.connection
+                asked = time.monotonic()
             time.sleep(0.1)
 
     def offsets(

@@ -179,12 +179,15 @@ def check_range(consumer: Consumer, connection: Connection, topic: str, partitio
 def _watermarks(consumer: Consumer, connection: Connection, topic: str, partition: int, doing: str) -> tuple[int, int]:
     """The partition's watermarks. While a broker is waited for, what it reports is looked at."""
     began = time.monotonic()
+    unknown: float | None = None
     while True:
         try:
             found = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE)
         except KafkaException as error:
-            code, waited = error.args[0].code(), time.monotonic() - began
-            if waited > (PROPAGATION if code in UNKNOWN_TOPIC else STALLED):
+            code, now = error.args[0].code(), time.monotonic()
+            # Of a broker that was away before, that time does not count.
+            unknown = (unknown or now) if code in UNKNOWN_TOPIC else None
+            if now - began > STALLED or (unknown is not None and now - unknown > PROPAGATION):
                 raise
             if code not in UNREACHABLE | BETWEEN_LEADERS | UNKNOWN_TOPIC:
                 raise

@@ -26,7 +26,7 @@ from confluent_kafka.admin import (
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from zync_assets.errors import KafkaError, NotAuthorized, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, TopicMissing
 from zync_assets.kafka.client import missing, servers
 from zync_assets.kafka.questions import Question
 
@@ -81,6 +81,14 @@ def _states(ask: Question, names: list[str]) -> dict[str, TopicState]:
     lows = ask.offsets(wanted, OffsetSpec.earliest())
     ends = ask.offsets(wanted, OffsetSpec.latest())
     low, end = ask.collect(lows), ask.collect(ends)
+    if lacking := [
+        topic for topic, partition in wanted if (topic, partition) not in low or (topic, partition) not in end
+    ]:
+        # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more, the
+        # description knows.
+        raise BrokerUnavailable(
+            f"topic {lacking[0]} at {ask.servers} is described and has no offsets; try again when all its brokers are up"
+        )
     return {
         topic: TopicState(
             topic,
@@ -91,8 +99,7 @@ def _states(ask: Question, names: list[str]) -> dict[str, TopicState]:
             ),
         )
         for topic in names
-        # A topic that was deleted between the two questions has a description and no offsets.
-        if topic in described and all((topic, p) in low and (topic, p) in end for p in described[topic][1])
+        if topic in described
     }
 
 
@@ -123,9 +130,9 @@ def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[
 
 def high_watermark(kafka: Mapping[str, str], topic: str, partition: int) -> int:
     """The offset that the next record of any kind gets: unlike an end, it is past open transactions."""
-    ask = Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
     # Asking for the offsets of a topic that is not there would create it.
     topic_state(kafka, topic)
+    ask = Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
     found = ask.until_led(
         lambda: ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
     )

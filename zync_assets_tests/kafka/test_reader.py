@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, Producer
 
 from zync_assets import compiled
 from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
 from zync_assets.kafka import reader
+from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.taken import LATEST, RECORD_SCHEMA, timestamps
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
@@ -180,6 +183,29 @@ def test_a_broker_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reader, "STALLED", 1.0)
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
         read({"bootstrap.servers": "127.0.0.1:1"}, "orders", 0, 1)
+
+
+def test_the_time_that_a_broker_is_away_does_not_count_for_a_topic_that_it_does_not_know_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A broker comes back and leads its partitions a moment later; no real one takes a given time for that."""
+    monkeypatch.setattr(reader, "PROPAGATION", 0.3)
+    away, unknown = (KafkaException(ClientError(code)) for code in (ClientError._TRANSPORT, ClientError._UNKNOWN_TOPIC))
+
+    class ComesBack:
+        said: Iterator[Exception | tuple[int, int]] = iter([*[away] * 5, unknown, (3, 7)])
+
+        def get_watermark_offsets(self, *_: object, **__: object) -> tuple[int, int]:
+            found = next(self.said)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        def poll(self, _: float) -> None:
+            pass
+
+    connection = Connection({"bootstrap.servers": "127.0.0.1:1"}, {})
+    reader.check_range(ComesBack(), connection, "t", 0, 3, 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("both_ways")

@@ -146,10 +146,14 @@ def test_the_version_of_the_library_below() -> None:
     assert librdkafka_version().count(".") >= 2
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(ClientError._NOENT, "No leaders found"), (ClientError.UNKNOWN_TOPIC_OR_PART, "is described and has no offsets")],
+)
 def test_a_topic_without_a_leader_is_asked_again_and_then_waited_for(
-    kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch
+    kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch, code: int, said: str
 ) -> None:
-    """As librdkafka says it of a lone broker that is coming back."""
+    """As librdkafka says it of a lone broker that is coming back, and such a broker of what it does not lead yet."""
     real, refusals = AdminClient.list_offsets, [2]
 
     def refused(client: AdminClient, request: dict[Any, Any], **named: Any) -> dict[Any, Any]:
@@ -158,13 +162,13 @@ def test_a_topic_without_a_leader_is_asked_again_and_then_waited_for(
         refusals[0] -= 1
         answers: dict[Any, Any] = {place: Future() for place in request}
         for answer in answers.values():
-            answer.set_exception(KafkaException(ClientError(ClientError._NOENT, "No leaders found")))
+            answer.set_exception(KafkaException(ClientError(code, said)))
         return answers
 
     monkeypatch.setattr(AdminClient, "list_offsets", refused)
     assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 0),)
     refusals[0] = 1_000_000
-    with pytest.raises(BrokerUnavailable, match="No leaders found"):
+    with pytest.raises(BrokerUnavailable, match=said):
         topic_states(kafka, [topic], timeout=0.3)
 
 

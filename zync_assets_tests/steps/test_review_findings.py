@@ -134,7 +134,7 @@ def test_a_task_that_fails_is_an_error_in_a_line(spark: SparkSession) -> None:
     def killed(_: int) -> None:
         os._exit(9)
 
-    for work, why in ((full, "No space left on device"), (killed, "exited unexpectedly")):
+    for work, why in ((full, "No space left on device"), (killed, "its Python worker ended")):
         with pytest.raises(ZyncError, match=why) as raised:
             run_tasks(spark, 1, work)
         assert "\n" not in str(raised.value)

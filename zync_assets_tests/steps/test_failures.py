@@ -1,0 +1,40 @@
+"""What Spark says when it fails is said in our words where it is nothing of the pipeline's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark.errors import PySparkException
+
+from zync_assets.errors import EtlError, SetupError
+from zync_assets.steps.failures import spark_failures
+from zync_assets.steps.tasks import run_tasks
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_a_worker_that_is_killed(spark: SparkSession) -> None:
+    with pytest.raises(SetupError, match=r"its Python worker ended, killed or out of memory\..* run it again\.$"):
+        run_tasks(spark, 1, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert run_tasks(spark, 1, lambda index: index) == [0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "An error occurred while calling o1.collect.\n: org.apache.spark.SparkException: EOFException occurred while reading"
+        " the port number from zync_assets.steps.python_daemon's stdout.\n\tat org.apache.spark.api.python",
+        "java.io.IOException: Python worker failed to connect back.",
+    ],
+)
+def test_a_worker_that_never_was(text: str) -> None:
+    """As Spark said it when its Python daemon was killed before it had forked one."""
+    with (
+        pytest.raises(SetupError, match="its Python worker ended"),
+        spark_failures(lambda said: EtlError(f"{said} Mend the rule.")),
+    ):
+        raise PySparkException(text)
