@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
@@ -43,26 +46,31 @@ def time_bounds(spans: Sequence[TimeSpan]) -> list[int]:
     count = total // BUCKET_RECORDS
     if count < 2:
         return []
-    points = sorted({span.low for span in spans} | {span.high for span in spans})
-    below = [sum(_below(span, point) for span in spans) for point in points]
-    bounds: set[int] = set()
-    for number in range(1, count):
-        wanted = total * number / count
-        place = next(i for i, found in enumerate(below) if found >= wanted) if below[-1] >= wanted else len(below) - 1
-        if place == 0:
-            continue
-        low, high = points[place - 1], points[place]
-        weight = (wanted - below[place - 1]) / max(1.0, below[place] - below[place - 1])
-        bounds.add(int(low + (high - low) * weight))
-    return sorted(bounds)
+    points, below = _reached(spans)
+    wanted = total * np.arange(1, count) / count
+    places = np.minimum(np.searchsorted(below, wanted), len(points) - 1)
+    wanted, places = wanted[places > 0], places[places > 0]
+    low, high = points[places - 1], points[places]
+    weights = (wanted - below[places - 1]) / np.maximum(1.0, below[places] - below[places - 1])
+    return sorted(set((low + (high - low) * weights).astype(np.int64).tolist()))
 
 
-def _below(span: TimeSpan, point: int) -> float:
-    if point >= span.high:
-        return float(span.records)
-    if point <= span.low:
-        return 0.0
-    return span.records * (point - span.low) / (span.high - span.low)
+def _reached(spans: Sequence[TimeSpan]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The times at which spans begin or end, ascending, and how many records lie below each (or at it, of spans that are one
+    time)."""
+    low, high, records = (np.array([getattr(span, name) for span in spans]) for name in ("low", "high", "records"))
+    points = np.unique(np.concatenate([low, high]))
+    begin, end = np.searchsorted(points, low), np.searchsorted(points, high)
+    wide = high > low
+    # Records a millisecond from each point on, and those that come at one.
+    rates, at_once = np.zeros(len(points)), np.zeros(len(points))
+    rate = records[wide] / (high - low)[wide]
+    np.add.at(rates, begin[wide], rate)
+    np.add.at(rates, end[wide], -rate)
+    np.add.at(at_once, begin[~wide], records[~wide])
+    between = np.cumsum(rates)[:-1] * np.diff(points)
+    below = np.cumsum(at_once + np.concatenate([[0.0], between]))
+    return points, np.maximum.accumulate(below)
 
 
 _ORDER = ("time", "place", "partition", "offset")

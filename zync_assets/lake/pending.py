@@ -18,7 +18,7 @@ from zync_assets.compute import pc
 from zync_assets.lake import staging, storage
 from zync_assets.lake.staging import StagingState
 
-MOST = 4_000_000
+MOST = 6_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
 
 _PLACE = ["topic", "partition", "first"]

@@ -6,6 +6,7 @@ import datetime as dt
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,19 @@ def test_bounds_ascend_and_lie_within_the_times(found: list[TimeSpan]) -> None:
         assert min(span.low for span in found) <= bounds[0]
         assert bounds[-1] <= max(span.high for span in found)
         assert len(bounds) < sum(span.records for span in found) / BUCKET_RECORDS
+
+
+@given(st.lists(spans, min_size=1, max_size=12))
+def test_what_lies_below_a_time_is_the_sum_over_all_spans(found: list[TimeSpan]) -> None:
+    def below(span: TimeSpan, point: int) -> float:
+        if point >= span.high:
+            return span.records
+        return span.records * max(0, point - span.low) / (span.high - span.low)
+
+    points, reached = numbering._reached(found)
+    wanted = [sum(below(span, point) for span in found) for point in points.tolist()]
+    assert points.tolist() == sorted({time for span in found for time in (span.low, span.high)})
+    assert np.allclose(reached, wanted, rtol=1e-6, atol=1.0)
 
 
 @given(st.integers(2, 40), st.integers(10_000, 10**9))

@@ -1,0 +1,62 @@
+"""A ledger of many files is folded, no more entries at once than take a moment, batches in their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zync_assets.lake import fold, staging, storage
+from zync_assets.lake.staging import BASE_SCHEMA, Head, StagingState, commit_batch, open_staging, write_ledger
+from zync_assets.lake.tables import DataFile
+
+POOL = "Staging"
+
+
+def file(lake: str, batch: int) -> DataFile:
+    """Two records wait, and those of the batch before are completed."""
+    place = {"topic": "t", "partition": 0}
+    rows = [
+        {"kind": "pending", **place, "first": at, "end": at + 1, "rule": "r", "hash": 5 - at}
+        for at in (2 * batch, 2 * batch + 1)
+    ]
+    rows += [
+        {"kind": "completed", **place, "first": at, "end": at + 1} for at in (2 * batch - 2, 2 * batch - 1) if at >= 0
+    ]
+    path = f"batch-{batch:012d}/{staging.ACCOUNT_FOLDER}/part-0.parquet"
+    return write_ledger(storage.staging_uri(lake, POOL), path, rows)
+
+
+def state(lake: str) -> StagingState:
+    found = open_staging(lake, POOL)
+    assert found is not None
+    return found
+
+
+def facts(found: StagingState) -> set[tuple[object, ...]]:
+    """What each record is by now."""
+    rows = fold.fold(staging.read_entries(found, found.ledger_files)).to_pylist()
+    return {(row["kind"], at) for row in rows for at in range(row["first"], row["end"])}
+
+
+def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake, head = str(tmp_path), Head(batch=1)
+    # In no order: the log has none.
+    batches = sorted(range(40), key=lambda number: number * 7 % 40)
+    commit_batch(lake, POOL, None, head, BASE_SCHEMA, [file(lake, batch) for batch in batches])
+    wanted = facts(state(lake))
+    assert wanted == {("done", at) for at in range(78)} | {("pending", 78), ("pending", 79)}
+    monkeypatch.setattr(fold, "MOST", 26)
+    taken: list[int] = []
+    while (before := state(lake)) and (folded := fold.fold_ledger(before))[0]:
+        added, removed = folded
+        taken.append(len(removed))
+        head = replace(head, batch=head.batch + 1)
+        commit_batch(lake, POOL, before, head, BASE_SCHEMA, added, removed)
+        assert facts(state(lake)) == wanted
+    # The first batch completes nothing: 2 entries and 6 times 4.
+    assert taken == [7, 6]
+    assert len(before.ledger_files) == 29
