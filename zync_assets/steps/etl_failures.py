@@ -9,6 +9,9 @@ from zync_assets.lake.reopen import Taken
 from zync_assets.offsets import OffsetRange
 from zync_assets.steps.etl_plan import EtlPlan
 
+MOST_FAILURES = 10_000
+"""Records of one batch that may fail: more are no bad records but a bad rule, or output."""
+
 Place = tuple[str, int, int]
 """Input topic, partition, offset."""
 

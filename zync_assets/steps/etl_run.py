@@ -21,6 +21,7 @@ from zync_assets.lake.staging import OutputPosition
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline, Rule
+from zync_assets.steps import etl_failures
 from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit
 from zync_assets.steps.etl_positions import new_counts, next_head, output_positions, table_schema
@@ -239,7 +240,15 @@ class EtlRun:
                 rule = row.rule or ""
                 raise EtlError(next(kind.untyped[rule] for kind in types.values() if rule in kind.untyped))
         if written.unfitting:
-            raise Unfit(dict(self._unfit(written)))
+            unfit = dict(self._unfit(written))
+            if len(unfit) > etl_failures.MOST_FAILURES:
+                first = unfit[min(unfit)]
+                raise EtlError(
+                    f"pool {self.plan.pool}: rule {first.rule}, {first.text}; so it is with {len(unfit)} records or more, the"
+                    f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was"
+                    " committed. Mend the rule, or the output."
+                )
+            raise Unfit(unfit)
         for item in self.pipeline.inputs:
             if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in found):
                 mine = written.entries().where((F.col("kind") == "unmatched") & (F.col("topic") == item.topic))

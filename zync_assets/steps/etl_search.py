@@ -16,6 +16,7 @@ from zync_assets.etl import failing, matching
 from zync_assets.etl.headers import headers_sql
 from zync_assets.pipeline import Denorm, Pipeline, Rule
 from zync_assets.sql_text import shape_sql
+from zync_assets.steps import etl_failures
 from zync_assets.steps.etl_failures import Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch
 from zync_assets.steps.etl_run import EtlRun
@@ -26,8 +27,6 @@ from zync_assets.steps.outputs import OutputType, output_types
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-MOST_FAILURES = 10_000
-"""Records of one batch that may fail: more are no bad records but a bad rule."""
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
 TEXTS = 8
@@ -71,7 +70,7 @@ class _Search:
             item = self.pipeline.input(topic)
             known = self.known.condition(topic) or "false"
             rows = failing.failing_records(item, frame, self.pipeline.rules, ours, self.frames, known)
-            for row in rows.limit(MOST_FAILURES + 1).collect():
+            for row in rows.limit(etl_failures.MOST_FAILURES + 1).collect():
                 self.found[topic, row["partition"], row["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
         self._check()
 
@@ -83,7 +82,7 @@ class _Search:
         blame = "CASE blamed WHEN 'left' THEN source[0] WHEN 'right' THEN source[1] END AS blame"
         found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", blame)
         before = len(self.found)
-        for row in found.limit(MOST_FAILURES + 1).collect():
+        for row in found.limit(etl_failures.MOST_FAILURES + 1).collect():
             of = row["blame"] or row["ord"]
             topic = self.pipeline.inputs[of["place"]].topic
             self.found[topic, of["partition"], of["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
@@ -96,7 +95,7 @@ class _Search:
         return EtlRun(self.pipeline, self.batch, self.waiting, Failures({**self.known.found, **places}))
 
     def _check(self) -> None:
-        if len(self.found) > MOST_FAILURES:
+        if len(self.found) > etl_failures.MOST_FAILURES:
             raise EtlError(f"{self._summary()} Nothing was committed. Mend the rule.")
 
     def _summary(self) -> str:

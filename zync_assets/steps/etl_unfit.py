@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import pyarrow as pa
 
 from zync_assets.etl.encodable import odd_sql, size_sql
@@ -74,23 +75,29 @@ def encoding_errors(
     from zync_assets.kafka.writer import batch_size
 
     errors: dict[int, str] = {}
-    names = (staging.key_column(topic), staging.value_column(topic))
-    for index, rule in enumerate(batch.column("rule").to_pylist()):
+    rules = batch.column("rule").to_numpy()
+    for rule in np.unique(rules).tolist():
+        places = np.flatnonzero(rules == rule)
+        own = batch.take(pa.array(places))
         schema = json.loads(texts[rule])
-        record: dict[str, object] = {"key": None, "value": None}
-        for side, name in zip(("key", "value"), names, strict=True):
+        sent: dict[str, pa.Array] = {}
+        for side, name in (("key", staging.key_column(topic)), ("value", staging.value_column(topic))):
             text = schema[side]["schema"]
             if text is None or name not in columns:
                 continue
             encoder = make_encoder(schema[side]["format"], json.dumps(text), 1)
-            encoded = encoder.encode(batch.column(name).slice(index, 1).cast(columns[name]))
-            if encoded.bad:
-                errors[index] = f"its {side} can't be encoded: {encoded.bad[0].error}"
-            record[side] = encoded.payloads[0].as_py()
+            encoded = encoder.encode(own.column(name).cast(columns[name]))
+            for bad in encoded.bad:
+                errors.setdefault(int(places[bad.index]), f"its {side} can't be encoded: {bad.error}")
+            sent[side] = encoded.payloads
+        if limit is None:
+            continue
         if staging.HEADERS_COLUMN in columns:
-            record["headers"] = batch.column(staging.HEADERS_COLUMN)[index].as_py()
-        if index not in errors and limit is not None and (size := batch_size(record)) > limit:
-            errors[index] = f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)"
+            sent["headers"] = own.column(staging.HEADERS_COLUMN)
+        for at, place in enumerate(places.tolist()):
+            record = {"key": None, "value": None, **{side: column[at].as_py() for side, column in sent.items()}}
+            if place not in errors and (size := batch_size(record)) > limit:
+                errors[place] = f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)"
     return errors
 
 

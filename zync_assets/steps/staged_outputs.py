@@ -27,6 +27,7 @@ from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import staging, storage
 from zync_assets.lake.tables import DataFile
 from zync_assets.sql_text import name_sql
+from zync_assets.steps.etl_failures import MOST_FAILURES
 from zync_assets.steps.etl_unfit import encoding_errors
 from zync_assets.steps.failures import released
 from zync_assets.steps.tasks import settle
@@ -139,7 +140,9 @@ class BucketWriter:
                 if len(entries):
                     yield _result(None, entries)
                 for at, outputs in self._outputs(batch):
-                    unfitting += _unfitting(self.topics[at], outputs)
+                    # More of them end the batch, and none is looked at further.
+                    if len(unfitting) <= MOST_FAILURES:
+                        unfitting += _unfitting(self.topics[at], outputs)
                     file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):

@@ -14,7 +14,7 @@ from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, EtlError
 from zync_assets.lake import staging
 from zync_assets.local.services import Services
-from zync_assets.steps import etl_search
+from zync_assets.steps import etl_failures
 from zync_assets.steps.loops import drop_all, replay_all
 from zync_assets.steps.quarantined import EVERYTHING, held
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
@@ -192,7 +192,7 @@ def test_more_failures_than_a_search_may_find_stop_the_run(make: Make, monkeypat
     it = make(COPY)
     it.send(it.left, *[row(number, "x") for number in range(5)])
     it.ingest()
-    monkeypatch.setattr(etl_search, "MOST_FAILURES", 4)
+    monkeypatch.setattr(etl_failures, "MOST_FAILURES", 4)
     with pytest.raises(EtlError, match=r"rule copy, value fails on 5 records or more, the first at .*offset 0\."):
         it.etl()
     assert staging.open_staging(it.lake, "Staging") is None
@@ -237,6 +237,18 @@ def test_an_output_that_can_t_be_encoded_gets_no_number(make: Make) -> None:
     assert "takes 2000 at most (max.message.bytes)" in found[3]
     it.publish()
     sound(it)
+
+
+def test_more_outputs_than_may_be_odd_stop_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = make(ODD)
+    it.send(it.left, *[row(number, "d" * 30, op="1") for number in range(5)])
+    it.ingest()
+    monkeypatch.setattr(etl_failures, "MOST_FAILURES", 4)
+    with pytest.raises(
+        EtlError, match=r"rule odd, output to .* takes 2000 at most .* 5 records or more, .* offset 0\."
+    ):
+        it.etl()
+    assert staging.open_staging(it.lake, "Staging") is None
 
 
 TWO = (
