@@ -7,8 +7,8 @@ pending; done ranges cost next to nothing however many records they span.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -80,43 +80,76 @@ class Facts:
             yield f"offset {stray[0]} was completed and never pending"
 
 
-@dataclass
-class _Parts:
-    first: list[np.ndarray] = field(default_factory=list)
-    end: list[np.ndarray] = field(default_factory=list)
-    kind: list[np.ndarray] = field(default_factory=list)
-
-    def facts(self) -> Facts:
-        first, end, kind = (np.concatenate(item) for item in (self.first, self.end, self.kind))
-        order = np.lexsort((end, first))
-        first, end, kind = first[order], end[order], kind[order].astype(np.uint8)
-        done_late = kind >= _COMPLETED
-        became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
-        return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became)
+Place = tuple[str, int]
+"""Input topic and partition."""
 
 
-def read_facts(state: StagingState) -> tuple[dict[tuple[str, int], Facts], Counter[tuple[str, str]]]:
-    """The facts by (input topic, partition), and how many records wait by (rule, input topic). Raises DamagedFile."""
-    parts: dict[tuple[str, int], _Parts] = {}
+@dataclass(frozen=True)
+class _Said:
+    """What one ledger file says: by place its entries (first, end, kind), sorted, and how many records more wait by it."""
+
+    places: Mapping[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
+    waiting: Counter[tuple[str, str]]
+
+
+_known: dict[str, dict[str, _Said]] = {}
+"""Place of a staging table → its ledger files' paths → what they say."""
+
+
+def read_facts(state: StagingState, *, kept: bool = False) -> tuple[dict[Place, Facts], Counter[tuple[str, str]]]:
+    """The facts by (input topic, partition), and how many records wait by (rule, input topic). Raises DamagedFile.
+
+    ``kept``: a ledger file that this process has read in this way before is not read again, as none is ever changed.
+    """
+    before = _known.get(state.opened.uri, {}) if kept else {}
+    each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in state.ledger_files}
+    if kept:
+        _known[state.opened.uri] = each
+    parts: dict[Place, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    waiting: Counter[tuple[str, str]] = Counter()
+    for said in each.values():
+        for rule, count in said.waiting.items():
+            waiting[rule] += count
+        for place, arrays in said.places.items():
+            parts.setdefault(place, []).append(arrays)
+    return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting
+
+
+def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray) -> Facts:
+    done_late = kind >= _COMPLETED
+    became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
+    return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became)
+
+
+def _sorted(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Entries by first and end."""
+    first, end, kind = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if not (first[1:] > first[:-1]).all():
+        order = np.argsort(first, kind="stable")  # of sorted parts it takes little more than to look at them
+        if (first[order[1:]] == first[order[:-1]]).any():
+            order = np.lexsort((end, first))
+        first, end, kind = first[order], end[order], kind[order]
+    return first, end, kind
+
+
+def _read(uri: str) -> _Said:
+    parts: dict[Place, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     names = ("kind", "topic", "partition", "first", "end", "rule", "text")
-    for item in state.ledger_files:
-        for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
-            rows = pa.Table.from_batches([batch]).flatten()
-            rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
-            _count_waiting(rows, waiting)
-            codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
-            codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
-            partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
-            for topic in rows["topic"].unique().to_pylist():
-                of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
-                for partition in distinct(partitions[of_topic]).tolist():
-                    here = of_topic & (partitions == partition) & (codes >= 0)
-                    part = parts.setdefault((topic, partition), _Parts())
-                    part.first.append(first[here])
-                    part.end.append(end[here])
-                    part.kind.append(codes[here])
-    return {place: part.facts() for place, part in sorted(parts.items())}, +waiting
+    for batch in read_columns(uri, [f"account.{name}" for name in names]):
+        rows = pa.Table.from_batches([batch]).flatten()
+        rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
+        _count_waiting(rows, waiting)
+        codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
+        codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
+        partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
+        for topic in rows["topic"].unique().to_pylist():
+            of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
+            for partition in distinct(partitions[of_topic]).tolist():
+                here = of_topic & (partitions == partition) & (codes >= 0)
+                arrays = first[here], end[here], codes[here].astype(np.uint8)
+                parts.setdefault((topic, partition), []).append(arrays)
+    return _Said({place: _sorted(found) for place, found in parts.items()}, waiting)
 
 
 def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:

@@ -27,7 +27,8 @@ def problems(
     pipeline: Pipeline, state: StagingState, ranges: Ranges | None, numbers: dict[str, Number]
 ) -> Iterator[str]:
     """What is wrong with the account, worst first within a partition; ``numbers`` are filled in. Raises DamagedFile."""
-    facts, waiting = read_facts(state)
+    # Who looks at one batch does so again and again; who looks at all of it wants to know what lies there now.
+    facts, waiting = read_facts(state, kept=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
