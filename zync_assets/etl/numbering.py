@@ -68,7 +68,11 @@ def _reached(spans: Sequence[TimeSpan]) -> tuple[npt.NDArray[np.int64], npt.NDAr
     np.add.at(rates, begin[wide], rate)
     np.add.at(rates, end[wide], -rate)
     np.add.at(at_once, begin[~wide], records[~wide])
-    between = np.cumsum(rates)[:-1] * np.diff(points)
+    # Where no span is, what is left of the sum is the rounding of what was added and taken away.
+    under_way = np.cumsum(
+        np.bincount(begin[wide], minlength=len(points)) - np.bincount(end[wide], minlength=len(points))
+    )
+    between = np.where(under_way > 0, np.cumsum(rates), 0.0)[:-1] * np.diff(points)
     below = np.cumsum(at_once + np.concatenate([[0.0], between]))
     return points, np.maximum.accumulate(below)
 
