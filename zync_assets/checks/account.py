@@ -83,12 +83,15 @@ class Facts:
 Place = tuple[str, int]
 """Input topic and partition."""
 
+_Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""first, end, kind"""
+
 
 @dataclass(frozen=True)
 class _Said:
     """What one ledger file says: by place its entries (first, end, kind), sorted, and how many records more wait by it."""
 
-    places: Mapping[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
+    places: Mapping[Place, _Entries]
     waiting: Counter[tuple[str, str]]
 
 
@@ -105,11 +108,10 @@ def read_facts(state: StagingState, *, kept: bool = False) -> tuple[dict[Place, 
     each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in state.ledger_files}
     if kept:
         _known[state.opened.uri] = each
-    parts: dict[Place, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     for said in each.values():
-        for rule, count in said.waiting.items():
-            waiting[rule] += count
+        waiting.update(said.waiting)
         for place, arrays in said.places.items():
             parts.setdefault(place, []).append(arrays)
     return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting
@@ -121,7 +123,7 @@ def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray) -> Facts:
     return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became)
 
 
-def _sorted(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sorted(parts: Sequence[_Entries]) -> _Entries:
     """Entries by first and end."""
     first, end, kind = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     if not (first[1:] > first[:-1]).all():
@@ -133,7 +135,7 @@ def _sorted(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.nda
 
 
 def _read(uri: str) -> _Said:
-    parts: dict[Place, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     names = ("kind", "topic", "partition", "first", "end", "rule", "text")
     for batch in read_columns(uri, [f"account.{name}" for name in names]):

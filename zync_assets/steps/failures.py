@@ -19,8 +19,7 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
         text = str(error)
         known = (
             _jvm_gone(error)
-            or _server_gone(text)
-            or _worker_gone(text)
+            or _part_gone(text)
             or refusals.missing_file(text)
             or refusals.disk_refusal("the lake, or Spark's own folder", text)
         )
@@ -62,35 +61,23 @@ def _jvm_gone(error: Exception) -> ZyncError | None:
     )
 
 
-_GONE = re.compile(
-    r"StatusCode\.UNAVAILABLE|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
-)
+_GONE = {
+    re.compile(
+        r"StatusCode\.UNAVAILABLE|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
+    ): "the Spark Connect server ended, or can't be reached any more. Nothing of this step is visible, and what was"
+    " committed before is kept: run it again when the server is up; of `remote: shared` another is started then.",
+    re.compile(
+        r"Python worker exited unexpectedly|Python worker failed to connect back|reading the port number from \S+'s stdout"
+    ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
+    " committed before is kept: run it again.",
+}
+"""What Spark says of a part of it that ended, and what we say: of a Connect server; of a Python worker in a task, before it,
+or with the daemon that was about to fork it."""
 
 
-def _server_gone(text: str) -> ZyncError | None:
-    """The error for a Spark Connect server that ended, or that can't be reached any more; None for another text."""
-    if _GONE.search(text) is None:
-        return None
-    return SetupError(
-        "the Spark Connect server ended, or can't be reached any more. Nothing of this step is visible, and what was"
-        " committed before is kept: run it again when the server is up; of `remote: shared` another is started then."
-    )
-
-
-_WORKER_GONE = re.compile(
-    r"Python worker exited unexpectedly|Python worker failed to connect back|reading the port number from \S+'s stdout"
-)
-"""What Spark says of a Python worker that ended in a task, before it, or with the daemon that was about to fork it."""
-
-
-def _worker_gone(text: str) -> ZyncError | None:
-    """The error for a Python worker that ended; None for another text."""
-    if _WORKER_GONE.search(text) is None:
-        return None
-    return SetupError(
-        "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
-        " committed before is kept: run it again."
-    )
+def _part_gone(text: str) -> ZyncError | None:
+    """The error for a part of Spark that ended, or that can't be reached any more; None for another text."""
+    return next((SetupError(ours) for pattern, ours in _GONE.items() if pattern.search(text)), None)
 
 
 def said(error: Exception) -> str:
