@@ -36,6 +36,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
             continue
         pool = plan.input.pool
         keys = {*keys_over(plan.ranges), *(key_of(p, first) for p, first in plan.first.items())}
+        keys |= {key_of(part.partition, part.end) for part in plan.lost}
         yield Step(
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic)]),

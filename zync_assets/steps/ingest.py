@@ -67,7 +67,7 @@ class IngestPlan:
 
     @property
     def nothing_to_do(self) -> bool:
-        return not self.ranges and not self.first
+        return not self.ranges and not self.first and not self.lost
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def plan_ingest(
         raise _recreated(item, found)
     first = _first_offsets(pipeline, item, found, state)
     position = dict(state.next if state else {}) | first
-    lost = _lost(item, found, position)
+    lost = _lost(item, found, state, position)
     position |= {part.partition: part.end for part in lost}
     ends = {p.partition: p.end for p in found.partitions}
     ranges = new_ranges(position, ends)
@@ -292,11 +292,15 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
 
 
 def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
-    """Where partitions that the table does not know yet begin. A partition that was added later begins at its start:
-    its records came after the pipeline began, whatever ``from`` says."""
-    known = state.next if state else {}
-    fresh = [part for part in found.partitions if part.partition not in known]
-    if state is not None or item.start == "earliest" or not fresh:
+    """Where partitions that the table does not know yet begin.
+
+    The first ingest records every partition of the topic, empty ones too. A partition that the table does not know was
+    therefore added after the pipeline began. All its records came since, and it begins at offset 0, whatever ``from`` says.
+    """
+    if state is not None:
+        return {part.partition: 0 for part in found.partitions if part.partition not in state.next}
+    fresh = found.partitions
+    if item.start == "earliest":
         return {part.partition: part.low for part in fresh}
     if item.start == "latest":
         return {part.partition: part.end for part in fresh}
@@ -330,10 +334,13 @@ def _is_behind(known: TopicState | None, state: RawState | None) -> bool:
     return any(part.end < state.next.get(part.partition, 0) for part in known.partitions)
 
 
-def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[OffsetRange, ...]:
+def _lost(
+    item: Input, found: TopicState, state: RawState | None, position: Mapping[int, int]
+) -> tuple[OffsetRange, ...]:
     lost: list[OffsetRange] = []
     for part in found.partitions:
         upcoming = position.get(part.partition, part.low)
+        new = state is not None and part.partition not in state.next
         if part.end < upcoming:
             raise DataLoss(
                 f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
@@ -342,9 +349,12 @@ def _lost(item: Input, found: TopicState, position: Mapping[int, int]) -> tuple[
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":
+                added = (
+                    " The partition was added after the pipeline began, so all its records are expected." if new else ""
+                )
                 raise DataLoss(
                     f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
-                    f" {part.low}; {part.low - upcoming} offsets are gone by retention."
+                    f" {part.low}; {part.low - upcoming} offsets are gone by retention, {upcoming} to {part.low - 1}.{added}"
                     " Set on-data-loss: continue to accept that."
                 )
             lost.append(OffsetRange(part.partition, upcoming, part.low))

@@ -41,10 +41,10 @@ def places(it: Mini) -> list[tuple[int, int]]:
     return [(found["kafka"]["partition"], found["kafka"]["offset"]) for found in it.raw(it.left)]
 
 
-def delete_before(it: Mini, offset: int) -> None:
+def delete_before(it: Mini, offset: int, partition: int = 0) -> None:
     """What retention does, at once."""
     admin = AdminClient(dict(it.pipeline.kafka))
-    place = TopicPartition(it.left, 0, offset)
+    place = TopicPartition(it.left, partition, offset)
     for future in admin.delete_records([place]).values():
         future.result(10)
 
@@ -134,17 +134,62 @@ def test_a_partition_that_is_added_later_begins_at_its_start(make: Make) -> None
     it.send(it.left, row(1))
     it.ingest(it.left)
     assert it.raw(it.left) == []
-    admin = AdminClient(dict(it.pipeline.kafka))
-    for future in admin.create_partitions([NewPartitions(it.left, 3)]).values():
-        future.result(10)
-    give_up = time.monotonic() + 20
-    while len(topic_states(it.pipeline.kafka, [it.left])[it.left].partitions) < 3 and time.monotonic() < give_up:
-        time.sleep(0.05)
+    add_partitions(it, 3)
     it.send(it.left, row(2), partition=2)
     it.send(it.left, row(3))
     it.ingest(it.left)
     assert places(it) == [(0, 1), (2, 0)]
     assert it.next(it.left) == {0: 2, 1: 0, 2: 1}
+
+
+def add_partitions(it: Mini, count: int) -> None:
+    admin = AdminClient(dict(it.pipeline.kafka))
+    for future in admin.create_partitions([NewPartitions(it.left, count)]).values():
+        future.result(10)
+    give_up = time.monotonic() + 20
+    while len(topic_states(it.pipeline.kafka, [it.left])[it.left].partitions) < count and time.monotonic() < give_up:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("start", ["", "from: latest, "])
+def test_what_retention_took_of_a_partition_that_was_added_later_is_a_loss(make: Make, start: str) -> None:
+    it = make(start, partitions=2)
+    it.send(it.left, row(1))
+    it.ingest(it.left)
+    known = len(places(it))
+    add_partitions(it, 4)
+    # The partition was there, and empty, when the pipeline began.
+    it.send(it.left, *[row(number) for number in range(2)], partition=1)
+    for partition in (2, 3):
+        it.send(it.left, *[row(number) for number in range(5)], partition=partition)
+    delete_before(it, 3, partition=2)
+    delete_before(it, 5, partition=3)
+    with pytest.raises(
+        DataLoss,
+        match="partition 2: next offset 0 is below the low watermark 3; 3 offsets are gone by retention, 0 to 2",
+    ):
+        it.ingest(it.left)
+    assert it.next(it.left) == {0: 1, 1: 0}
+    text = BOTH.replace("topic: $left, ", f"topic: $left, {start}on-data-loss: continue, ") + JOIN
+    accepting = it.edited(text)
+    accepting.step()
+    assert places(it)[known:] == [(1, 0), (1, 1), (2, 3), (2, 4)]
+    assert it.next(it.left) == {0: 1, 1: 2, 2: 5, 3: 5}
+    dropped = [(found["partition"], found["first"], found["end"]) for found in it.ledger("dropped")]
+    assert sorted(dropped) == [(2, 0, 3), (3, 0, 5)]
+    assert it.ingest(it.left) == {}
+
+
+def test_a_loss_that_leaves_nothing_to_read_is_accounted_for_at_once(make: Make) -> None:
+    it = make("on-data-loss: continue, ")
+    it.send(it.left, row(1))
+    it.step()
+    it.send(it.left, row(2), row(3))
+    delete_before(it, 3)
+    it.step()
+    assert it.next(it.left) == {0: 3}
+    assert [(found["first"], found["end"]) for found in it.ledger("dropped")] == [(1, 3)]
+    assert plan_ingest(it.pipeline, it.left).nothing_to_do
 
 
 def test_a_topic_may_begin_at_a_time(make: Make) -> None:
