@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +210,13 @@ class Pipeline:
     """Debezium's placeholder for what an update left unchanged and the source did not send; None: there is none."""
     consumer_group: str | None = None
     """The consumer group that shows in Kafka how far ingest is; never read."""
+
+    def command(self, name: str, *options: str) -> str:
+        """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.
+
+        ``name``: the command, such as ``check`` or ``quarantine list``. No sign of a sentence may follow the command.
+        """
+        return f"zync {name} {shlex.join([str(self.path), *options])}"
 
     def input(self, topic: str) -> Input:
         """The input of that name; KeyError if there is none."""

@@ -203,7 +203,9 @@ def test_what_surfaces_later_than_the_settle_time_is_found_and_the_way_back_work
     rig.cluster.signal(signal.SIGCONT, NEXT, LAST)
     assert publisher.wait(300) == 1
     said = rig.log.read_text()
-    assert re.search(rf"error: .*{rig.shop.new}.*offset.*settle.*zync to-kafka --recreate {rig.shop.new}", said), said
+    assert re.search(rf"error: .*{rig.shop.new}.*offset.*settle.*zync to-kafka .* --recreate {rig.shop.new}", said), (
+        said
+    )
     # Until then nothing is published, whoever tries.
     with pytest.raises(ForeignRecord):
         publish(rig.shop, rig.spark)

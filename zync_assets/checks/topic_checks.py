@@ -41,7 +41,9 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     except TableDamaged as error:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
     position = state.head.outputs.get((topic, 0)) if state else None
-    if (gone := went_back(pool, topic, done.verified, position.next if position else None)) is not None:
+    recreate = pipeline.command("to-kafka", "--recreate", topic)
+    gone = went_back(pool, topic, done.verified, position.next if position else None, recreate)
+    if gone is not None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(gone)], "", {"compared": 0})
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
@@ -50,7 +52,7 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
         gone = done.topic_known() or position.topic_id is not None
         problems = [f"topic {topic} was published to and is gone"] if gone else []
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
-    problems = list(_identity_problems(found, position, done))
+    problems = list(_identity_problems(found, position, done, recreate))
     if not problems:
         try:
             problems += _watermark_problems(high, position, done, numbers)
@@ -63,12 +65,12 @@ def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[Offset
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
 
 
-def _identity_problems(found: TopicState, position: OutputPosition, done: Published) -> Iterator[str]:
+def _identity_problems(found: TopicState, position: OutputPosition, done: Published, recreate: str) -> Iterator[str]:
     known = done.made_for(found.topic_id) if done.topic_known() else position.topic_id in (None, found.topic_id)
     if not known:
         yield (
             f"topic {found.topic} was deleted and created again (its id is now {found.topic_id});"
-            f" to publish all of staging to it: zync to-kafka --recreate {found.topic}"
+            f" to publish all of staging to it: {recreate}"
         )
 
 

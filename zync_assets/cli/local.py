@@ -79,7 +79,10 @@ def status(state_dir: Path, fmt: Format) -> None:
     elif fmt == "json":
         print_json({"running": False})
     else:
-        click.echo(f"no services in {state_dir.expanduser()}: `zync local up` starts them", err=True)
+        click.echo(
+            f"no services in {state_dir.expanduser()}. Start them: {local_services.command('up', state_dir.expanduser())}",
+            err=True,
+        )
 
 
 def _show(services: Services, fmt: Format) -> None:

@@ -79,8 +79,8 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
     found = held(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
     if not found:
         raise ZyncError(
-            f"topic {topic}, partition {partition}, offset {offset} is not in quarantine; zync quarantine list {pipeline}"
-            " shows what is"
+            f"topic {topic}, partition {partition}, offset {offset} is not in quarantine. What is:"
+            f" {loaded.command('quarantine list')}"
         )
     for record in found:
         whole = _whole(loaded, record, fmt)

@@ -137,11 +137,11 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
     if topic in {item.topic for item in pipeline.inputs}:
         table = raw.open_raw(pipeline.lake, pool, topic)
         if table is None:
-            raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run zync from-kafka {pipeline.path}")
+            raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run {pipeline.command('from-kafka')}")
         return reading.parquet_frame(spark, table.opened.uri, raw.raw_files(table), table.schema)
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
-        raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run zync etl {pipeline.path}")
+        raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run {pipeline.command('etl')}")
     return reading.output_frame(spark, state, topic).drop("schema", "left_out")
 
 

@@ -82,7 +82,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
             raise ZyncError(
                 f"--retry-pending {shown(name)}: no denorm rule of this pipeline is called so; there are"
                 f" {', '.join(joins) or 'none'}."
-                " What waits for a rule that is no more is looked at with --retry-unmatched."
+                " To look at what waits for a rule that is no more: " + loaded.command("etl", "--retry-unmatched")
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
     _report([_row(made) for made in etl_all(loaded, _session(loaded), retry)], fmt)

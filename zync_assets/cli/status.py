@@ -88,7 +88,7 @@ def input_rows(
     for pool in readers or [None]:
         state = pools[pool] if pool else None
         head = state.head if state else Head()
-        cursors = _cursors(state, item.topic) if state else {}
+        cursors = _cursors(pipeline, state, item.topic) if state else {}
         for partition in sorted({*marks, *(table.next if table else ()), *head.seen(item.topic)}):
             mark = marks.get(partition)
             position = head.inputs.get((item.topic, partition))
@@ -156,7 +156,7 @@ def _marks(state: TopicState | None) -> dict[int, PartitionState]:
     return {item.partition: item for item in state.partitions} if state else {}
 
 
-def _cursors(state: StagingState, topic: str) -> dict[int, int]:
+def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, int]:
     """Partition → the lowest pending offset, where one waits. The ledger is read only then."""
     if not any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "pending")):
         return {}
@@ -164,5 +164,5 @@ def _cursors(state: StagingState, topic: str) -> dict[int, int]:
     try:
         facts, _ = read_facts(state)
     except DamagedFile as error:
-        raise LakeError(f"{error}; run zync check") from error
+        raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}

@@ -74,7 +74,7 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
     try:
         waiting = read_waiting(state).to_pylist()
     except DamagedFile as error:
-        raise LakeError(f"{error}; run zync check") from error
+        raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     rules = {rule.name: rule for rule in pipeline.rules if isinstance(rule, Denorm)}
     ahead: Counter[tuple[str, str, int]] = Counter()
     now = time.time()
@@ -157,7 +157,7 @@ def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> st
     kept = table.kept.get(partition, 0) if table else 0
     if offset < kept:
         return f"{place} is removed: by retention, {pools[topic]}.{topic} begins at offset {kept} now"
-    return f"{place} is not in {pools[topic]}.{topic}; run zync check"
+    return f"{place} is not in {pools[topic]}.{topic}. Every check: {pipeline.command('check')}"
 
 
 def _role(pipeline: Pipeline, name: str, topic: str) -> str:

@@ -55,21 +55,21 @@ _PROMISES: Mapping[str, Any] = {
 }
 
 
-def _check_end(topic: str, partition: int, expected: int, end: int) -> None:
+def _check_end(topic: str, partition: int, expected: int, end: int, rebuild: str) -> None:
     if end > expected:
-        raise _foreign(topic, partition, expected)
+        raise _foreign(topic, partition, expected, rebuild)
     if end < expected:
         raise DataLoss(
             f"{topic}/{partition} ends at offset {end}, before {expected}, up to which records were published: "
-            f"it was truncated or created again; rebuild it with: zync to-kafka --recreate {topic}"
+            f"it was truncated or created again; rebuild it with: {rebuild}"
         )
 
 
-def _foreign(topic: str, partition: int, offset: int) -> ForeignRecord:
+def _foreign(topic: str, partition: int, offset: int, rebuild: str) -> ForeignRecord:
     return ForeignRecord(
         f"{topic}/{partition} holds a record at offset {offset} that was not published from here: another producer "
         f"writes to {topic}, and is to be stopped; or what a killed publisher had sent came later than settle allows for, and "
-        f"settle is to be raised. Then rebuild the topic with: zync to-kafka --recreate {topic}"
+        f"settle is to be raised. Then rebuild the topic with: {rebuild}"
     )
 
 
@@ -100,7 +100,8 @@ class InOrder:
     TopicMissing, and BrokerUnavailable after two minutes without a delivery.
     """
 
-    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int) -> None:
+    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int, rebuild: str) -> None:
+        """``rebuild``: the command that publishes the topic anew; errors name it."""
         limit = max_message_bytes(kafka, topic)
         self.sent = first
         self.confirmed = first
@@ -110,6 +111,7 @@ class InOrder:
         self._kafka = kafka
         self._topic = topic
         self._partition = partition
+        self._rebuild = rebuild
         self._doing = f"writing {topic}/{partition}"
         self._error: ClientError | None = None
         self._misplaced: tuple[_Chunk, int] | None = None
@@ -144,7 +146,7 @@ class InOrder:
     def _check_end(self) -> None:
         """Raise unless the topic ends where the next record is to go."""
         end = high_watermark(self._kafka, self._topic, self._partition)
-        _check_end(self._topic, self._partition, self.sent, end)
+        _check_end(self._topic, self._partition, self.sent, end, self._rebuild)
 
     def check_sizes(self, batches: Iterable[pa.RecordBatch]) -> None:
         """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
@@ -267,11 +269,11 @@ class InOrder:
         if offset < chunk.end:
             return DataLoss(
                 f"{self._topic}/{self._partition} put the record for offset {chunk.end - 1} at {offset}: the topic was "
-                f"created again or lost records; rebuild it with: zync to-kafka --recreate {self._topic}"
+                f"created again or lost records; rebuild it with: {self._rebuild}"
             )
         self._drop()
         place = _first_difference(self._kafka, self._topic, self._partition, chunk)
-        return _foreign(self._topic, self._partition, place)
+        return _foreign(self._topic, self._partition, place, self._rebuild)
 
 
 def _first_difference(kafka: Mapping[str, str], topic: str, partition: int, chunk: _Chunk) -> int:

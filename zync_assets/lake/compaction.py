@@ -30,6 +30,7 @@ FILES = 32
 """Small files in a row before they become one: so often a record is written anew, at the most, until its file is large."""
 _NUMBER = "zync:compacted"
 _BATCH = 50_000
+_RESTORE = "Restore the table to a version before that was so."
 
 
 def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFile]]:
@@ -147,12 +148,12 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
                 made = _conformed(batch, kept, reached)
                 offsets = pc.struct_field(made.column("kafka"), "offset").to_numpy()
                 if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
-                    raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order; run zync check")
+                    raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order. {_RESTORE}")
                 records, last = records + len(offsets), int(offsets[-1])
                 reached = _last_time(made)
                 writer.write_batch(made)
     if records != sum(item.records for item in run):
-        raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise; run zync check")
+        raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise. {_RESTORE}")
     low = [item.min_time for item in run if item.min_time is not None]
     high = [item.max_time for item in run if item.max_time is not None]
     return DataFile(
@@ -173,7 +174,7 @@ def _open(uri: str, item: DataFile) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, filesystem=system)
     except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(f"table {uri}, file {item.path} can't be read: {error}; run zync check") from error
+        raise LakeError(f"table {uri}, file {item.path} can't be read: {error}. Restore it from a copy.") from error
 
 
 def _conformed(batch: pa.RecordBatch, schema: pa.Schema, reached: int | None) -> pa.RecordBatch:

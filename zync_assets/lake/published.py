@@ -58,11 +58,11 @@ def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]
     return {topic: offset for topic, offset in found.items() if offset is not None}
 
 
-def went_back(pool: str, topic: str, verified: int | None, end: int | None) -> LakeError | None:
+def went_back(pool: str, topic: str, verified: int | None, end: int | None, recreate: str) -> LakeError | None:
     """The error for a staging table that lacks what was published of it; None where it does not.
 
     ``verified``: up to where it was published; ``end``: the offset after the last that is staged, None: there is no such
-    output.
+    output; ``recreate``: the command that publishes all of staging anew.
     """
     if not verified or (end is not None and end >= verified):
         return None
@@ -70,7 +70,7 @@ def went_back(pool: str, topic: str, verified: int | None, end: int | None) -> L
     otherwise = (
         "to begin anew, give its inputs another pool, and the output another staging pool and another topic."
         if end is None
-        else f"to go on from what staging holds, publish all of it anew: zync to-kafka --recreate {topic}."
+        else f"to go on from what staging holds, publish all of it anew: {recreate}"
     )
     return LakeError(
         f"pool {pool}: {topic} was published up to offset {verified}, and the staging table {has}: it went back to an older"

@@ -112,7 +112,7 @@ def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Seq
         try:
             table = pq.ParquetFile(path, filesystem=system).read(columns=wanted)
         except (OSError, pa.ArrowInvalid) as error:
-            raise LakeError(f"file {place} can't be read: {error}; run zync check") from error
+            raise LakeError(f"file {place} can't be read: {error}. Restore it from a copy.") from error
         parts.append(table.select(wanted).cast(empty.schema))
     rows = pa.concat_tables(parts)
     rows = rows.filter(pc.invert(pc.is_in(rows["stage"], pa.array(RANGE_STAGES))))

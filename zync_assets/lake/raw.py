@@ -213,7 +213,7 @@ def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
     try:
         table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"])
     except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(f"file {uri} can't be read: {error}; run zync check") from error
+        raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
     return table.flatten().column(0).to_numpy()
 
 

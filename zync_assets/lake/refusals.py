@@ -93,8 +93,8 @@ def missing_file(text: str) -> LakeError | None:
     name = re.sub("^file:/+", "/", place[0]) if place else "of a table"
     return LakeError(
         f"file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
-        " less than a week does. Nothing was committed. Restore the file from a copy; zync check tells which others are"
-        " missing."
+        " less than a week does. Nothing was committed. Restore the file from a copy, and"
+        " look for others that are missing."
     )
 
 

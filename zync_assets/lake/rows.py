@@ -30,7 +30,7 @@ def rows_at(
             try:
                 found |= _read(uri, wanted, columns)
             except (OSError, pa.ArrowInvalid) as error:
-                raise LakeError(f"file {uri} can't be read: {error}; run zync check") from error
+                raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
     return found
 
 

@@ -142,7 +142,11 @@ def accessed(uri: str, doing: str) -> Generator[None]:
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
-        raise failure(uri, error, f"file {uri} {doing}: {refusals.first_line(error)}; run zync check") from None
+        raise failure(
+            uri,
+            error,
+            f"file {uri} {doing}: {refusals.first_line(error)}. Restore it from a copy, or give this user the right to it.",
+        ) from None
 
 
 def settings(uri: str) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ and neither are files that were there before.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def up(
     chosen: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
     with _locked(home):
         state = _open(home, lake)
-        missing: list[Name] = [name for name in NAMES if not _runs(state, name, chosen[name])]
+        missing: list[Name] = [name for name in NAMES if not _runs(home, state, name, chosen[name])]
         for name in NAMES:
             if name not in missing:
                 await_ready(home, state, name)
@@ -153,19 +154,24 @@ def _open(home: Path, lake: Path | None) -> State:
     elif wanted not in (None, state.lake):
         raise SetupError(
             f"The services in {home} belong to the lake {state.lake}, not to {wanted}: "
-            "choose another folder for another lake, or remove them with `zync local down --clean`."
+            f"choose another folder for another lake, or remove them: {command('down', home, '--clean')}"
         )
     return state
 
 
-def _runs(state: State, name: Name, chosen: int | None) -> bool:
+def command(name: str, home: Path, *options: str) -> str:
+    """A ``zync local`` command for the services in a folder, whole, so that it works when pasted into a shell."""
+    return f"zync local {name} {shlex.join(['--dir', str(home), *options])}"
+
+
+def _runs(home: Path, state: State, name: Name, chosen: int | None) -> bool:
     entry = state.entry(name)
     if entry is None or running(state, name) is None:
         return False
     if chosen not in (None, entry.port):
         raise SetupError(
             f"{LABELS[name]} runs already, on port {entry.port} and not on {chosen}: "
-            "stop it with `zync local down` first."
+            f"stop it first: {command('down', home)}"
         )
     return True
 

@@ -36,8 +36,8 @@ def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]
             continue
         if not record.seen:
             raise ZyncError(
-                f"topic {record.topic}, partition {record.partition}, offset {record.offset} was not seen by ETL yet. Run"
-                f" zync etl {pipeline.path} first."
+                f"topic {record.topic}, partition {record.partition}, offset {record.offset} was not seen by ETL yet. First"
+                f" run {pipeline.command('etl')}"
             )
         places.add(record.place)
     if state is None or not places:

@@ -94,13 +94,14 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
         if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
             raise LakeError(
                 f"topic {staged.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
-                " published; run zync check."
+                " published. Restore the table to a version before that was so."
             )
         upcoming += len(offsets)
         yield encoded
     if upcoming != end:
         raise LakeError(
-            f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}; run zync check"
+            f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
+            " before that was so."
         )
 
 
@@ -161,7 +162,9 @@ def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
     """The schema of rows that leave out some fields: their rule's, less these."""
     name, paths = parse_group(group)
     if name not in staged.schemas:
-        raise LakeError(f"topic {staged.topic}: the pool has no output schema {name}; run zync check")
+        raise LakeError(
+            f"topic {staged.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
+        )
     whole = staged.schemas[name]
     if whole.value.schema is None:
         return whole

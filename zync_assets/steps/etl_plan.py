@@ -97,7 +97,9 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     head = state.head if state else Head()
     for topic, offset in verified.items():
         position = head.outputs.get((topic, 0))
-        if (gone := published.went_back(pool, topic, offset, position.next if position else None)) is not None:
+        recreate = pipeline.command("to-kafka", "--recreate", topic)
+        gone = published.went_back(pool, topic, offset, position.next if position else None, recreate)
+        if gone is not None:
             raise gone
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}

@@ -124,7 +124,7 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
             raise ZyncError(
                 f"topic {record.topic}, partition {record.partition}, offset {record.offset} can't be dropped: no rule reads"
                 " the topic, so that there is no account of its records. Nothing was dropped. Name other topics with --topic,"
-                f" or give this one a rule and run zync etl {pipeline.path} first."
+                f" or give this one a rule and run {pipeline.command('etl')}"
             )
     dropped: set[tuple[str, int, int]] = set()
     for pool in pipeline.staging_pools:

@@ -125,7 +125,9 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     high = high_watermark(pipeline.kafka, topic, 0) if found else None
     state = staging.open_staging(pipeline.lake, item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
-    if (gone := went_back(item.pool, topic, done.verified, position.next if position else None)) is not None:
+    recreate = pipeline.command("to-kafka", "--recreate", topic)
+    gone = went_back(item.pool, topic, done.verified, position.next if position else None, recreate)
+    if gone is not None:
         raise gone
     if state is not None:
         staging.check_whole(state)
@@ -133,17 +135,17 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
         if done.topic_known() or position.topic_id is not None:
             raise TopicMissing(
                 f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
-                f" one with zync to-kafka --recreate {topic}."
+                f" one with: {recreate}"
             )
         if item.create is None:
             raise TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
     if found is not None:
-        _check_identity(topic, found, position, done)
+        _check_identity(topic, found, position, done, recreate)
     if high is None:
         high = position.base if position else 0
     plan = PublishPlan(item, state, position, found, done, high)
     if position is not None:
-        _check_watermark(plan)
+        _check_watermark(plan, recreate)
     return plan
 
 
@@ -199,32 +201,34 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     return made
 
 
-def _check_identity(topic: str, found: TopicState, position: OutputPosition | None, done: Published) -> None:
+def _check_identity(
+    topic: str, found: TopicState, position: OutputPosition | None, done: Published, recreate: str
+) -> None:
     known = done.made_for(found.topic_id) if done.topic_known() else None
     if known is None and position is not None and position.topic_id is not None:
         known = position.topic_id == found.topic_id
     if known is False:
         raise TopicRecreated(
             f"topic {topic} is another topic than the one that was published to (its id is now {found.topic_id}): it was"
-            f" deleted and created again. To publish all of staging to it: zync to-kafka --recreate {topic}."
+            f" deleted and created again. To publish all of staging to it: {recreate}"
         )
 
 
-def _check_watermark(plan: PublishPlan) -> None:
+def _check_watermark(plan: PublishPlan, recreate: str) -> None:
     topic = plan.output.topic
     if plan.high < plan.verified:
         raise KafkaError(
             f"topic {topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it was"
-            f" published: the topic has lost records. To publish all of staging again: zync to-kafka --recreate {topic}."
+            f" published: the topic has lost records. To publish all of staging again: {recreate}"
         )
     if plan.high > plan.end:
-        raise _foreign(topic, plan.end)
+        raise _foreign(topic, plan.end, recreate)
 
 
-def _foreign(topic: str, offset: int) -> ForeignRecord:
+def _foreign(topic: str, offset: int, recreate: str) -> ForeignRecord:
     return ForeignRecord(
         f"topic {topic}, partition 0: the record at offset {offset} is not staging's; another program writes to this topic."
-        f" Nothing more is published. Stop that program, then: zync to-kafka --recreate {topic}."
+        f" Nothing more is published. Stop that program, then: {recreate}"
     )
 
 
@@ -246,6 +250,7 @@ class _Publisher:
         self.topic, self.topic_id = plan.output.topic, topic_state.topic_id
         self.low = topic_state.partitions[0].low
         self.kafka = pipeline.kafka
+        self.recreate = pipeline.command("to-kafka", "--recreate", self.topic)
         self.state = plan.published
         self.staged = staged_topic(plan.state, self.topic, pipeline.registry)
 
@@ -260,7 +265,7 @@ class _Publisher:
             if now != high:
                 high, still = now, time.monotonic()
         if high > self.plan.end:
-            raise _foreign(self.topic, self.plan.end)
+            raise _foreign(self.topic, self.plan.end, self.recreate)
         return high
 
     def verify(self, first: int, high: int) -> int:
@@ -278,7 +283,7 @@ class _Publisher:
 
             offset, equal = run_tasks(self.spark, 1, compare)[0]
             if offset is not None:
-                raise _foreign(self.topic, offset)
+                raise _foreign(self.topic, offset, self.recreate)
             self._commit(high, high)
             crash_point("publish:verified")
             return equal
@@ -309,7 +314,7 @@ class _Publisher:
         behind. That is done while the window before it is on its way: what is announced and not verified may be two
         windows. Should a publisher that took this one for dead, since it announced nothing for longer than ``settle``,
         have announced another, what that one sent is not foreign."""
-        staged, kafka, topic_id = self.staged, self.kafka, self.topic_id
+        staged, kafka, topic_id, recreate = self.staged, self.kafka, self.topic_id, self.recreate
         lake, pool = self.pipeline.lake, self.plan.output.pool
         known = (self.state.window, self.state.verified)
         records, size = WINDOW_RECORDS, WINDOW_BYTES
@@ -319,7 +324,10 @@ class _Publisher:
             announced = known
             now = open_published(lake, pool, staged.topic)
             rows = encoded_rows(staged, first, end)
-            with ahead(windows(rows, records, size)) as encoded, InOrder(kafka, staged.topic, 0, first) as writer:
+            with (
+                ahead(windows(rows, records, size)) as encoded,
+                InOrder(kafka, staged.topic, 0, first, recreate) as writer,
+            ):
                 for window in encoded:
                     if (now.window, now.verified) != announced:
                         raise _overtaken(staged.topic)

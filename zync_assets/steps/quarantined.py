@@ -114,8 +114,8 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
     if item.on_bad_record == "fail":
         raise BadRecords(
             f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Mend the"
-            f" cause; or set on-bad-record: quarantine, and zync quarantine list {pipeline.path} shows such records while the"
-            " others go on."
+            " cause; or set on-bad-record: quarantine: the other records go on, and this shows such records:"
+            f" {pipeline.command('quarantine list')}"
         )
     if item.max_bad_records is None:
         return
@@ -125,7 +125,7 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
             f"{doing}: {fresh} bad records and {have} that lie in quarantine are more than max-bad-records"
             f" {item.max_bad_records} of topic {topic}; the first of this batch is at {place.partition(', ')[2]}:"
             f" {first.error}. Nothing of the batch was committed. Mend the cause; or raise max-bad-records; or"
-            f" replay or drop what lies there, which zync quarantine list {pipeline.path} shows."
+            f" replay or drop what lies there, which this shows: {pipeline.command('quarantine list')}"
         )
 
 

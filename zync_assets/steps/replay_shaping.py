@@ -58,7 +58,7 @@ def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) 
         partition, offset = min(failed)
         found.first_error = found.first_error or f"its shape fails on the record at {partition}:{offset}"
     if left_out:
-        found.first_error = found.first_error or "its shape leaves the record out; zync quarantine drop gives it up"
+        found.first_error = found.first_error or "its shape leaves the record out; it can only be dropped"
     return found, schema
 
 

@@ -145,7 +145,7 @@ class ReplayTask:
                         if found.num_rows:
                             yield found.cast(pa.schema([BAD_SCHEMA.field(name) for name in found.schema.names]))
             except (OSError, pa.ArrowInvalid) as error:
-                raise LakeError(f"file {uri} can't be read: {error}; run zync check") from error
+                raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
 
     def _timed(self, partition: int, kafka: pa.Array) -> pa.Array:
         """The places with their final times."""

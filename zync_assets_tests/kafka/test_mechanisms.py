@@ -29,7 +29,7 @@ def accepted(kafka: Kafka) -> list[bytes]:
     topic = "t" + secrets.token_hex(4)
     create_topic(kafka, topic, 1, 1, {})
     batch = pa.record_batch({"key": [b"k", None], "value": [b"v", b"w"]})
-    with InOrder(kafka, topic, 0, 0) as writer:
+    with InOrder(kafka, topic, 0, 0, "zync to-kafka") as writer:
         writer.write(batch)
     return [value.as_py() for part in read_range(kafka, topic, 0, 0, 2) for value in part["value"]]
 

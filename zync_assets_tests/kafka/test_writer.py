@@ -20,11 +20,13 @@ from zync_assets.kafka.topics import create_topic, high_watermark
 from zync_assets.kafka.writer import InOrder
 from zync_assets_tests.kafka.conftest import Fill
 
+REBUILD = "zync to-kafka shop.yaml --recreate New"
+
 
 def write_in_order(
     kafka: dict[str, str], topic: str, partition: int, first: int, batches: Iterable[pa.RecordBatch]
 ) -> int:
-    with InOrder(kafka, topic, partition, first) as writer:
+    with InOrder(kafka, topic, partition, first, REBUILD) as writer:
         for each in batches:
             writer.write(each)
     assert writer.sent == writer.confirmed == writer.verified
@@ -102,7 +104,7 @@ def test_a_topic_that_ends_elsewhere_is_not_written_to(
     kafka: dict[str, str], topic: str, fill: Fill, first: int
 ) -> None:
     fill("theirs", "theirs too")
-    with pytest.raises(ForeignRecord, match=rf"{topic}/0 .* offset {first} .*zync to-kafka --recreate {topic}"):
+    with pytest.raises(ForeignRecord, match=rf"{topic}/0 .* offset {first} .*with: {REBUILD}$"):
         write_in_order(kafka, topic, 0, first, [numbered(0, 1)])
     with pytest.raises(DataLoss, match=rf"{topic}/0 ends at offset 2, before 5"):
         write_in_order(kafka, topic, 0, 5, [numbered(0, 1)])
@@ -117,7 +119,7 @@ def test_a_record_of_another_writer_is_found_at_its_offset(kafka: dict[str, str]
         yield numbered(1, 1000)
         yield numbered(1001, 1000)
 
-    with pytest.raises(ForeignRecord, match=rf"{topic}/0 .* offset 1 .*--recreate"):
+    with pytest.raises(ForeignRecord, match=rf"{topic}/0 .* offset 1 .*with: {REBUILD}$"):
         write_in_order(kafka, topic, 0, 0, batches())
     assert values(kafka, topic)[:2] == [b"0", b"theirs"]
 

@@ -123,7 +123,7 @@ def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) 
 
 def test_files_that_overlap_are_not_touched(tmp_path: Path) -> None:
     uri = str(tmp_path)
-    with pytest.raises(LakeError, match="not in order; run zync check"):
+    with pytest.raises(LakeError, match=r"not in order\. Restore"):
         rewrite(uri, [file(uri, records([0, 5])), file(uri, records([3]))], SCHEMA)
 
 
