@@ -75,10 +75,7 @@ def build_jobs(pipeline: Pipeline) -> list[Any]:
     staging = [
         define_asset_job(
             names.staging_job(pool),
-            AssetSelection.assets(
-                *(names.pool_key(pool, item.topic) for item in pipeline.outputs_of(pool)),
-                *(names.topic_key(item.topic) for item in pipeline.outputs_of(pool)),
-            ),
+            AssetSelection.assets(*names.staging_job_assets(pipeline, pool)),
             description=f"ETL into {pool}, its checks, and publishing of its topics.",
             tags=tags,
         )

@@ -55,7 +55,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
         yield Step(
             names.staging_job(pool),
-            frozenset([*(names.pool_key(pool, name) for name in outputs), *map(names.topic_key, outputs)]),
+            frozenset(names.staging_job_assets(pipeline, pool)),
             names.staging_partitions(pipeline.name, pool),
             (first,),
             (),

@@ -38,7 +38,7 @@ def build_assets(pipeline: Pipeline) -> list[AssetsDefinition | AssetSpec]:
     return [
         *(source(pipeline, item.topic) for item in pipeline.inputs),
         *(raw(pipeline, item.topic) for item in pipeline.inputs),
-        *(staging(pipeline, pool) for pool in pipeline.staging_pools),
+        *(asset for pool in pipeline.staging_pools for asset in _staging(pipeline, pool)),
         *(published(pipeline, item) for item in pipeline.outputs),
     ]
 
@@ -97,6 +97,26 @@ def raw(pipeline: Pipeline, topic: str) -> AssetsDefinition:
         return batch
 
     return ingest
+
+
+def _staging(pipeline: Pipeline, pool: str) -> list[AssetsDefinition | AssetSpec]:
+    """The topics of a staging pool. Where the file has no rule for the pool, another pipeline file fills the pool."""
+    if pipeline.rules_of(pool):
+        return [staging(pipeline, pool)]
+    return [_filled_elsewhere(pipeline, item) for item in pipeline.outputs_of(pool)]
+
+
+def _filled_elsewhere(pipeline: Pipeline, item: Output) -> AssetSpec:
+    return AssetSpec(
+        names.pool_key(item.pool, item.topic),
+        description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
+        partitions_def=partitions.staging_definition(pipeline, item.pool),
+        group_name=item.pool,
+        kinds={"deltalake"},
+        owners=_owners(pipeline),
+        tags=_tags(pipeline),
+        metadata={"dagster/table_name": f"{item.pool}.{item.topic}"},
+    ).with_io_manager_key("pool_io")
 
 
 def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:

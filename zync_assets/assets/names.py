@@ -10,6 +10,8 @@ import re
 
 from dagster import AssetKey
 
+from zync_assets.pipeline import Pipeline
+
 KAFKA = "kafka"
 """The first part of a topic's asset key; no pool can be called that."""
 
@@ -57,6 +59,13 @@ def ingest_job(topic: str) -> str:
 
 def staging_job(pool: str) -> str:
     return f"etl_and_publish_{pool}"
+
+
+def staging_job_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
+    """What the job of a staging pool makes: the pool's topics, unless another file has their rules, and ``kafka/*``."""
+    topics = [item.topic for item in pipeline.outputs_of(pool)]
+    staged = [pool_key(pool, topic) for topic in topics] if pipeline.rules_of(pool) else []
+    return [*staged, *map(topic_key, topics)]
 
 
 def sensor_name(pipeline: str) -> str:

@@ -110,6 +110,8 @@ def pending_age(
         return conclude(PENDING_AGE, pool, "warn", [str(error)], "", {"pending": 0})
     if state is None:
         return conclude(PENDING_AGE, pool, "warn", [], "nothing transformed yet", {"pending": 0})
+    if not pipeline.rules_of(pool):
+        return conclude(PENDING_AGE, pool, "warn", [], "another pipeline file has the rules", {"pending": 0})
     moment = time.time() if now is None else now
     problems: list[str] = []
     numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}

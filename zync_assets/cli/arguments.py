@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import click
@@ -80,6 +81,20 @@ class TopicName(click.ParamType):
         return str(value)
 
 
+class Duration(click.ParamType):
+    """A time such as ``60s``, ``5m`` or ``1h``, as seconds."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|h)?", text.strip())
+        if found is None:
+            self.fail(f"{shown(text)!r} is no time such as 60s, 5m or 1h, of nine digits at the most", param, ctx)
+        return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
+
+
+DURATION = Duration()
 PARTITION = Whole(0, MAX_PARTITION)
 OFFSET = Whole(0, MAX_OFFSET)
 COUNT = Whole(0, MAX_OFFSET)

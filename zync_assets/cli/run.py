@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from zync_assets.cli.arguments import TOPIC, shown
+from zync_assets.cli.arguments import DURATION, TOPIC, shown
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
 from zync_assets.offsets import OffsetRange
@@ -74,7 +74,11 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     if explain:
         from zync_assets.etl.explain import explain_rules
 
-        click.echo(explain_rules(loaded))
+        statements = explain_rules(loaded)
+        if fmt == "json":
+            print_rows([asdict(statement) for statement in statements], ("kind", "name", "sql"), fmt)
+        else:
+            click.echo("\n\n".join(statement.sql for statement in statements))
         return
     joins = [rule.name for rule in loaded.rules if isinstance(rule, Denorm)]
     for name in waiting:
@@ -116,15 +120,15 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
 @click.command()
 @_pipeline
 @click.option("--until-idle", is_flag=True, help="Stop when nothing is left to do.")
-@click.option("--exit-after", metavar="TIME", help="Stop after this time, such as 60s, 5m or 1h.")
+@click.option("--exit-after", type=DURATION, metavar="TIME", help="Stop after this time, such as 60s, 5m or 1h.")
 @format_option
-def run(pipeline: Path, until_idle: bool, exit_after: str | None, fmt: Format) -> None:
+def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format) -> None:
     """All three steps of PIPELINE in one process with one Spark session, again and again.
 
     Ctrl-C and SIGTERM end it after the commit that is under way.
     """
     loaded = load(pipeline)
-    deadline = time.monotonic() + _seconds(exit_after) if exit_after else None
+    deadline = None if exit_after is None else time.monotonic() + exit_after
     stopping = _stop_on_signals()
     session = _session(loaded, long=not until_idle)
     inputs = [item.topic for item in loaded.inputs]
@@ -279,13 +283,6 @@ def _progress() -> Generator[Told]:
             bar.update(tasks[what], completed=done, total=total, rate=rate)
 
         yield show
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|h)?", text.strip())
-    if found is None:
-        raise ZyncError(f"--exit-after {shown(text)}: give a time such as 60s, 5m or 1h, of nine digits at the most.")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
 
 
 def _stop_on_signals() -> Callable[[], bool]:

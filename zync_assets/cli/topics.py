@@ -14,7 +14,7 @@ from typing import IO, Any, Literal, TypeAlias, TypeVar
 
 import click
 
-from zync_assets.cli.arguments import COUNT, MAX_OFFSET, PARTITION, TOPIC, Whole, shown, whole
+from zync_assets.cli.arguments import COUNT, DURATION, MAX_OFFSET, PARTITION, TOPIC, Whole, shown, whole
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.errors import ZyncError
 from zync_assets.kafka.json_lines import Line, Rendering, parse_line, render
@@ -68,13 +68,12 @@ def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: s
     """A pipeline's broker and registry, or those of the options, of the environment, of zync's files, of this machine."""
     # Imported here: a pipeline file's rules need a SQL parser.
     from zync_assets.pipeline_file import load
-    from zync_assets.pipeline_file.zync_home import home_kafka, home_registry
+    from zync_assets.pipeline_file.zync_home import default_kafka, default_registry
 
     if pipeline is None:
-        servers = bootstrap_servers or os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-        kafka = {"bootstrap.servers": servers} if servers else home_kafka(os.environ)
-        url = registry_url or os.environ.get("SCHEMA_REGISTRY_URL")
-        config = RegistryConfig(url) if url else home_registry(os.environ) or RegistryConfig(REGISTRY)
+        kafka = {"bootstrap.servers": bootstrap_servers} if bootstrap_servers else default_kafka(os.environ)
+        config = RegistryConfig(registry_url) if registry_url else default_registry(os.environ)
+        config = config or RegistryConfig(REGISTRY)
         return Target({"bootstrap.servers": BOOTSTRAP_SERVERS, **kafka}, Registry(config))
     loaded = load(pipeline)
     kafka = {**loaded.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
@@ -90,19 +89,22 @@ def _needed(registry: Registry | None) -> Registry:
 
 @click.command()
 @target_options
+@click.option("--schemas", is_flag=True, help="Show the schema of each latest version too.")
 @format_option
-def ls(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, fmt: Format) -> None:
+def ls(
+    pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, schemas: bool, fmt: Format
+) -> None:
     """List the subjects of the schema registry, each with its latest version and that version's id."""
     registry = _needed(target(pipeline, bootstrap_servers, registry_url).registry)
     subjects = registry.subjects()
     with ThreadPoolExecutor(8) as pool:
         versions = list(pool.map(registry.last_version, subjects))
     rows = [
-        {"subject": subject, "version": found[0], "id": found[1]}
+        {"subject": subject, "version": found.number, "id": found.id, "type": found.type, "schema": found.schema}
         for subject, found in zip(subjects, versions, strict=True)
         if found is not None
     ]
-    print_rows(rows, ["subject", "version", "id"], fmt)
+    print_rows(rows, ["subject", "version", "id", *(("type", "schema") if schemas else ())], fmt)
 
 
 @click.command()
@@ -140,7 +142,7 @@ class StartType(click.ParamType):
         return offset
 
 
-RENDERINGS = click.Choice(["auto", "avro", "json", "string", "bytes"])
+RENDERINGS = click.Choice(["auto", "avro", "connect-json", "json", "string", "bytes"])
 
 
 @click.command()
@@ -158,6 +160,7 @@ RENDERINGS = click.Choice(["auto", "avro", "json", "string", "bytes"])
 @click.option("--partition", type=PARTITION, help="Only this partition.")
 @click.option("--count", type=COUNT, help="Stop after so many records.")
 @click.option("--until-end", is_flag=True, help="Stop at the end that the topic has now.")
+@click.option("--timeout", type=DURATION, metavar="TIME", help="Stop after so long without a record, such as 10s.")
 @click.option("--key-format", type=RENDERINGS, default="auto", show_default=True)
 @click.option("--value-format", type=RENDERINGS, default="auto", show_default=True)
 def consume(
@@ -169,6 +172,7 @@ def consume(
     partition: int | None,
     count: int | None,
     until_end: bool,
+    timeout: float | None,
     key_format: Rendering,
     value_format: Rendering,
 ) -> None:
@@ -181,7 +185,7 @@ def consume(
     state = topic_state(where.kafka, topic)
     starts = _starts(state, start, partition)
     ends = {item.partition: item.end for item in state.partitions} if until_end else None
-    for record in islice(follow(where.kafka, topic, starts, ends), count):
+    for record in islice(follow(where.kafka, topic, starts, ends, timeout), count):
         print_json(render(record, where.registry, key_format, value_format))
 
 
@@ -197,7 +201,8 @@ def _starts(state: TopicState, start: Start, partition: int | None) -> dict[int,
     return {item.partition: min(max(start, item.low), item.end) for item in chosen}
 
 
-ENCODINGS = click.Choice(["avro", "json", "string"])
+ENCODINGS = click.Choice(["avro", "connect-json", "json", "string"])
+_WITH_SCHEMA = ("avro", "connect-json")
 SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -207,8 +212,8 @@ SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @target_options
 @click.option("--format", "encoding", type=ENCODINGS, default="avro", show_default=True, help="How values are written.")
 @click.option("--key-format", "key_encoding", type=ENCODINGS, help="How keys are written.  [default: as values are]")
-@click.option("--schema", type=SCHEMA_FILE, help="The values' Avro schema.  [default: inferred from all of FILE]")
-@click.option("--key-schema", type=SCHEMA_FILE, help="The keys' Avro schema.  [default: inferred from all of FILE]")
+@click.option("--schema", type=SCHEMA_FILE, help="The values' schema.  [default: inferred from all of FILE]")
+@click.option("--key-schema", type=SCHEMA_FILE, help="The keys' schema.  [default: inferred from all of FILE]")
 @click.option("--create", is_flag=True, help="Create the topic if it is not there.")
 @click.option("--partitions", type=Whole(1, 100_000), default=1, show_default=True, help="Of a topic that is created.")
 def produce(
@@ -228,12 +233,13 @@ def produce(
 
     A line is {"key": …, "value": …}, with headers, partition and timestamp if need be, as `zync consume`
     prints them; or any other JSON value, which becomes a value with a null key. A null value is a tombstone.
-    Avro schemas are registered under TOPIC-key and TOPIC-value.
+    A schema is one of Avro, or with connect-json one of Kafka Connect. Avro schemas are registered under TOPIC-key and
+    TOPIC-value.
     """
     where = target(pipeline, bootstrap_servers, registry_url)
     lines: Iterable[Line] = _lines(file)
     keys = key_encoding or encoding
-    infers = (encoding == "avro" and schema is None) or (keys == "avro" and key_schema is None)
+    infers = (encoding in _WITH_SCHEMA and schema is None) or (keys in _WITH_SCHEMA and key_schema is None)
     if infers:
         lines = list(lines)
     known = lines if isinstance(lines, list) else []
@@ -265,19 +271,22 @@ def _encoder(
     schema: Path | None,
     values: list[Any],
 ) -> Encode:
-    if encoding != "avro":
+    if encoding == "json" or encoding == "string":
         return text_encoder(encoding)
     given = [value for value in values if value is not None]
     if schema is None and not given:
         # Nothing but nulls: there is nothing to encode, and nothing to register.
         return text_encoder("json")
-    if schema is not None:
-        text = schema.read_text(encoding="utf-8")
-    else:
-        from zync_assets.codecs.infer import infer_schema
+    text = None if schema is None else schema.read_text(encoding="utf-8")
+    name = avro_name(topic if side == "value" else f"{topic}_key")
+    # Imported here: Arrow takes longer to load than most commands run.
+    if encoding == "connect-json":
+        from zync_assets.kafka.json_connect import connect_encoder, inferred_connect_schema
 
-        text = infer_schema(given, avro_name(topic if side == "value" else f"{topic}_key"))
-    return avro_encoder(_needed(where.registry), f"{topic}-{side}", text)
+        return connect_encoder(text or inferred_connect_schema(given, name))
+    from zync_assets.codecs.infer import infer_schema
+
+    return avro_encoder(_needed(where.registry), f"{topic}-{side}", text or infer_schema(given, name))
 
 
 def avro_name(text: str) -> str:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from zync_assets.etl.headers import headers_sql
 from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Stateless
 from zync_assets.sql_text import shape_sql
 
 
-def explain_rules(pipeline: Pipeline) -> str:
+@dataclass(frozen=True)
+class Statement:
+    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, or the ``rule`` of that name."""
+
+    kind: Literal["shape", "assignment", "rule"]
+    name: str
+    sql: str
+
+
+def explain_rules(pipeline: Pipeline) -> list[Statement]:
     """One statement for each shape of an input, each input (which rule takes a record) and each rule (what it makes), in the
     file's order."""
-    parts = [_shape(item, item.shape) for item in pipeline.inputs if item.shape is not None]
-    parts += [_assignment(item, pipeline.rules) for item in pipeline.inputs]
-    parts += [_stateless(rule) if isinstance(rule, Stateless) else _denorm(rule) for rule in pipeline.rules]
-    return "\n\n".join(parts)
+    shapes = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
+    assignments = [Statement("assignment", item.topic, _assignment(item, pipeline.rules)) for item in pipeline.inputs]
+    rules = [
+        Statement("rule", rule.name, _stateless(rule) if isinstance(rule, Stateless) else _denorm(rule))
+        for rule in pipeline.rules
+    ]
+    return [*shapes, *assignments, *rules]
 
 
 def _shape(item: Input, shape: RecordShape) -> str:

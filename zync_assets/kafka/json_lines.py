@@ -19,7 +19,7 @@ from zync_assets.kafka.json_avro import value_of
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.tail import Record
 
-Rendering: TypeAlias = Literal["auto", "avro", "json", "string", "bytes"]
+Rendering: TypeAlias = Literal["auto", "avro", "connect-json", "json", "string", "bytes"]
 
 _MOST_INT32, _MOST_INT64 = (1 << 31) - 1, (1 << 63) - 1
 
@@ -103,6 +103,14 @@ def _rendered(data: bytes | None, registry: Registry | None, rendering: Renderin
             return json.loads(data)
         except ValueError as error:
             raise SchemaError(f"{what} is no JSON: {error}; try another format") from None
+    if rendering == "connect-json":
+        # Imported here: Arrow takes longer to load than most commands run.
+        from zync_assets.kafka.json_connect import connect_value
+
+        try:
+            return connect_value(data)
+        except SchemaError as error:
+            raise SchemaError(f"{what}: {error}; try another format") from None
     framed = len(data) > 4 and data[0] == 0
     if rendering == "avro" and not framed:
         raise SchemaError(f"{what} is no Avro with a schema id; try another format")

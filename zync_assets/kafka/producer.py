@@ -17,7 +17,7 @@ from zync_assets.kafka.json_lines import Line, text_bytes
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import topic_states
 
-Encoding: TypeAlias = Literal["avro", "json", "string"]
+Encoding: TypeAlias = Literal["avro", "connect-json", "json", "string"]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 STALLED = 30.0

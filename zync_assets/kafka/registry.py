@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from zync_assets.errors import SchemaError, SchemaUnknown
@@ -40,6 +41,16 @@ def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: s
         )
     full = full_name(document["name"], document.get("namespace", ""))
     return full if strategy == "record" else f"{topic}-{full}"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a subject. ``type``: ``AVRO``, ``JSON`` or ``PROTOBUF``; ``schema``: its text, as it was registered."""
+
+    number: int
+    id: int
+    type: str
+    schema: str
 
 
 class Registry:
@@ -80,13 +91,14 @@ class Registry:
             return None
         return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
 
-    def last_version(self, subject: str) -> tuple[int, int] | None:
-        """The number and the schema id of a subject's latest version; None if there is no such subject."""
+    def last_version(self, subject: str) -> Version | None:
+        """A subject's latest version; None if there is no such subject."""
         try:
             found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
         except SchemaUnknown:
             return None
-        return int(found.version or 0), int(found.schema_id or 0)
+        kind = found.schema.schema_type or "AVRO"
+        return Version(int(found.version or 0), int(found.schema_id or 0), kind, str(found.schema.schema_str))
 
     def register(self, subject: str, schema_json: str) -> int:
         """Register a schema under ``subject`` and return its id; the same schema again gives the same id.

@@ -8,12 +8,16 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from confluent_kafka import Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
+from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import STALLED, end_reported, open_consumer
 from zync_assets.kafka.taken import troubles_of
 
 log = logging.getLogger(__name__)
+
+ANSWER = 10.0
+"""Seconds that a broker has to answer before it counts as absent."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,13 @@ def follow(
     topic: str,
     starts: Mapping[int, int],
     ends: Mapping[int, int] | None = None,
+    patience: float | None = None,
 ) -> Iterator[Record]:
     """The records of the partitions in ``starts`` from those offsets on: up to ``ends`` by partition, or for ever.
 
     In order within a partition; partitions come as they answer. With ``ends``, BrokerUnavailable after a
-    minute without progress; without, an outage is logged and waited for.
+    minute without progress; without, an outage is logged and waited for. ``patience``: seconds without a record
+    after which the records end; BrokerUnavailable if no broker answers at that moment.
     """
     open_ends = {place: ends[place] for place, first in starts.items() if first < ends[place]} if ends else None
     if open_ends is not None and not open_ends:
@@ -54,6 +60,9 @@ def follow(
             connection.raise_missing(topic)
             if messages:
                 progress = time.monotonic()
+            elif patience is not None and time.monotonic() - progress > patience:
+                _ask_broker(consumer, connection, topic, doing)
+                return
             elif open_ends is not None and time.monotonic() - progress > STALLED:
                 raise connection.unavailable(doing)
             elif open_ends is None and connection.trouble is not None:
@@ -71,6 +80,14 @@ def follow(
                     reached = end_reported(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
                 if open_ends is not None and reached >= open_ends.get(place, reached + 1):
                     del open_ends[place]
+
+
+def _ask_broker(consumer: Consumer, connection: Connection, topic: str, doing: str) -> None:
+    """BrokerUnavailable unless a broker answers: silence of an absent broker is no end of the records."""
+    try:
+        consumer.list_topics(topic, timeout=ANSWER)
+    except KafkaException:
+        raise connection.unavailable(doing) from None
 
 
 def _record(topic: str, message: Message) -> Record:

@@ -18,7 +18,7 @@ from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
-from zync_assets.pipeline_file.zync_home import home_kafka, home_registry
+from zync_assets.pipeline_file.zync_home import default_kafka, default_registry
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
@@ -29,6 +29,7 @@ _KEYS = (
     *("inputs", "outputs", "output", "transforms"),
 )
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
+_ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
@@ -53,18 +54,19 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
 
 def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     name = _name(fields, path)
-    kafka = _properties(fields, "kafka") if "kafka" in fields else home_kafka(env)
+    kafka = _properties(fields, "kafka") if "kafka" in fields else default_kafka(env)
     if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
         fields.problem("kafka", "oauth_cb must name a function, as in package.module:function")
-    # librdkafka knows it by two names, and takes the union of both.
+    # librdkafka has two names for the brokers' addresses, and uses the addresses of both.
     if "metadata.broker.list" not in kafka:
-        kafka.setdefault("bootstrap.servers", DEFAULT_BOOTSTRAP_SERVERS)
+        kafka.setdefault("bootstrap.servers", env.get("KAFKA_BOOTSTRAP_SERVERS") or DEFAULT_BOOTSTRAP_SERVERS)
     lake = read_lake(fields, path, env)
     spark = _spark(fields, env)
     settle = fields.number("settle")
-    inputs, input_lines = read_inputs(fields)
-    outputs = read_outputs(fields, input_lines)
-    rules = _rules(fields, inputs, outputs)
+    parts = _parts(fields)
+    inputs, input_lines = read_inputs(fields) if "inputs" in parts else ({}, {})
+    outputs = read_outputs(fields, input_lines) if "outputs" in parts else {}
+    rules = _rules(fields, inputs, outputs) if "transforms" in parts else ()
     good_inputs = tuple(item for item in inputs.values() if item is not None)
     good_outputs = tuple(item for item in outputs.values() if item is not None)
     sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
@@ -85,6 +87,15 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     )
 
 
+def _parts(fields: Fields) -> frozenset[str]:
+    """The sections that the file must have. A file of inputs alone ingests; a file of outputs alone publishes."""
+    sections = {
+        *(name for name in ("inputs", "outputs", "transforms") if name in fields),
+        *(("outputs",) if "output" in fields else ()),
+    }
+    return frozenset(sections if sections in ({"inputs"}, {"outputs"}) else ("inputs", "outputs", "transforms"))
+
+
 def _name(fields: Fields, path: Path) -> str:
     name = fields.text("name") if "name" in fields else None
     if name is None:
@@ -102,7 +113,7 @@ def _properties(fields: Fields, key: str) -> dict[str, str]:
 def _registry(fields: Fields, env: Mapping[str, str], needed: bool) -> RegistryConfig | None:
     table = fields.table("registry")
     if table is None:
-        found = None if "registry" in fields else home_registry(env)
+        found = None if "registry" in fields else default_registry(env)
         if found is not None:
             return found
         return RegistryConfig(DEFAULT_REGISTRY) if needed else None
@@ -168,7 +179,10 @@ def _checked_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
 def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, Output | None]) -> tuple[Rule, ...]:
     node = fields.node("transforms")
     if node is None:
-        fields.problem("transforms", "is missing; write a list of rules, each with type: denorm or type: stateless")
+        alone = "" if "transforms" in fields else _ALONE
+        fields.problem(
+            "transforms", f"is missing; write a list of rules, each with type: denorm or type: stateless{alone}"
+        )
         return ()
     if not isinstance(node, Items) or not node.items:
         found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"

@@ -29,6 +29,21 @@ _KAFKA = {
 _REGISTRY = ("url", "user", "password")
 
 
+def default_kafka(env: Mapping[str, str]) -> dict[str, str]:
+    """librdkafka's properties where neither a file nor an option names a broker.
+
+    ``$KAFKA_BOOTSTRAP_SERVERS`` comes before ``~/.zync/kafka.json``. Empty where there is neither.
+    """
+    servers = env.get("KAFKA_BOOTSTRAP_SERVERS")
+    return {"bootstrap.servers": servers} if servers else home_kafka(env)
+
+
+def default_registry(env: Mapping[str, str]) -> RegistryConfig | None:
+    """The registry of ``$SCHEMA_REGISTRY_URL``, else of ``~/.zync/schema_registry.json``; None where there is neither."""
+    url = env.get("SCHEMA_REGISTRY_URL")
+    return RegistryConfig(url) if url else home_registry(env)
+
+
 def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
     """librdkafka's properties from ``kafka.json``; none where there is no such file.
 

@@ -40,6 +40,28 @@ def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path
     ]
 
 
+@pytest.mark.parametrize(
+    ("kept", "assets", "jobs"),
+    [
+        ("inputs", {"kafka/a", "Raw/a"}, ["ingest_a"]),
+        ("outputs", {"Staging/b", "kafka/b"}, ["etl_and_publish_Staging"]),
+    ],
+)
+def test_a_file_of_inputs_alone_or_of_outputs_alone_is_a_graph(
+    file: Path, kept: str, assets: set[str], jobs: list[str]
+) -> None:
+    dropped = ("transforms", "outputs" if kept == "inputs" else "inputs")
+    file.write_text("".join(line for line in FILE.splitlines(keepends=True) if not line.startswith(dropped)))
+    definitions = load_definitions({"ZYNC_PIPELINE": str(file)})
+    Definitions.validate_loadable(definitions)
+    graph = definitions.resolve_asset_graph()
+    assert {key.to_user_string() for key in graph.get_all_asset_keys()} == assets
+    assert {key.to_user_string() for key in graph.executable_asset_keys} == (
+        {"Raw/a"} if kept == "inputs" else {"kafka/b"}
+    )
+    assert [item.name for item in definitions.resolve_all_job_defs() if not item.name.startswith("__")] == jobs
+
+
 def test_a_broken_file_says_all_that_is_wrong_with_it(file: Path) -> None:
     file.write_text(FILE.replace("pool: Raw", "pool: kafka").replace("type: stateless", "type: statelss"))
     with pytest.raises(PipelineFileError) as caught:

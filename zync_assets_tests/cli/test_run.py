@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.local.services import Services
+from zync_assets_tests.shop import read_topic
+from zync_assets_tests.steps.mini import BOTH, JOIN, mini, row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 DEMO = str(Path(__file__).parents[2] / "demo" / "invoices.yaml")
 
@@ -17,3 +25,50 @@ def test_a_rule_that_is_none_is_said_with_those_that_are() -> None:
     assert "--retry-pending status-update: no denorm rule of this pipeline is called so; there are new-invoice." in (
         result.stderr
     )
+
+
+def test_explain_gives_an_object_a_statement_to_a_pipe() -> None:
+    result = CliRunner().invoke(main, ["etl", "--explain", "--format", "json", DEMO])
+    assert result.exit_code == 0, result.output
+    statements = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(found["kind"], found["name"]) for found in statements] == [
+        ("assignment", "Invoices"),
+        ("assignment", "InvoiceStatus"),
+        ("rule", "new-invoice"),
+        ("rule", "status-update"),
+        ("rule", "invoice-delete"),
+    ]
+    assert all("SELECT" in found["sql"] for found in statements)
+    as_text = CliRunner().invoke(main, ["etl", "--explain", DEMO]).stdout
+    assert as_text == "\n\n".join(found["sql"] for found in statements) + "\n"
+
+
+def test_one_file_ingests_another_transforms_and_a_third_publishes(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A file of inputs alone, a file with rules and a file of outputs alone share one lake."""
+    whole = mini(services, spark, tmp_path, unique, BOTH + JOIN)
+    whole.send(whole.left, row(1, "l"), row(2, "waits"))
+    whole.send(whole.right, row(1, "r"))
+
+    def zync(*arguments: str) -> list[dict[str, object]]:
+        path = str(whole.pipeline.path)
+        result = CliRunner().invoke(main, [*arguments[:1], path, *arguments[1:], "--format", "json"])
+        assert result.exit_code == 0, result.output
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    inputs, outputs = BOTH.split("outputs:")
+    whole.edited(inputs)
+    assert [(done["step"], done["records"]) for done in zync("run", "--until-idle")] == [("ingest", 2), ("ingest", 1)]
+    zync("check")
+    assert {found["topic"] for found in zync("status")} == {whole.left, whole.right}
+
+    whole.edited(BOTH + JOIN)
+    assert [done["records"] for done in zync("etl")] == [1]
+
+    publishes = whole.edited("outputs:" + outputs)
+    assert [(done["step"], done["records"]) for done in zync("run", "--until-idle")] == [("publish", 1)]
+    zync("check")
+    assert [found["topic"] for found in zync("status")] == [whole.out]
+    assert len(read_topic(services.bootstrap_servers, whole.out)) == 1
+    assert publishes.pipeline.inputs == ()

@@ -133,6 +133,57 @@ def test_other_formats_than_avro(zync: Zync, topic: str) -> None:
     assert f"{topic}/0 offset 0" in refused.stderr
 
 
+def test_connect_json_goes_both_ways(zync: Zync, topic: str, tmp_path: Path) -> None:
+    """With a schema of the user's, whose types JSON lacks, and with a schema inferred from the lines."""
+    types: dict[str, dict[str, Any]] = {
+        "id": {"type": "int32"},
+        "day": {"type": "int32", "name": "org.apache.kafka.connect.data.Date"},
+        "at": {"type": "int64", "name": "org.apache.kafka.connect.data.Timestamp"},
+        "raw": {"type": "bytes"},
+        "price": {
+            "type": "bytes",
+            "name": "org.apache.kafka.connect.data.Decimal",
+            "parameters": {"scale": "2", "connect.decimal.precision": "9"},
+        },
+        "note": {"type": "string", "optional": True},
+    }
+    schema = tmp_path / "order.json"
+    fields = [{"field": name, **{"optional": False, **kind}} for name, kind in types.items()]
+    schema.write_text(json.dumps({"type": "struct", "optional": False, "fields": fields}))
+    raw = base64.b64encode(b"\xff\x00").decode()
+    order = {
+        "id": 1,
+        "day": "2024-05-01",
+        "at": "2024-05-01T10:00:00+00:00",
+        "raw": raw,
+        "price": "12.50",
+        "note": None,
+    }
+    connect = ("--format", "connect-json", "--schema", str(schema))
+    assert zync("produce", topic, *connect, stdin=json.dumps({"key": "k", "value": order})).exit_code == 0
+    assert zync("produce", topic, "--format", "connect-json", stdin='{"a": [1]}\n{"a": null}').exit_code == 0
+
+    sent = [json.loads(value) for _, value in consumed(zync, topic)]
+    assert [set(record) for record in sent] == [{"schema", "payload"}] * 3
+    assert sent[0]["payload"]["day"] == 19844
+    found = consumed(zync, topic, "--value-format", "connect-json", "--key-format", "connect-json")
+    assert found == [("k", order), (None, {"a": [1]}), (None, {"a": None})]
+
+    for wrong, named in (({**order, "colour": "red"}, "colour"), ({**order, "id": "one"}, "id"), ({"id": 1}, "day")):
+        result = zync("produce", topic, *connect, "--key-format", "string", stdin=json.dumps(wrong))
+        assert (result.exit_code, named in result.stderr) == (1, True), result.stderr
+    assert zync("produce", topic, "--format", "string", stdin='"no json"').exit_code == 0
+    refused = zync("consume", topic, "--from", "3", "--until-end", "--value-format", "connect-json")
+    assert refused.exit_code == 1
+    assert f"{topic}/0 offset 3" in refused.stderr
+
+
+def test_consume_ends_when_no_record_comes_for_the_given_time(zync: Zync, topic: str) -> None:
+    zync("produce", topic, stdin='{"a": 1}\n{"a": 2}')
+    assert [row["value"]["a"] for row in rows(zync("consume", topic, "--timeout", "2s"))] == [1, 2]
+    assert zync("consume", topic, "--timeout", "soon").exit_code == 2
+
+
 def test_bytes_that_are_nothing_known_are_shown_as_base64(zync: Zync, kafka: dict[str, str], topic: str) -> None:
     producer = Producer({**kafka, "log_level": 0})
     # The second begins like Avro with a schema id, which no registry knows.
@@ -166,6 +217,10 @@ def test_the_registrys_subjects(zync: Zync, topic: str) -> None:
     assert found[f"{topic}-value"]["version"] == 2
     assert found[f"{topic}-value"]["id"] > 0
     assert f"{topic}-value" in zync("ls").stdout
+
+    shown = {row["subject"]: row for row in rows(zync("ls", "--schemas", "--format", "json"))}[f"{topic}-value"]
+    assert shown["type"] == "AVRO"
+    assert [field["name"] for field in json.loads(shown["schema"])["fields"]] == ["a", "b"]
 
 
 @pytest.mark.parametrize("command", [("info",), ("consume", "--until-end"), ("produce",)])

@@ -50,10 +50,30 @@ def read(folder: Path, text: str, **env: str) -> Pipeline:
     return load(file, env)
 
 
+def explained(pipeline: Pipeline) -> str:
+    return "\n".join(statement.sql for statement in explain_rules(pipeline))
+
+
 def problems(folder: Path, text: str, **env: str) -> tuple[Problem, ...]:
     with pytest.raises(PipelineFileError) as caught:
         read(folder, text, **env)
     return caught.value.problems
+
+
+def test_a_file_of_inputs_alone_ingests_and_a_file_of_outputs_alone_publishes(tmp_path: Path) -> None:
+    ingests = read(tmp_path, "inputs: [{topic: A, pool: Raw}]")
+    assert ([item.topic for item in ingests.inputs], ingests.outputs, ingests.rules) == (["A"], (), ())
+    publishes = read(tmp_path, "output: {topic: C, pool: Staging}")
+    assert (publishes.inputs, [item.topic for item in publishes.outputs], publishes.rules) == ((), ["C"], ())
+
+
+def test_inputs_with_outputs_need_rules_and_rules_need_both(tmp_path: Path) -> None:
+    both = "inputs: [{topic: A, pool: Raw}]\noutputs: [{topic: C, pool: Staging}]\n"
+    assert [found.key for found in problems(tmp_path, both)] == ["transforms"]
+    assert "of inputs alone, which ingests" in problems(tmp_path, both)[0].message
+    rule = "transforms: [{type: stateless, in: A, out: C, key: in.key, value: in.value}]\n"
+    assert {found.key for found in problems(tmp_path, rule)} >= {"inputs", "outputs"}
+    assert {found.key for found in problems(tmp_path, "name: empty\n")} == {"inputs", "outputs", "transforms"}
 
 
 def test_the_demo_s_file() -> None:
@@ -153,10 +173,10 @@ def test_a_shape_is_a_filter_and_a_mapping(tmp_path: Path) -> None:
     assert made is not None
     assert (made.where, made.sides) == ("value.a > 1", {"key": None, "value": {"a": "value.a", "deep": {"b": "key.b"}}})
     assert pipeline.input("B").shape is None
-    assert "CASE WHEN value IS NOT NULL THEN named_struct('a', (value.a)" in explain_rules(pipeline)
+    assert "CASE WHEN value IS NOT NULL THEN named_struct('a', (value.a)" in explained(pipeline)
     shaped = GOOD.replace("C, pool: Staging}", "C, pool: Staging, shape: {where: key is not null, key: {k: key}}}")
     assert [rule.keep for rule in read(tmp_path, shaped).rules] == ["(left.key) is not null", "(in.key) is not null"]
-    assert "named_struct('k', ((in.key))) AS key" in explain_rules(read(tmp_path, shaped))
+    assert "named_struct('k', ((in.key))) AS key" in explained(read(tmp_path, shaped))
 
 
 def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:

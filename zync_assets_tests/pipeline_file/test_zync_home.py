@@ -74,6 +74,17 @@ def test_what_the_file_says_wins_as_a_whole(tmp_path: Path) -> None:
     )
 
 
+def test_the_environment_comes_before_them(tmp_path: Path) -> None:
+    path = home(tmp_path, kafka=KAFKA, schema_registry=REGISTRY) / "p.yaml"
+    env = {"HOME": str(tmp_path), "KAFKA_BOOTSTRAP_SERVERS": "env:9092", "SCHEMA_REGISTRY_URL": "http://env:8081"}
+    path.write_text(FILE)
+    found = load(path, env)
+    assert found.kafka == {"bootstrap.servers": "env:9092"}
+    assert found.registry is not None and found.registry.url == "http://env:8081"
+    path.write_text("kafka: {client.id: shop}\n" + FILE)
+    assert load(path, env).kafka == {"client.id": "shop", "bootstrap.servers": "env:9092"}
+
+
 def test_without_them_the_defaults_hold(tmp_path: Path) -> None:
     for folder in (tmp_path, home(tmp_path, schema_registry={})):
         found = loaded(folder)
