@@ -94,7 +94,8 @@ def arranged(
     found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds)} AS bucket")
     found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
     rows = found.sortWithinPartitions(*(f"ord_{name}" for name in _ORDER))
-    if not bounds:
+    # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
+    if not bounds or not outs:
         return rows.selectExpr(*columns, "bucket", "0L AS first")
     firsts = _firsts(found, len(bounds) + 1, outs).scalar().alias("firsts")
     place = f"element_at(firsts, {_topic_sql(outs)} * {len(bounds) + 1} + bucket + 1)"

@@ -77,3 +77,13 @@ def test_a_bucket_holds_what_lies_from_its_bound_on(spark: SparkSession) -> None
     assert {row.number: row.first for row in rows} == {0: 0, 1: 0, 2: 1, 3: 1}, "how many of its topic come before"
     whole = numbering.arranged(frame, [], ["number"], ["0", "1"], together=True).collect()
     assert [(row.number, row.bucket, row.first) for row in whole] == [(number, 0, 0) for number in range(4)]
+
+
+def test_rows_without_any_output_topic_are_put_into_buckets(spark: SparkSession) -> None:
+    epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+    frame = spark.createDataFrame(
+        [("pending", 0, number, (epoch + dt.timedelta(milliseconds=number), 0, 0, 0)) for number in range(4)],
+        "kind string, rule int, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
+    )
+    rows = numbering.arranged(frame, [2], ["number"], []).collect()
+    assert sorted((row.number, row.bucket, row.first) for row in rows) == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 1, 0)]
