@@ -70,7 +70,8 @@ class Out:
 
 @dataclass
 class Model:
-    """``inputs``: topics in the pipeline file's order. ``drops``: topics that say ``unmatched: drop``."""
+    """One staging pool. ``inputs``: topics in the pipeline file's order; ``rules``: those of the pool alone, in the file's order,
+    since each pool takes a record by its own rules. ``drops``: topics that say ``unmatched: drop``."""
 
     inputs: Sequence[str]
     rules: Sequence[OneToOne | Pair]

@@ -76,7 +76,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
 
         statements = explain_rules(loaded)
         if fmt == "json":
-            print_rows([asdict(statement) for statement in statements], ("kind", "name", "sql"), fmt)
+            print_rows([asdict(statement) for statement in statements], ("kind", "name", "pool", "sql"), fmt)
         else:
             click.echo("\n\n".join(statement.sql for statement in statements))
         return

@@ -13,23 +13,31 @@ from zync_assets.sql_text import shape_sql
 
 @dataclass(frozen=True)
 class Statement:
-    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, or the ``rule`` of that name."""
+    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, or the ``rule`` of that name; ``pool``:
+    the staging pool of an assignment or a rule."""
 
     kind: Literal["shape", "assignment", "rule"]
     name: str
     sql: str
+    pool: str | None = None
 
 
 def explain_rules(pipeline: Pipeline) -> list[Statement]:
-    """One statement for each shape of an input, each input (which rule takes a record) and each rule (what it makes), in the
-    file's order."""
-    shapes = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
-    assignments = [Statement("assignment", item.topic, _assignment(item, pipeline.rules)) for item in pipeline.inputs]
-    rules = [
-        Statement("rule", rule.name, _stateless(rule) if isinstance(rule, Stateless) else _denorm(rule))
-        for rule in pipeline.rules
-    ]
-    return [*shapes, *assignments, *rules]
+    """One statement for each shape of an input, for each input that a staging pool reads (which rule of the pool takes a
+    record), and for each rule (what the rule makes), in the file's order."""
+    found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
+    for pool in pipeline.staging_pools:
+        rules = pipeline.rules_of(pool)
+        read = {topic for rule in rules for topic in rule.topics}
+        found += [
+            Statement("assignment", item.topic, _assignment(item, pool, rules), pool)
+            for item in pipeline.inputs
+            if item.topic in read
+        ]
+    for rule in pipeline.rules:
+        sql = _stateless(rule) if isinstance(rule, Stateless) else _denorm(rule)
+        found.append(Statement("rule", rule.name, sql, pipeline.output(rule.out).pool))
+    return found
 
 
 def _shape(item: Input, shape: RecordShape) -> str:
@@ -43,14 +51,14 @@ def _shape(item: Input, shape: RecordShape) -> str:
     )
 
 
-def _assignment(item: Input, rules: tuple[Rule, ...]) -> str:
+def _assignment(item: Input, pool: str, rules: tuple[Rule, ...]) -> str:
     cases = list(_cases(item.topic, rules))
     settled = "'dropped'" if item.unmatched == "drop" else "'unmatched'"
     lines = [f"  WHEN {condition} THEN '{name}'" for name, condition in cases]
     lines.append(f"  WHEN value IS NULL THEN 'dropped' ELSE {settled}")
     return "\n".join(
         [
-            f"-- {item.topic}: the first rule whose condition holds takes the record",
+            f"-- {item.topic}, for {pool}: the first rule of the pool whose condition holds takes the record",
             "SELECT kafka, key, value, CASE",
             *lines,
             f"END AS rule FROM {_table(item.pool, item.topic)}",

@@ -75,13 +75,12 @@ def failing_records(
     item: Input,
     frame: DataFrame,
     rules: Sequence[Rule],
-    own: Sequence[int],
     others: Mapping[str, DataFrame],
     known: str,
 ) -> DataFrame:
     """The records of a topic that fail in a ``where`` or a ``join-on``: partition, offset, ``rule`` (its index), ``failed``.
 
-    ``own``: indexes of the rules whose ``join-on`` counts; ``others``: the record frames of all topics that have a table;
+    ``rules``: the staging pool's; ``others``: the record frames of all topics that have a table;
     ``known``: a condition for records that are not looked at.
     """
     asked = conditions(item, frame, rules)
@@ -99,8 +98,7 @@ def failing_records(
         "kafka", "wrong", "taken", "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
     )
     joins: list[str] = []
-    for index in own:
-        rule = rules[index]
+    for index, rule in enumerate(rules):
         if not isinstance(rule, Denorm) or item.topic not in rule.topics:
             continue
         sides = {"left": rule.left, "right": rule.right}

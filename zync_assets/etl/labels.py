@@ -10,7 +10,7 @@ from zync_assets.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Labels:
-    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of the rules, by index."""
+    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index."""
 
     topics: Sequence[str]
     rules: Sequence[str]
@@ -24,9 +24,7 @@ class Labels:
         return ", ".join(str(index) for index, name in enumerate(self.outs) if name == out) or "NULL"
 
 
-def labels_of(pipeline: Pipeline) -> Labels:
-    return Labels(
-        [item.topic for item in pipeline.inputs],
-        [rule.name for rule in pipeline.rules],
-        [rule.out for rule in pipeline.rules],
-    )
+def labels_of(pipeline: Pipeline, pool: str) -> Labels:
+    """The labels of a staging pool's batches: all inputs of the file, and the pool's own rules."""
+    rules = pipeline.rules_of(pool)
+    return Labels([item.topic for item in pipeline.inputs], [rule.name for rule in rules], [rule.out for rule in rules])

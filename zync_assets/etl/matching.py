@@ -84,7 +84,7 @@ class Taken:
 
 
 def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Taken:
-    """Give each record to the first rule that names its topic and whose ``where`` holds.
+    """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
     ``failed``: a condition for the records of which it is known that an expression fails on them; they go to no rule
     (FAILED), and none looks at them.
@@ -158,16 +158,15 @@ def singles(
     """What becomes of a topic's new records, but for those that a denorm rule takes; all in one pass over them.
 
     ``targets``: the pool's stateless rules, by index; ``joined``: its denorm rules, whose records are not in the result;
-    ``untyped``: rules whose types can't be told yet, so that they must take no record (kind ``untyped``). Records of other
-    pools' rules are dropped here. What no rule takes is unmatched, or dropped where the file says so; so is a tombstone
-    that no rule takes, since Debezium writes one after each delete. ``made_by``: as in ``columns``.
+    ``untyped``: rules whose types can't be told yet, so that they must take no record (kind ``untyped``). A record that no
+    rule of the pool takes is unmatched, or dropped where the file says so. A tombstone that no rule takes is dropped, since
+    Debezium writes one after each delete. ``made_by``: as in ``columns``.
     """
     fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
     kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined"}
     fates = taken.choice(
         {index: text_sql(name) for index, name in kinds.items()},
-        "'dropped'",
-        f"CASE WHEN in.value IS NULL THEN 'dropped' ELSE '{fate}' END",
+        none=f"CASE WHEN in.value IS NULL THEN 'dropped' ELSE '{fate}' END",
     )
     known = taken.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}

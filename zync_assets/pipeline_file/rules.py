@@ -57,7 +57,7 @@ def read_rules(
         names.setdefault(name, fields.line_of("name"))
         if found is not None:
             placed.append(found)
-    _check_reach(placed)
+    _check_reach(placed, {topic: item.pool for topic, item in outputs.items() if item is not None})
     return tuple(_composed(placed, outputs))
 
 
@@ -187,10 +187,12 @@ def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side:
     return read_shape(node, fields.key(key), fields.line_of(key), roots, fields.problems)
 
 
-def _check_reach(placed: list[_Placed]) -> None:
+def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
+    """A problem for each rule whose records an earlier rule of the same staging pool takes. ``pools``: of the outputs."""
     for index, later in enumerate(placed):
+        rivals = [item for item in placed[:index] if pools.get(item.rule.out) == pools.get(later.rule.out)]
         for topic, condition in later.conditions.items():
-            for earlier in placed[:index]:
+            for earlier in rivals:
                 if topic in earlier.conditions and leaves_nothing(earlier.conditions[topic], condition):
                     where = "where" if "where" in later.fields else ("in" if "in" in later.fields else "left")
                     line = earlier.fields.line

@@ -47,10 +47,9 @@ class EtlRun:
         """``waiting``: the batch's; ``failures``: records that a rule is known to fail on, and that go into quarantine."""
         self.pipeline, self.batch, self.waiting, self.failures = pipeline, batch, waiting, failures
         self.plan, self.spark = batch.plan, batch.spark
-        self.rules = pipeline.rules
-        self.ours = [rule in pipeline.rules_of(self.plan.pool) for rule in self.rules]
+        self.rules = pipeline.rules_of(self.plan.pool)
         self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
-        self.labels = labels_of(pipeline)
+        self.labels = labels_of(pipeline, self.plan.pool)
         self.uri = storage.staging_uri(pipeline.lake, self.plan.pool)
         states = ((topic, state) for topic, state in self.plan.raw.items() if state is not None)
         self.files = {topic: raw.raw_files(state, self.plan.reads(topic)) for topic, state in states}
@@ -159,10 +158,10 @@ class EtlRun:
             for topic, frame in frames.items()
             if self.plan.reads(topic) or self.plan.reads_nothing
         }
-        own = {index: rule for index, rule in enumerate(self.rules) if self.ours[index]}
-        untyped = [index for index, rule in own.items() if rule.name in types[rule.out].untyped]
-        joins = {i: rule for i, rule in own.items() if isinstance(rule, Denorm) and i not in untyped}
-        single = {i: rule for i, rule in own.items() if i not in joins and rule.name in types[rule.out].targets}
+        own = list(enumerate(self.rules))
+        untyped = [index for index, rule in own if rule.name in types[rule.out].untyped]
+        joins = {i: rule for i, rule in own if isinstance(rule, Denorm) and i not in untyped}
+        single = {i: rule for i, rule in own if i not in joins and rule.name in types[rule.out].targets}
         targets = {index: types[rule.out].target(rule.name) for index, rule in single.items()}
         parts = [
             matching.singles(

@@ -47,6 +47,7 @@ class _Search:
         self.found: dict[Place, tuple[Rule, str]] = {}
         """Place → the rule, and what of it fails."""
         first = EtlRun(pipeline, batch, waiting, known)
+        self.rules = first.rules
         self.frames: Mapping[str, DataFrame] = first.frames()
         self.types: Mapping[str, OutputType] = output_types(pipeline, batch.plan.pool, batch.plan.state, self.frames)
 
@@ -63,15 +64,14 @@ class _Search:
         return self._told()
 
     def _records(self) -> None:
-        ours = [index for index, own in enumerate(EtlRun(self.pipeline, self.batch, self.waiting).ours) if own]
         for topic, frame in self.frames.items():
             if not self.batch.plan.reads(topic):
                 continue
             item = self.pipeline.input(topic)
             known = self.known.condition(topic) or "false"
-            rows = failing.failing_records(item, frame, self.pipeline.rules, ours, self.frames, known)
+            rows = failing.failing_records(item, frame, self.rules, self.frames, known)
             for row in rows.limit(etl_failures.MOST_FAILURES + 1).collect():
-                self.found[topic, row["partition"], row["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
+                self.found[topic, row["partition"], row["offset"]] = (self.rules[row["rule"]], row["failed"])
         self._check()
 
     def _outputs(self) -> bool:
@@ -85,7 +85,7 @@ class _Search:
         for row in found.limit(etl_failures.MOST_FAILURES + 1).collect():
             of = row["blame"] or row["ord"]
             topic = self.pipeline.inputs[of["place"]].topic
-            self.found[topic, of["partition"], of["offset"]] = (self.pipeline.rules[row["rule"]], row["failed"])
+            self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
         self._check()
         return len(self.found) > before
 
@@ -131,7 +131,7 @@ class _Search:
         try:
             if side in ("where", "join-on"):
                 frame = self.frames[topic].where(f"kafka.{here.format('kafka')}")
-                asked = matching.conditions(self.pipeline.input(topic), frame, self.pipeline.rules)
+                asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
                 sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
                 sql = f"CASE {cases} END" if side == "where" else ", ".join(_keys(rule, topic))

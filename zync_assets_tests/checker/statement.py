@@ -31,7 +31,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Statement:
-    """``inputs`` and ``rules`` are in the pipeline file's order."""
+    """``inputs`` and ``rules`` are in the pipeline file's order; ``rules`` are those of the staging pool alone."""
 
     inputs: Sequence[Input]
     staging: str

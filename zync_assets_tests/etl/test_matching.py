@@ -43,9 +43,9 @@ def taken(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
     return [row.taken for row in found]
 
 
-def left_over(item: Input, records: DataFrame, ours: list[bool], *rules: Rule) -> list[tuple[int, str]]:
-    """(offset, class) of what the rules of this pool leave; ``ours`` says which of the rules these are."""
-    own = [index for index, mine in enumerate(ours) if mine]
+def left_over(item: Input, records: DataFrame, *rules: Rule) -> list[tuple[int, str]]:
+    """(offset, class) of what the rules of a pool leave."""
+    own = list(range(len(rules)))
     rows = matching.singles(matching.assign(item, 0, records, rules), rules, {}, own, [], matching.columns).collect()
     return sorted((row.source[0].offset, row.kind) for row in rows)
 
@@ -72,21 +72,14 @@ def test_a_tombstone_is_taken_only_by_a_rule_that_asks_for_it(spark: SparkSessio
 def test_values_of_no_type_yet_are_tombstones(spark: SparkSession) -> None:
     records = frame(spark, None, None, kind="void")
     assert taken(source(), records, stateless("a", "value.op = 'c'"), stateless("b", None)) == [None, None]
-    assert left_over(source(), records, [True], stateless("b", None)) == [(0, "dropped"), (1, "dropped")]
+    assert left_over(source(), records, stateless("b", None)) == [(0, "dropped"), (1, "dropped")]
 
 
 def test_what_no_rule_takes_is_unmatched_or_dropped(spark: SparkSession) -> None:
     records, rule = frame(spark, "x", "y", None), stateless("a", "value = 'x'")
-    assert left_over(source(), records, [True], rule) == [(1, "unmatched"), (2, "dropped")]
-    assert left_over(source("drop"), records, [True], rule) == [(1, "dropped"), (2, "dropped")]
-    assert left_over(source("fail"), records, [True], rule) == [(1, "unmatched"), (2, "dropped")]
-
-
-def test_what_another_pool_s_rule_takes_is_dropped_here(spark: SparkSession) -> None:
-    records = frame(spark, "x", "y")
-    assert left_over(source(), records, [False, True], stateless("a", "value = 'x'"), stateless("b", None)) == [
-        (0, "dropped")
-    ]
+    assert left_over(source(), records, rule) == [(1, "unmatched"), (2, "dropped")]
+    assert left_over(source("drop"), records, rule) == [(1, "dropped"), (2, "dropped")]
+    assert left_over(source("fail"), records, rule) == [(1, "unmatched"), (2, "dropped")]
 
 
 def test_a_condition_that_is_none_is_an_error(spark: SparkSession) -> None:

@@ -179,6 +179,17 @@ def test_a_shape_is_a_filter_and_a_mapping(tmp_path: Path) -> None:
     assert "named_struct('k', ((in.key))) AS key" in explained(read(tmp_path, shaped))
 
 
+def test_an_earlier_rule_leaves_nothing_only_to_rules_of_its_own_staging_pool(tmp_path: Path) -> None:
+    two = GOOD.replace("pool: Staging}\n", "pool: Staging}\n  - {topic: D, pool: Other}\n")
+    copy = "  - {name: copy, type: stateless, where: value.op = 'u', in: A, out: OUT, key: in.key, value: in.value}\n"
+    pipeline = read(tmp_path, two + copy.replace("OUT", "D"))
+    said = explained(pipeline)
+    assert "-- A, for Staging: the first rule of the pool" in said
+    assert said.count("THEN 'copy'") == 1
+    (problem,) = problems(tmp_path, two + copy.replace("OUT", "C"))
+    assert problem.message.startswith("never matches: rule `2-stateless`")
+
+
 def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:
     text = GOOD.replace("value: null", "value: null\n    headers: {table: \"'a'\", 'x y': in.value.b}")
     both = text.replace("    key: left.key\n", "    key: left.key\n    headers: left.kafka.headers\n")

@@ -10,12 +10,14 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
+from zync_assets.checks.staging_checks import exactly_once_done_coverage
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
 from zync_assets.etl import numbering
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
 from zync_assets.steps.etl import commit_staging, plan_etl, read_raw, transform
+from zync_assets.steps.loops import etl_all
 from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -91,6 +93,40 @@ def test_unmatched_records_stop_the_batch_where_the_file_says_so(make: Make) -> 
     assert open_staging(it.lake, "Staging") is None
     left = list(Path(it.pipeline.lake, "Staging").rglob("*.parquet"))
     assert not left, "what a batch that fails has written goes: it is tried again and again"
+
+
+TWO_POOLS = BOTH.replace(
+    "outputs:\n",
+    "outputs:\n  - {topic: $out.copy, pool: Copies, key-format: string, value-format: json, create: {replication-factor: 1}}\n",
+)
+COPY_RULES = """  - {name: copy, type: stateless, in: $left, out: $out.copy, key: in.key, value: {v: in.value.v}}
+  - {name: erase, type: stateless, in: $left, where: value IS NULL, out: $out.copy, key: in.key, value: null}
+"""
+
+
+def test_each_staging_pool_takes_a_record_by_its_own_rules(make: Make) -> None:
+    it = make(TWO_POOLS + JOIN + COPY_RULES)
+    it.send(it.left, row(1, "a"), row(2, "b"), None)
+    it.send(it.right, row(1, "c"))
+    it.ingest()
+    list(etl_all(it.pipeline, lambda: it.spark))
+    assert [(value["l"], value["r"]) for value in it.values()] == [("a", "c")]
+    assert it.classes(it.left) == {"done": 1, "pending": 1, "dropped": 1}
+    copies = DeltaTable(f"{it.lake}/Copies").to_pyarrow_table(filters=[("topic", "=", f"{it.out}.copy")]).to_pylist()
+    assert [found[f"value:{it.out}.copy"] for found in sorted(copies, key=lambda found: found["kafka"]["offset"])] == [
+        {"v": "a"},
+        {"v": "b"},
+        None,
+    ]
+    for check in (exactly_once_done_coverage(it.pipeline, pool) for pool in ("Staging", "Copies")):
+        assert check.passed, check.description
+    edited = it.edited(TWO_POOLS + JOIN + COPY_RULES.replace("copy, type", "copy, where: value.v = 'd', type"))
+    edited.send(it.left, row(3, "d"), row(4, "e"))
+    edited.ingest()
+    list(etl_all(edited.pipeline, lambda: it.spark))
+    head = open_staging(it.lake, "Copies").head  # type: ignore[union-attr]
+    assert {kind: n for (_, _, kind), n in head.counts.items()} == {"done": 4, "unmatched": 1}
+    assert edited.classes(it.left) == {"done": 1, "pending": 3, "dropped": 1}
 
 
 @pytest.mark.usefixtures("of_each_size")
@@ -348,6 +384,45 @@ def test_a_backlog_goes_in_batches_and_gives_the_same(make: Make) -> None:
 
 UNTYPED = BOTH.replace('value-format: json, schema: "op string, id bigint, v string"', "value-format: avro")
 """Inputs whose values have no type before the first one comes with its schema."""
+UNTYPED_RIGHT = BOTH.replace(
+    '$right, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"',
+    "$right, pool: Raw, key-format: string, value-format: avro",
+)
+"""The right input's values have no type before the first one."""
+
+
+SNAPSHOT = JOIN.replace(
+    "transforms:\n",
+    """transforms:
+  - {name: gone, type: stateless, in: $left, where: value.op = 'd', out: $out, key: in.key, value: {id: in.value.id}}
+""",
+)
+
+
+def test_a_large_batch_of_one_side_alone_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side never had a value, and the topic has its columns from another rule."""
+    monkeypatch.setattr(numbering, "SMALL", 0)
+    monkeypatch.setattr(numbering, "BUCKET_RECORDS", 2)
+    it = make(UNTYPED_RIGHT + SNAPSHOT)
+    it.send(it.right, ("k", None))
+    it.send(it.left, row(1, op="d"))
+    it.step()
+    it.send(it.left, *(row(number) for number in range(6)))
+    it.step()
+    assert it.values() == [{"id": 1}]
+    assert it.classes(it.left) == {"done": 1, "pending": 6}
+
+
+@pytest.mark.slow
+def test_300_000_records_of_one_side_alone_wait(make: Make) -> None:
+    it = make(UNTYPED_RIGHT + SNAPSHOT)
+    it.send(it.right, ("k", None))
+    it.send(it.left, row(1, op="d"))
+    it.step()
+    for first in range(0, 310_000, 10_000):
+        it.send(it.left, *(row(number) for number in range(first, first + 10_000)), times=range(first, first + 10_000))
+    it.step()
+    assert it.classes(it.left) == {"done": 1, "pending": 310_000}
 
 
 def test_tombstones_that_come_before_the_first_value_are_taken_by_a_rule_for_them(make: Make) -> None:
