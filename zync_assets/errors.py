@@ -5,6 +5,7 @@
     ├── SetupError             this machine: Java, ports, jars, local services
     ├── KafkaError             the broker or a topic
     │   ├── BrokerUnavailable      no answer; trying again may help
+    │   │   └── LeaderMissing          a partition has no leader; the others have
     │   ├── TrustError             one side does not trust the other; trying again won't help
     │   │   ├── AuthenticationFailed   the broker refused the user, the password, the token or the client's certificate
     │   │   └── CertificateRejected    the broker's certificate is for another host, or of an unknown CA
@@ -25,6 +26,7 @@
     │   └── TableUnsupported       the table asks for a feature that is not known here
     ├── BadRecords             records that the pipeline file does not let into quarantine, or too many of them
     ├── EtlError               a batch that can't be transformed
+    ├── RangeUnknown           a partition key of Dagster that is no range of the asset
     └── CheckFailed            the account, the numbering or a topic is wrong
 
 Every message names the thing, the place and the cure. A user never sees a stack trace of one of these.
@@ -71,6 +73,10 @@ class KafkaError(ZyncError):
 
 class BrokerUnavailable(KafkaError):
     """No broker answered in time."""
+
+
+class LeaderMissing(BrokerUnavailable):
+    """A partition has no leader, so nobody reads it or writes to it. Other partitions may go on."""
 
 
 class TrustError(KafkaError):
@@ -151,6 +157,10 @@ class BadRecords(ZyncError):
 
 class EtlError(ZyncError):
     """A batch that can't be transformed."""
+
+
+class RangeUnknown(ZyncError):
+    """A partition key of Dagster names no range of offsets that an asset has."""
 
 
 class CheckFailed(ZyncError):

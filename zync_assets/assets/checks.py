@@ -162,7 +162,7 @@ def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
     """The ranges of an asset that this run has materialised, those that it reached beside its keys too. None
     (everything) where it only checks."""
     done = {item.partition for item in _events(context, asset) if item.partition}
-    return partitions.in_order(done) or None
+    return partitions.on_grid(done) or None
 
 
 def _consumed(

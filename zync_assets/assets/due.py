@@ -85,7 +85,7 @@ def chosen(step: Step, known: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits."""
 
     def waiting(keys: Sequence[str]) -> int:
-        whole = partitions.in_order(keys)
+        whole = partitions.on_grid(keys)
         return sum(
             min(part.end, key.end) - max(part.first, key.first)
             for part in step.ready

@@ -5,6 +5,7 @@ Their functions hold no work: a batch is read by the IO manager upstream and com
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
+from functools import partial
 from typing import Any
 
 from dagster import (
@@ -19,7 +20,7 @@ from dagster import (
 )
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import names, partitions
+from zync_assets.assets import names, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.pool_io import STAGING_POOL
 from zync_assets.assets.resources import session
@@ -147,7 +148,11 @@ def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:
         given: dict[str, RawSlice] = {topic: slices[names.argument(topic)] for topic in topics}
         plan = next(iter(given.values())).plan
         with spoken():
-            batch = transform(session(spark), pipeline, plan, given)
+            keys = partitions.served(context.partition_keys, f"pool {pool}")
+            report.refuse_partitions(pool, keys)
+            if plan.nothing_to_do:
+                report.refuse_ahead(pool, plan.state, keys)
+            batch = transform(partial(session, spark), pipeline, plan, given)
         return batch if len(outputs) == 1 else tuple(batch for _ in outputs)
 
     return etl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pyarrow as pa
 from dagster import InputContext, IOManager, OutputContext
@@ -13,7 +14,7 @@ from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.resources import session
 from zync_assets.codecs.spark_types import spark_ddl
-from zync_assets.errors import KafkaError
+from zync_assets.errors import KafkaError, RangeUnknown
 from zync_assets.kafka.source import Source
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import staging
@@ -31,7 +32,7 @@ class KafkaIOManager(IOManager):
 
     def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
         self._pipeline = pipeline
-        self._spark = spark
+        self._session = partial(session, spark)
 
     def load_input(self, context: InputContext) -> object:
         """What an asset takes from a topic.
@@ -41,11 +42,12 @@ class KafkaIOManager(IOManager):
         """
         topic = context.asset_key.path[-1]
         with spoken():
-            keys = partitions.in_order(context.asset_partition_keys) if context.has_asset_partitions else None
+            place = context.asset_key.to_user_string()
+            keys = partitions.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
             wanted = context.dagster_type.typing_type
             if wanted is RawBatch:
-                return read_input(session(self._spark), self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
-            return frames.converted(self._records(topic, keys).dataframe(), wanted, f"kafka/{topic}")
+                return read_input(self._session, self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
+            return frames.converted(self._records(topic, keys).dataframe(), wanted, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Publish a batch; report the run's ranges and every other that it reached."""
@@ -74,10 +76,9 @@ class KafkaIOManager(IOManager):
                 if key.partition == part.partition and key.first < part.end and key.end > part.first
             ]
         ranges = tuple(part for part in held if not part.empty)
-        spark = session(self._spark)
         if any(item.topic == topic for item in self._pipeline.inputs):
             plan = plan_ingest(self._pipeline, topic)
-            batch = read_input(spark, self._pipeline, plan)
+            batch = read_input(self._session, self._pipeline, plan)
             return replace(batch, plan=replace(plan, ranges=ranges))
         output = self._pipeline.output(topic)
         state = staging.open_staging(self._pipeline.lake, output.pool)
@@ -86,7 +87,7 @@ class KafkaIOManager(IOManager):
         key, value = _readable(output.key, key_type), _readable(output.value, value_type)
         source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
-        return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, spark)
+        return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, self._session)
 
 
 def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
@@ -99,7 +100,8 @@ def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
 def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:
     """What there is to ingest within some keys of a topic.
 
-    KafkaError for a key that can't be reached from the next offset within these keys; it names the one to run first.
+    RangeUnknown for a key of a partition that the topic does not have. KafkaError for a key that lies ahead of the next
+    offset; the error names the key to run first.
     """
     plan = plan_ingest(pipeline, topic, within=normalize(keys), limit=UNLIMITED)
     reached = {**(plan.state.next if plan.state else {}), **plan.first}
@@ -108,9 +110,10 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
     pool = pipeline.input(topic).pool
     for key in sorted(keys):
         if key.partition not in reached:
-            raise KafkaError(
+            there = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(reached.items()))
+            raise RangeUnknown(
                 f"{pool}/{topic}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
-                f" It has {', '.join(map(str, sorted(reached)))}."
+                f" Its open ranges are {there}."
             )
         upcoming = reached[key.partition]
         if key.first > upcoming:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dagster import DagsterInstance, DynamicPartitionsDefinition
 
 from zync_assets.assets import names
-from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over, parse_key
+from zync_assets.errors import RangeUnknown
+from zync_assets.offsets import RANGE_SIZE, OffsetRange, format_key, key_of, keys_over, parse_key
 from zync_assets.pipeline import Pipeline
 
 
@@ -25,9 +26,43 @@ def staging_definition(pipeline: Pipeline, pool: str) -> DynamicPartitionsDefini
     return DynamicPartitionsDefinition(name=names.staging_partitions(pipeline.name, pool))
 
 
-def in_order(keys: Iterable[str]) -> list[OffsetRange]:
-    """The ranges of some keys, sorted as numbers; ValueError if one is no key of ours."""
-    return sorted(parse_key(key) for key in keys)
+def range_of(key: str) -> OffsetRange | None:
+    """The range of a key; None if the key is not of the grid, such as ``june``, ``0:0-499999`` or ``00:0-999999``."""
+    try:
+        found = parse_key(key)
+    except ValueError:
+        return None
+    return found if found == key_of(found.partition, found.first) and format_key(found) == key else None
+
+
+def on_grid(keys: Iterable[str]) -> list[OffsetRange]:
+    """The ranges of those keys that are of the grid, sorted as numbers."""
+    return sorted(found for key in keys if (found := range_of(key)) is not None)
+
+
+def served(keys: Iterable[str], place: str) -> list[OffsetRange]:
+    """The ranges of a run's keys, sorted as numbers. ``place``: the asset's path, for the error.
+
+    RangeUnknown if a key is not of the grid. The error names the right keys.
+    """
+    asked = list(keys)
+    for key in asked:
+        if range_of(key) is None:
+            raise RangeUnknown(
+                f"{place} has no range {key!r}. A key is partition:first-last, and a range has {RANGE_SIZE} offsets."
+                f" Run {' and '.join(_nearest(key))} instead, and delete the partition {key!r} in Dagster."
+            )
+    return on_grid(asked)
+
+
+def _nearest(key: str) -> list[str]:
+    """The keys of the grid that hold the first and the last offset of a key; the first of all if the key is no range."""
+    try:
+        found = parse_key(key)
+    except ValueError:
+        return [format_key(key_of(0, 0))]
+    ends = dict.fromkeys((found.first, found.end - 1))
+    return list(dict.fromkeys(format_key(key_of(found.partition, offset)) for offset in ends))
 
 
 def touched(first: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
@@ -27,7 +28,7 @@ class PoolIOManager(IOManager):
 
     def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
         self._pipeline = pipeline
-        self._spark = spark
+        self._session = partial(session, spark)
         self._plan: tuple[tuple[str, int], EtlPlan] | None = None
         self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
 
@@ -41,14 +42,17 @@ class PoolIOManager(IOManager):
         pool, topic = context.asset_key.path
         wanted = context.dagster_type.typing_type
         with spoken():
-            spark = session(self._spark)
             if wanted is RawSlice:
-                return read_raw(spark, self._pipeline, self._plan_of(context), topic)
+                return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
+            place = context.asset_key.to_user_string()
+            keys = partitions.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if wanted is OutputBatch:
-                return read_staging(spark, self._pipeline, plan_publish(self._pipeline, topic))
-            keys = partitions.in_order(context.asset_partition_keys) if context.has_asset_partitions else None
+                report.refuse_partitions(pool, keys or ())
+                plan = plan_publish(self._pipeline, topic)
+                report.refuse_ahead(pool, plan.state, keys or ())
+                return read_staging(self._session, self._pipeline, plan)
             return frames.converted(
-                frames.pool_frame(spark, self._pipeline, pool, topic, keys), wanted, f"{pool}/{topic}"
+                frames.pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place
             )
 
     def handle_output(self, context: OutputContext, obj: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 from dagster import OutputContext
 
 from zync_assets.assets import metadata, partitions
 from zync_assets.assets.extents import Extent, raw_extents, staging_extents, staging_schema, topic_extents
-from zync_assets.errors import EtlError, LakeError
+from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
 from zync_assets.lake.staging import StagingState
@@ -34,7 +35,7 @@ def staged(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Itera
     pool = pipeline.output(topic).pool
     state = staging.open_staging(pipeline.lake, pool)
     own, more = _keys(context, ranges)
-    _refuse_ahead(pool, state, own)
+    refuse_ahead(pool, state, own)
     schema = staging_schema(state, topic) if state else None
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 
@@ -53,7 +54,7 @@ def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: Offs
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
     """The run's keys, and those that ``ranges`` reach beside them."""
-    own = partitions.in_order(context.asset_partition_keys)
+    own = partitions.served(context.asset_partition_keys, context.asset_key.to_user_string())
     return own, sorted(set(keys_over(ranges)) - set(own))
 
 
@@ -69,17 +70,24 @@ def _report(context: OutputContext, own: Sequence[Extent], more: Sequence[Extent
         context.log_event(metadata.materialization(context.asset_key, extent, schema))
 
 
-def _refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
-    """A range that no output topic of the pool has reached can't be reported. What ETL found ready is committed by
-    then; running it again changes nothing."""
-    reached: dict[int, int] = {0: 0}
-    for (_, partition), item in state.head.outputs.items() if state else ():
-        reached[partition] = max(reached.get(partition, 0), item.next)
+def refuse_partitions(pool: str, keys: Iterable[OffsetRange]) -> None:
+    """RangeUnknown for a range of another partition than 0: outputs have one partition."""
     for key in keys:
-        upcoming = reached.get(key.partition)
-        if upcoming is None or key.first > upcoming:
-            partition, at = (key.partition, upcoming) if upcoming is not None else (0, reached[0])
+        if key.partition:
+            raise RangeUnknown(
+                f"pool {pool} has no range {format_key(key)}: outputs have partition 0 alone. Run"
+                f" {format_key(replace(key, partition=0))} instead, and delete the partition {format_key(key)} in Dagster."
+            )
+
+
+def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
+    """EtlError for a range that no output topic of the pool has reached. ETL may have committed by then what it found
+    ready; running it again changes nothing."""
+    ends = [item.next for item in state.head.outputs.values()] if state else []
+    reached = max(ends, default=0)
+    for key in keys:
+        if key.first > reached:
             raise EtlError(
-                f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs go to partition"
-                f" {partition} and end before {at}. Run {format_key(key_of(partition, at))} instead."
+                f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {reached}."
+                f" Run {format_key(key_of(0, reached))} instead."
             )

@@ -11,14 +11,15 @@ from zync_assets.checks.columns import DamagedFile, HeldOffsets, distinct, integ
 from zync_assets.checks.quarantined import Quarantined, read_quarantine, touches
 from zync_assets.checks.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
-from zync_assets.errors import DataLoss, LakeError, TableDamaged
+from zync_assets.errors import DataLoss, LakeError, TableDamaged, TopicMissing
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import topic_state
+from zync_assets.kafka.topics import led_state, topic_state
 from zync_assets.lake import foreign, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps.ingest import LEADER_SECONDS
 from zync_assets.steps.quarantined import Selection, held
 
 MONOTONIC = "monotonic_offsets"
@@ -70,7 +71,9 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     state = _state(pipeline, topic)
     if state is None:
         return _nothing_yet(NO_LOSS, pipeline, topic, "error")
-    found = topic_state(pipeline.kafka, topic)
+    found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
+    if found is None:
+        raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
     place, pool = subject(pipeline, topic), pipeline.input(topic).pool
     if not state.made_from(found.topic_id):
         problem = (
@@ -92,6 +95,8 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
         problems += _count_problems(state, side)
         for part in _ingested(state, ranges):
             mark = watermarks.get(part.partition)
+            if part.partition in found.away:
+                raise found.away[part.partition]
             if mark is None or mark.end < part.end:
                 end = mark.end if mark else 0
                 problems.append(

@@ -16,12 +16,12 @@ import click
 
 from zync_assets.cli.arguments import DURATION, TOPIC, shown
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
-from zync_assets.errors import BrokerUnavailable, CheckFailed, RegistryUnavailable, ZyncError
+from zync_assets.errors import BrokerUnavailable, CheckFailed, LeaderMissing, RegistryUnavailable, ZyncError
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.etl import EtlCommit
-from zync_assets.steps.ingest import RawCommit
+from zync_assets.steps.ingest import LEADER_SECONDS, RawCommit
 from zync_assets.steps.loops import Progress as Told
 from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets.steps.publish import PublishCommit, PublishPlan
@@ -36,6 +36,8 @@ COLUMNS = ("step", "target", "offsets", "records", "pending", "quarantined", "se
 INGEST_COLUMNS = (*COLUMNS, "schema_changes")
 POLL_SECONDS = 0.5
 MAX_BACK_OFF = 30.0
+PASSING = (BrokerUnavailable, RegistryUnavailable)
+"""Errors that ``zync run`` waits out."""
 
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 
@@ -133,25 +135,36 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
     session = _session(loaded, long=not until_idle)
     inputs = [item.topic for item in loaded.inputs]
     outputs = [item.topic for item in loaded.outputs]
-    back_off = POLL_SECONDS
+    patience = None if until_idle else LEADER_SECONDS
+    back_off, warned = POLL_SECONDS, -MAX_BACK_OFF
     while not stopping() and (deadline is None or time.monotonic() < deadline):
         busy = False
-        try:
-            for step in (
-                lambda: ingest_all(loaded, session, inputs),
-                lambda: etl_all(loaded, session),
-                lambda: publish_all(loaded, session, outputs, guard),
-            ):
+        troubles: list[ZyncError] = []
+        for step in (
+            lambda: ingest_all(loaded, session, inputs, patience=patience),
+            lambda: etl_all(loaded, session),
+            lambda: publish_all(loaded, session, outputs, guard, patience=patience),
+        ):
+            try:
                 for made in step():
                     busy = True
                     _report_one(made, fmt)
                     if stopping():
                         return
+            except ZyncError as error:
+                troubles.append(error)
+        for error in troubles:
+            # The steps after a failed one have had their turn by now.
+            if until_idle or not isinstance(error, PASSING):
+                raise error
+        if all(isinstance(error, LeaderMissing) for error in troubles):
+            # What has a leader goes on at its own pace.
             back_off = POLL_SECONDS
-        except (BrokerUnavailable, RegistryUnavailable) as error:
-            if until_idle:
-                raise
-            click.echo(f"warning: {error} Trying again in {back_off:.0f} s.", err=True)
+            if troubles and time.monotonic() - warned >= MAX_BACK_OFF:
+                click.echo(f"warning: {troubles[0]} Trying again.", err=True)
+                warned = time.monotonic()
+        else:
+            click.echo(f"warning: {troubles[0]} Trying again in {back_off:.0f} s.", err=True)
             busy, back_off = False, min(back_off * 2, MAX_BACK_OFF)
         if not busy:
             if until_idle:

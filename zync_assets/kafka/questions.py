@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from confluent_kafka.admin import (
     OffsetSpec,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from zync_assets.errors import BrokerUnavailable, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, TopicMissing, TrustError
 from zync_assets.kafka.client import Connection, Operation
 
 T = TypeVar("T")
@@ -102,6 +102,11 @@ class Question:
         """Seconds to the deadline, at least a tenth."""
         return max(self._deadline - time.monotonic(), 0.1)
 
+    @property
+    def waited(self) -> float:
+        """Seconds since the first request."""
+        return time.monotonic() - self._began
+
     def attempt(self) -> float:
         """Seconds for a question that is asked again."""
         return min(self.left(), ATTEMPT)
@@ -175,16 +180,29 @@ class Question:
     def collect(self, answers: Iterable[tuple[TopicPartition, Future[Any]]]) -> dict[tuple[str, int], int]:
         """The offsets by topic and partition, without those that do not exist (any more)."""
         found: dict[tuple[str, int], int] = {}
+        for place, offset in self.each(answers):
+            if isinstance(offset, TopicMissing):
+                continue
+            if isinstance(offset, KafkaError):
+                raise offset
+            found[place] = offset
+        return found
+
+    def each(
+        self, answers: Iterable[tuple[TopicPartition, Future[Any]]]
+    ) -> Iterator[tuple[tuple[str, int], int | KafkaError]]:
+        """The offset of each topic and partition, or why there is none. Raises TrustError."""
         for place, future in answers:
             try:
-                offset = self.answer(future, place.topic).offset
-            except TopicMissing:
-                continue
+                offset: int | KafkaError = self.answer(future, place.topic).offset
+            except TrustError:
+                raise
+            except KafkaError as error:
+                offset = error
             if offset == OFFSET_INVALID:
                 # So librdkafka answers for a leader that went away under the question.
-                raise BrokerUnavailable(
+                offset = LeaderMissing(
                     f"the leader of {place.topic}/{place.partition} at {self.servers} did not answer while {self.doing}; "
                     "try again when there is a leader"
                 )
-            found[place.topic, place.partition] = offset
-        return found
+            yield (place.topic, place.partition), offset

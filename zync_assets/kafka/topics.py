@@ -7,9 +7,11 @@ with isolation level read-committed, KIP-98), before any transaction that is sti
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from confluent_kafka import (
     ConsumerGroupTopicPartitions,
@@ -26,12 +28,14 @@ from confluent_kafka.admin import (
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, NotAuthorized, TopicMissing, TrustError
 from zync_assets.kafka.client import missing, servers
 from zync_assets.kafka.questions import Question
 
 WAIT = 10.0
 """Seconds that a broker has to answer."""
+LAST_LOOK = 0.3
+"""Seconds before the deadline in which an answer is not asked for again."""
 
 
 @dataclass(frozen=True)
@@ -51,56 +55,140 @@ class TopicState:
     topic: str
     topic_id: str
     partitions: tuple[PartitionState, ...]
+    away: Mapping[int, KafkaError] = field(default_factory=dict[int, KafkaError])
+    """Partitions that have no leader now, and the error of each. They are not among ``partitions``."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of several topics. One that is missing is neither in ``states`` nor in ``problems``."""
+
+    states: Mapping[str, TopicState]
+    problems: Mapping[str, KafkaError]
+    """Topics that nothing is known of, and why: the right to describe them is missing."""
+
+    @property
+    def errors(self) -> dict[str, KafkaError]:
+        """Topic → what is wrong with it: a problem, or the first partition without a leader."""
+        led = {topic: min(state.away.items())[1] for topic, state in self.states.items() if state.away}
+        return {**self.problems, **led}
+
+
+def survey(
+    kafka: Mapping[str, str], topics: Sequence[str], timeout: float | None = None, patience: float | None = None
+) -> Survey:
+    """The states of those ``topics`` that exist, in the order asked for. One topic's problem hides no other topic.
+
+    Three requests a broker, however many partitions there are. ``patience``: seconds to wait for a partition's leader,
+    by default ``timeout``. Raises BrokerUnavailable where no broker answers within ``timeout`` seconds (by default WAIT),
+    and TrustError.
+    """
+    names = list(dict.fromkeys(topics))
+    if not names:
+        return Survey({}, {})
+    ask = Question(kafka, f"asking for {_listed(names)}", WAIT if timeout is None else timeout)
+
+    def question() -> Survey:
+        found = _survey(ask, names)
+        for state in found.states.values():
+            if state.away and ask.left() > LAST_LOOK and (patience is None or ask.waited < patience):
+                raise LeaderMissing(str(min(state.away.items())[1]))
+        return found
+
+    return ask.until_led(question)
 
 
 def topic_states(
     kafka: Mapping[str, str], topics: Sequence[str], timeout: float | None = None
 ) -> dict[str, TopicState]:
-    """The states of those ``topics`` that exist, in the order asked for.
-
-    Three requests a broker, however many partitions there are. Raises BrokerUnavailable after ``timeout`` seconds
-    (by default WAIT).
-    """
-    names = list(dict.fromkeys(topics))
-    if not names:
-        return {}
-    ask = Question(kafka, f"asking for {_listed(names)}", WAIT if timeout is None else timeout)
-    return ask.until_led(lambda: _states(ask, names))
+    """As ``survey``, with an error for a problem of any topic or partition."""
+    found = survey(kafka, topics, timeout)
+    for error in found.errors.values():
+        raise error
+    return dict(found.states)
 
 
-def _states(ask: Question, names: list[str]) -> dict[str, TopicState]:
-    described: dict[str, tuple[str, list[int]]] = {}
+def led_state(kafka: Mapping[str, str], topic: str, patience: float) -> TopicState | None:
+    """The state of one topic, ``away`` included; None if the topic is missing. ``patience``: as for ``survey``."""
+    found = survey(kafka, [topic], patience=patience)
+    for error in found.problems.values():
+        raise error
+    return found.states.get(topic)
+
+
+def _survey(ask: Question, names: list[str]) -> Survey:
+    problems: dict[str, KafkaError] = {}
+    ids: dict[str, str] = {}
+    away: dict[str, dict[int, KafkaError]] = {}
+    wanted: list[tuple[str, int]] = []
     wait = ask.attempt()
     for topic, future in ask(lambda admin, _: admin.describe_topics(TopicCollection(names), request_timeout=wait)):
         try:
             found = ask.answer(future, topic)
         except TopicMissing:
             continue
-        described[topic] = (str(found.topic_id), sorted(item.id for item in found.partitions))
-    wanted = [(topic, partition) for topic, (_, partitions) in described.items() for partition in partitions]
-    lows = ask.offsets(wanted, OffsetSpec.earliest())
-    ends = ask.offsets(wanted, OffsetSpec.latest())
-    low, end = ask.collect(lows), ask.collect(ends)
-    if lacking := [
-        topic for topic, partition in wanted if (topic, partition) not in low or (topic, partition) not in end
-    ]:
-        # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more, the
-        # description knows.
-        raise BrokerUnavailable(
-            f"topic {lacking[0]} at {ask.servers} is described and has no offsets; try again when all its brokers are up"
-        )
-    return {
+        except (BrokerUnavailable, TrustError):
+            raise
+        except KafkaError as error:
+            problems[topic] = error
+            continue
+        ids[topic], away[topic] = str(found.topic_id), {}
+        for item in sorted(found.partitions, key=lambda each: each.id):
+            if item.leader is None or item.leader.id < 0:
+                away[topic][item.id] = _leaderless(ask, topic, item.id, [each.id for each in item.replicas])
+            else:
+                wanted.append((topic, item.id))
+    # Both are asked at once, and awaited one after the other.
+    asked = ask.offsets(wanted, OffsetSpec.earliest()), ask.offsets(wanted, OffsetSpec.latest())
+    low, end = (_offsets(ask, answers, away, problems) for answers in asked)
+    for topic, partition in wanted:
+        if not ((topic, partition) in low and (topic, partition) in end) and partition not in away[topic]:
+            # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more,
+            # the description knows.
+            away[topic][partition] = LeaderMissing(
+                f"topic {topic} at {ask.servers} is described and has no offsets; try again when all its brokers are up"
+            )
+    states = {
         topic: TopicState(
             topic,
-            described[topic][0],
+            ids[topic],
             tuple(
-                PartitionState(partition, low[topic, partition], end[topic, partition])
-                for partition in described[topic][1]
+                PartitionState(partition, low[name, partition], end[name, partition])
+                for name, partition in wanted
+                if name == topic and partition not in away[topic]
             ),
+            away[topic],
         )
         for topic in names
-        if topic in described
+        if topic in ids and topic not in problems
     }
+    return Survey(states, problems)
+
+
+def _offsets(
+    ask: Question,
+    answers: Iterable[tuple[TopicPartition, Future[Any]]],
+    away: Mapping[str, dict[int, KafkaError]],
+    problems: dict[str, KafkaError],
+) -> dict[tuple[str, int], int]:
+    """The offsets that were told; what was not told goes into ``away`` or ``problems``."""
+    found: dict[tuple[str, int], int] = {}
+    for (topic, partition), offset in ask.each(answers):
+        if isinstance(offset, int):
+            found[topic, partition] = offset
+        elif isinstance(offset, BrokerUnavailable):
+            away[topic].setdefault(partition, offset)
+        elif not isinstance(offset, TopicMissing):
+            problems.setdefault(topic, offset)
+    return found
+
+
+def _leaderless(ask: Question, topic: str, partition: int, replicas: Sequence[int]) -> LeaderMissing:
+    brokers = ", ".join(map(str, replicas))
+    return LeaderMissing(
+        f"topic {topic}, partition {partition} at {ask.servers} has no leader, so it can't be read or written. Start one of"
+        f" the brokers that hold it (broker.id {brokers})."
+    )
 
 
 def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = None) -> TopicState:

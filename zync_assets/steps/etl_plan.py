@@ -15,6 +15,7 @@ from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
 from zync_assets.steps.seen import check_seen
+from zync_assets.steps.session import Session, deferred
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -56,7 +57,11 @@ class RawSlice:
 
     topic: str
     plan: EtlPlan = field(repr=False)
-    spark: SparkSession = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
 
     def dataframe(self) -> DataFrame | None:
         """The records with ``kafka``, ``key``, ``value`` and ``time``; None where the topic has no table yet."""
@@ -70,7 +75,11 @@ class EtlBatch:
 
     plan: EtlPlan
     slices: Mapping[str, RawSlice] = field(repr=False)
-    spark: SparkSession = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
 
 
 @dataclass(frozen=True)
@@ -157,13 +166,15 @@ def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: R
     return False
 
 
-def read_raw(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
+def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
     """The read half for one input."""
     pipeline.input(topic)
-    return RawSlice(topic, plan, spark)
+    return RawSlice(topic, plan, deferred(spark))
 
 
-def transform(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]) -> EtlBatch:
+def transform(
+    spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]
+) -> EtlBatch:
     """The batch over all slices of one plan; EtlError if slices are missing or belong to another batch."""
     for topic in plan.ranges:
         found = slices.get(topic)
@@ -171,4 +182,4 @@ def transform(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan, slices: Ma
             raise EtlError(
                 f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
             )
-    return EtlBatch(plan, slices, spark)
+    return EtlBatch(plan, slices, deferred(spark))

@@ -19,7 +19,7 @@ from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
-from zync_assets.kafka.topics import TopicState, commit_group_offsets, offsets_at, topic_states
+from zync_assets.kafka.topics import TopicState, commit_group_offsets, led_state, offsets_at
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
@@ -35,6 +35,7 @@ from zync_assets.steps.raw_columns import added_fields
 from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.seen import check_before_ingest
+from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, slots, task_frame
 from zync_assets.steps.upkeep import keep_up
@@ -46,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 BATCH_OFFSETS = 8_000_000
 """Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
+LEADER_SECONDS = 1.0
+"""Seconds that ingest waits for a partition's leader before it goes on with the other partitions."""
 FEW_OFFSETS = 200_000
 """Offsets that are cut into tasks without asking how many Spark would run at one time."""
 
@@ -77,7 +80,11 @@ class RawBatch:
 
     plan: IngestPlan
     source: Source = field(repr=False)
-    spark: SparkSession = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
 
     @property
     def topic(self) -> str:
@@ -130,16 +137,21 @@ def plan_ingest(
     """What is new of a topic, at most ``limit`` offsets, narrowed to ``within`` if given (ranges that begin at the
     partitions' next offsets).
 
-    Raises TopicMissing, TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``), BrokerUnavailable.
+    A partition without a leader is left out, except before the first ingest: where the partition begins is not known
+    then. Raises TopicMissing, TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``),
+    BrokerUnavailable.
     """
     item = pipeline.input(topic)
     # The table before the topic: another writer may be ahead of what was known of the topic, never of the topic.
     state = raw.open_raw(pipeline.lake, item.pool, topic)
-    if known is None or _is_behind(known.get(topic), state):
-        known = topic_states(pipeline.kafka, [topic])
-    found = known.get(topic)
+    found = known.get(topic) if known is not None else None
+    if known is None or _is_behind(found, state):
+        found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if found is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
+    if state is None:
+        for error in found.away.values():
+            raise error
     if state is not None and not state.made_from(found.topic_id):
         raise _recreated(item, found)
     first = _first_offsets(pipeline, item, found, state)
@@ -161,9 +173,9 @@ def plan_ingest(
     return IngestPlan(item, found, state, tuple(_limited(ranges, limit)), first, lost, lag)
 
 
-def read_input(spark: SparkSession, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
+def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
     """The read half: a lazy batch over the plan's ranges."""
-    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), spark)
+    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), deferred(spark))
 
 
 def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:
@@ -312,7 +324,7 @@ def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:
     """TopicRecreated if the topic that was read is not the one that the plan was made for: offsets alone don't tell, since
     the new one may have as many records."""
     topic = plan.input.topic
-    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if found is None:
         raise TopicMissing(f"topic {topic} went away while it was read; nothing of the batch was committed.")
     if found.topic_id != plan.topic_state.topic_id:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from zync_assets.errors import CommitConflict, DataLoss, ZyncError
-from zync_assets.kafka.topics import TopicState, topic_states
+from zync_assets.errors import (
+    BrokerUnavailable,
+    CommitConflict,
+    DataLoss,
+    RegistryUnavailable,
+    SetupError,
+    TrustError,
+    ZyncError,
+)
+from zync_assets.kafka.topics import TopicState, survey
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.steps.drop import drop_once
 from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
@@ -16,12 +24,8 @@ from zync_assets.steps.publish import PublishCommit, PublishPlan, plan_publish, 
 from zync_assets.steps.quarantined import Selection, held, readers
 from zync_assets.steps.reopened import NOTHING, Retry
 from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
+from zync_assets.steps.session import Session
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-Session = Callable[[], "SparkSession"]
-"""Gives the session; called only when there is work, so that nothing to do starts no JVM."""
 Progress = Callable[[str, int, int], None]
 """Told what is being worked on, how much of it is done, and of how much (records or offsets)."""
 Guard = Callable[[Pipeline, PublishPlan], None]
@@ -33,6 +37,9 @@ CONFLICTS = 5
 LOSSES = 5
 """How often in a row retention may be faster than a read before ingest gives up."""
 
+EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
+"""Errors that every topic would have."""
+
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -42,20 +49,37 @@ def quiet(what: str, done: int, total: int) -> None:
 
 
 def ingest_all(
-    pipeline: Pipeline, session: Session, topics: Sequence[str], progress: Progress = quiet
+    pipeline: Pipeline,
+    session: Session,
+    topics: Sequence[str],
+    progress: Progress = quiet,
+    patience: float | None = None,
 ) -> Iterator[RawCommit]:
-    """Ingest each topic up to the end that it had when this began, a commit a batch."""
-    known = topic_states(pipeline.kafka, topics)
+    """Ingest each topic up to the end that it had when this began, a commit a batch.
+
+    A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
+    partition's leader, by default as long as for a broker.
+    """
+    known = survey(pipeline.kafka, topics, patience=patience)
+    troubles: list[ZyncError] = list(known.errors.values())
     for topic in topics:
+        if topic in known.problems:
+            continue
         total = done = 0
-        while True:
-            made, lag = _retried(lambda topic=topic: _ingest_once(pipeline, session, topic, known))
-            if made is None:
-                break
-            total = total or lag
-            done += sum(part.end - part.first for part in made.ranges)
-            progress(f"ingest {topic}", done, total)
-            yield made
+        try:
+            while True:
+                made, lag = _retried(lambda topic=topic: _ingest_once(pipeline, session, topic, known.states))
+                if made is None:
+                    break
+                total = total or lag
+                done += sum(part.end - part.first for part in made.ranges)
+                progress(f"ingest {topic}", done, total)
+                yield made
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+    _raise_first(troubles)
 
 
 def _ingest_once(
@@ -72,7 +96,7 @@ def _ingest_once(
                 raise
             # Accepted, and it came between the plan and the read: a new plan begins after it.
             _log.warning("%s; going on after it", error)
-            known = topic_states(pipeline.kafka, [topic])
+            known = survey(pipeline.kafka, [topic]).states
     raise DataLoss(
         f"topic {topic}: retention took records {LOSSES} times in a row while they were read; raise the topic's retention,"
         " or run it more often."
@@ -133,13 +157,44 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
 
 
 def publish_all(
-    pipeline: Pipeline, session: Session, topics: Sequence[str], guard: Guard, progress: Progress = quiet
+    pipeline: Pipeline,
+    session: Session,
+    topics: Sequence[str],
+    guard: Guard,
+    progress: Progress = quiet,
+    patience: float | None = None,
 ) -> Iterator[PublishCommit]:
-    """Publish each output topic up to what is staged when its turn comes."""
+    """Publish each output topic up to what is staged when its turn comes.
+
+    A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
+    partition's leader, by default as long as for a broker.
+    """
+    known = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
+    troubles: list[ZyncError] = list(known.values())
     for topic in topics:
-        made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, guard, progress))
+        if topic in known:
+            continue
+        try:
+            made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, guard, progress))
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+            continue
         if made is not None:
             yield made
+    _raise_first(troubles)
+
+
+def _raise_first(troubles: Sequence[ZyncError]) -> None:
+    """The first of several topics' errors, one that stays before one that may pass; the others are logged."""
+    if troubles:
+        lasting = [error for error in troubles if not isinstance(error, BrokerUnavailable)]
+        first = (lasting or list(troubles))[0]
+        for error in dict.fromkeys(map(str, troubles)):
+            if error != str(first):
+                _log.warning("%s", error)
+        raise first
 
 
 def _publish_once(

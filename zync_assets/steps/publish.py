@@ -27,6 +27,7 @@ from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.steps.encoding import encoded_rows, first_difference, staged_topic
+from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.tasks import run_tasks
 from zync_assets.steps.windows import ahead, windows
 
@@ -89,7 +90,11 @@ class OutputBatch:
     """A lazy batch of staged records to publish."""
 
     plan: PublishPlan
-    spark: SparkSession = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
 
     @property
     def topic(self) -> str:
@@ -149,10 +154,10 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     return plan
 
 
-def read_staging(spark: SparkSession, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
+def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
     """The read half: a lazy batch of what Kafka lacks."""
     pipeline.output(plan.output.topic)
-    return OutputBatch(plan, spark)
+    return OutputBatch(plan, deferred(spark))
 
 
 def publish(

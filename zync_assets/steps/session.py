@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from zync_assets.steps.spark_settings import spark_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+Session = Callable[[], "SparkSession"]
+"""Gives the session. A step calls it only when there is work: the first call may start a JVM."""
+
+
+def deferred(spark: SparkSession | Session) -> Session:
+    """A session, or what gives one, as what gives one."""
+    return spark if callable(spark) else lambda: spark
 
 
 def spark_session(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> SparkSession:
