@@ -22,7 +22,7 @@ from dagster import (
 )
 from pyspark.sql import DataFrame
 
-from zync_assets.assets import names, pool_io
+from zync_assets.assets import names, pool_io, resources
 from zync_assets.assets.build import build_definitions
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
@@ -100,6 +100,52 @@ def test_ranges_complete_open_and_ahead(rig: Rig) -> None:
 
     refused = rig.ingest(rig.notes, ahead, fails=True)
     assert f"next offset 1000005 of partition 0. Run {following} first." in failures(refused)[0]
+
+
+STRANGE = {
+    "foo": f"Run {OPEN} instead",
+    "0:0-499999": f"Run {OPEN} instead",
+    "7:0-999999": OPEN,
+}
+"""A key that somebody added in the UI → what its refusal names."""
+
+
+@pytest.mark.parametrize("key", STRANGE)
+def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(rig: Rig, key: str) -> None:
+    rig.send(rig.payments, payments(-1))
+    rig.raw_keys(rig.payments, key)
+    rig.add_keys(names.staging_partitions(rig.pipeline.name, "Staging"), key)
+    (refused,) = failures(rig.ingest(rig.payments, key, fails=True))
+    assert key in refused and STRANGE[key] in refused
+    assert raw.open_raw(rig.pipeline.lake, "Raw", rig.payments) is None
+
+    rig.ingest(rig.payments)
+    (refused,) = failures(rig.stage(key, fails=True))
+    assert key in refused and STRANGE[key] in refused
+    assert staging.open_staging(rig.pipeline.lake, "Staging") is None
+
+    run_steps(rig.pipeline)
+    job = rig.definitions.resolve_job_def(names.staging_job("Staging"))
+    alone = job.execute_in_process(
+        instance=rig.instance,
+        tags={"dagster/partition": key},
+        asset_selection=[names.topic_key(rig.sales)],
+        raise_on_error=False,
+    )
+    assert STRANGE[key] in failures(alone)[0]
+
+
+def test_a_run_with_nothing_to_do_asks_for_no_spark_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+
+    def refused(_: object) -> None:
+        raise AssertionError("a session was asked for")
+
+    monkeypatch.setattr(resources, "session_with", refused)
+    assert told(rig.ingest(rig.orders), names.pool_key("Raw", rig.orders))[OPEN]["rows"] == 1
+    assert told(rig.stage(), names.topic_key(rig.sales))[OPEN]["published"] == 0
 
 
 def table_version(rig: Rig) -> int:

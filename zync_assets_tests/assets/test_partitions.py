@@ -3,6 +3,7 @@
 import pytest
 
 from zync_assets.assets import partitions
+from zync_assets.errors import RangeUnknown
 from zync_assets.offsets import OffsetRange, format_key, parse_key
 
 MILLION = 1_000_000
@@ -13,13 +14,29 @@ def keys(*ranges: OffsetRange) -> list[str]:
 
 
 def test_keys_are_sorted_as_numbers_not_as_text() -> None:
-    found = partitions.in_order(["10:0-999999", "2:10000000-10999999", "2:2000000-2999999"])
+    found = partitions.on_grid(["10:0-999999", "2:10000000-10999999", "2:2000000-2999999", "june"])
     assert keys(*found) == ["2:2000000-2999999", "2:10000000-10999999", "10:0-999999"]
 
 
-def test_a_partition_that_somebody_made_up_is_named() -> None:
-    with pytest.raises(ValueError, match="'june' is no partition key"):
-        partitions.in_order(["june"])
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("june", "0:0-999999"),
+        ("0:0-499999", "0:0-999999"),
+        ("3:500000-1499999", "3:0-999999 and 3:1000000-1999999"),
+        ("00:0-999999", "0:0-999999"),
+        ("0:0-0999999", "0:0-999999"),
+        ("\u0660:0-999999", "0:0-999999"),
+        ("0:9-3", "0:0-999999"),
+        (f"0:0-{'9' * 5000}", "0:0-999999"),
+    ],
+)
+def test_a_key_that_is_not_of_the_grid_is_refused_with_the_right_key(key: str, right: str) -> None:
+    assert partitions.range_of(key) is None
+    with pytest.raises(RangeUnknown) as refused:
+        partitions.served(["1:0-999999", key], "Raw/orders")
+    assert f"Raw/orders has no range {key!r}. " in str(refused.value)
+    assert f"Run {right} instead" in str(refused.value)
 
 
 @pytest.mark.parametrize(

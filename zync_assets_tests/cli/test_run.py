@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from click.testing import CliRunner
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 
 from zync_assets.cli.main import main
+from zync_assets.kafka import topics
 from zync_assets.local.services import Services
 from zync_assets_tests.shop import read_topic
 from zync_assets_tests.steps.mini import BOTH, JOIN, mini, row
@@ -72,3 +77,41 @@ def test_one_file_ingests_another_transforms_and_a_third_publishes(
     assert [found["topic"] for found in zync("status")] == [whole.out]
     assert len(read_topic(services.bootstrap_servers, whole.out)) == 1
     assert publishes.pipeline.inputs == ()
+
+
+def test_a_partition_without_a_leader_stops_neither_other_records_nor_etl_nor_publishing(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = mini(services, spark, tmp_path, unique, BOTH + JOIN, partitions=2)
+    it.send(it.left, row(1, "early"))
+    it.ingest()
+    it.send(it.left, row(2, "l"))
+    it.send(it.left, row(3, "unread"), partition=1)
+    it.send(it.right, row(2, "r"))
+    real = AdminClient.list_offsets
+
+    def unled(client: AdminClient, request: dict[Any, Any], **named: Any) -> dict[Any, Any]:
+        lost = {place for place in request if (place.topic, place.partition) == (it.left, 1)}
+        answers = dict(real(client, {place: spec for place, spec in request.items() if place not in lost}, **named))
+        for place in lost:
+            answers[place] = Future()
+            answers[place].set_exception(KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE)))
+        return answers
+
+    def records() -> list[tuple[str, int]]:
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
+        return [(found["step"], found["records"]) for found in rows]
+
+    monkeypatch.setattr(AdminClient, "list_offsets", unled)
+    monkeypatch.setattr(topics, "WAIT", 0.5)
+    result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
+    assert records() == [("ingest", 1), ("ingest", 1), ("etl", 1), ("publish", 1)]
+    assert result.exit_code == 1
+    assert "Leader not available" in result.stderr
+    assert dict(it.next(it.left)) == {0: 2, 1: 0}
+    assert [value["l"] for value in it.values()] == ["l"]
+
+    monkeypatch.undo()
+    result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
+    assert result.exit_code == 0
+    assert records() == [("ingest", 1), ("etl", 0)]

@@ -18,7 +18,7 @@ from confluent_kafka.admin import (
 from zync_assets.errors import BrokerUnavailable, KafkaError, TopicMissing
 from zync_assets.kafka import topics
 from zync_assets.kafka.client import librdkafka_version
-from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
+from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, survey, topic_states
 from zync_assets_tests.kafka.conftest import Fill, await_end
 
 
@@ -193,3 +193,28 @@ def test_an_answer_without_an_offset_is_none(
     missing[0] = 1_000_000
     with pytest.raises(BrokerUnavailable, match=f"leader of {topic}/0"):
         topic_states(kafka, [topic], timeout=0.3)
+
+
+def test_a_partition_without_a_leader_hides_neither_its_topic_nor_others(
+    kafka: dict[str, str], topic: str, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = f"{unique}.other"
+    create_topic(kafka, other, 2, 1, {})
+    real = AdminClient.list_offsets
+
+    def unled(client: AdminClient, request: dict[Any, Any], **named: Any) -> dict[Any, Any]:
+        lost = {place for place in request if (place.topic, place.partition) == (other, 1)}
+        answers = dict(real(client, {place: spec for place, spec in request.items() if place not in lost}, **named))
+        for place in lost:
+            answers[place] = Future()
+            answers[place].set_exception(KafkaException(ClientError(ClientError.LEADER_NOT_AVAILABLE)))
+        return answers
+
+    monkeypatch.setattr(AdminClient, "list_offsets", unled)
+    found = survey(kafka, [topic, other], patience=0.0)
+    assert found.states[topic].partitions == (PartitionState(0, 0, 0),)
+    assert found.states[other].partitions == (PartitionState(0, 0, 0),)
+    assert list(found.states[other].away) == [1]
+    assert list(found.errors) == [other]
+    with pytest.raises(BrokerUnavailable, match="Leader not available"):
+        topic_states(kafka, [topic, other], timeout=0.3)
