@@ -34,7 +34,13 @@ HASTY = {
 
 @pytest.fixture(scope="session")
 def services() -> Iterator[Services]:
-    """A running Kafka broker and schema registry for the whole run, removed at its end."""
+    """A running Kafka broker and schema registry for the whole run, removed at its end.
+
+    With ``ZYNC_TEST_SERVICES=FOLDER`` they lie in that folder and go on running: the next run needs not start them.
+    """
+    if kept := os.environ.get("ZYNC_TEST_SERVICES"):
+        yield up(Path(kept) / os.environ.get("PYTEST_XDIST_WORKER", "alone"), broker_properties=HASTY)
+        return
     for folder in HOME.glob("*"):
         if folder.name == str(os.getpid()) or not psutil.pid_exists(int(folder.name)):
             down(folder, clean=True)

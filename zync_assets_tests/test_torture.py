@@ -17,6 +17,7 @@ from zync_assets_tests.torture.report import FILE
 SCHEDULES: dict[str, Callable[[int], object]] = {
     "one instance": lambda seed: list(itertools.islice(plan.children(seed, 0), 300)),
     "another instance": lambda seed: list(itertools.islice(plan.children(seed, 1), 300)),
+    "daemons": lambda seed: list(itertools.islice(plan.daemons(seed), 300)),
     "faults": lambda seed: list(itertools.islice(plan.faults(seed), 300)),
     "traffic": lambda seed: list(itertools.islice(plan.traffic(seed, 10.0), 300)),
 }

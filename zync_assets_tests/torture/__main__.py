@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from zync_assets_tests.torture import plan, report
 from zync_assets_tests.torture.children import Instance
@@ -19,6 +19,9 @@ from zync_assets_tests.torture.judgement import drain, verdict
 from zync_assets_tests.torture.report import FILE, History, Tally, read_history
 from zync_assets_tests.torture.traffic import Traffic
 from zync_assets_tests.torture.world import World, close, make_world, up_again
+
+if TYPE_CHECKING:
+    from zync_assets_tests.torture.sensor import Daemon
 
 T = TypeVar("T")
 
@@ -33,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--instances", type=int, default=2, help="processes at once")
     parser.add_argument("--rate", type=float, default=10.0, help="orders a second, some four changes each")
+    parser.add_argument("--sensor", action="store_true", help="run Dagster's daemon with the pipeline's sensor too")
     chosen = parser.parse_args(arguments)
     if chosen.folder is not None:
         return _run(chosen, chosen.folder.absolute(), keep=True)
@@ -46,8 +50,16 @@ def _run(chosen: argparse.Namespace, folder: Path, *, keep: bool) -> int:
     world = make_world(folder, history.prefix, there=there)
     history.save()
     tally = Tally()
+    daemon = None
+    if chosen.sensor:
+        # Imported here: Dagster takes seconds to load, and a run without it needs none.
+        from zync_assets_tests.torture.sensor import Daemon
+
+        daemon = Daemon(world, tally, _later(plan.daemons(chosen.seed), _passed(history, chosen.seed, "daemon")))
     try:
-        _trouble(chosen, world, tally, history)
+        _trouble(chosen, world, tally, history, daemon)
+        if daemon is not None:
+            daemon.judge()
         drain(world, tally)
         verdict(world, tally)
     finally:
@@ -63,7 +75,7 @@ def _run(chosen: argparse.Namespace, folder: Path, *, keep: bool) -> int:
     return 1 if whole.findings else 0
 
 
-def _trouble(chosen: argparse.Namespace, world: World, tally: Tally, history: History) -> None:
+def _trouble(chosen: argparse.Namespace, world: World, tally: Tally, history: History, daemon: Daemon | None) -> None:
     """All threads at work for the given time; then all processes are dead, and the services run."""
     began = time.monotonic()
     instances = [
@@ -77,7 +89,8 @@ def _trouble(chosen: argparse.Namespace, world: World, tally: Tally, history: Hi
     ]
     faults = Faults(world, tally, _later(plan.faults(chosen.seed), _passed(history, chosen.seed, "faults")), instances)
     traffic = Traffic(world, tally, plan.traffic(chosen.seed, chosen.rate), history.orders)
-    threads = [*instances, faults, traffic]
+    daemons = [] if daemon is None else [daemon]
+    threads = [*instances, faults, traffic, *daemons]
     for thread in threads:
         thread.start()
     try:
@@ -93,7 +106,7 @@ def _trouble(chosen: argparse.Namespace, world: World, tally: Tally, history: Hi
         up_again(world)
         traffic.close()
         history.orders = traffic.orders
-    tally.passed = {**{item.name: item.done for item in instances}, "faults": faults.done}
+    tally.passed = {item.name: item.done for item in [*instances, faults, *daemons]}
 
 
 def _later(plans: Iterator[T], passed: int) -> Iterator[T]:

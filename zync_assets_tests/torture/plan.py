@@ -105,6 +105,18 @@ class TrafficPlan:
     grows: str = ""
 
 
+@dataclass(frozen=True)
+class DaemonPlan:
+    """One daemon of Dagster. It is killed after ``lasts`` seconds, or dies with its runs at a crash point.
+
+    ``run_kills``: seconds after the daemon's start at which its newest run is killed.
+    """
+
+    lasts: float
+    point: str
+    run_kills: tuple[float, ...]
+
+
 def children(seed: int, place: int) -> Iterator[ChildPlan]:
     """The processes that one of the instances runs, one after the other."""
     dice = random.Random(f"{seed} children {place}")
@@ -124,6 +136,18 @@ def children(seed: int, place: int) -> Iterator[ChildPlan]:
             yield ChildPlan(command, end, delay=dice.uniform(0, 6))
         else:
             yield ChildPlan(command, end, delay=dice.uniform(0, 8))
+
+
+def daemons(seed: int) -> Iterator[DaemonPlan]:
+    """The daemons, one after the other. Most live for some minutes: a run of theirs takes half a minute."""
+    dice = random.Random(f"{seed} daemons")
+    steps = [point for points in POINTS.values() for point in points]
+    weights = [0.1 if point in RARE else 1.0 for point in steps]
+    while True:
+        point = dice.choices(steps, weights)[0] if dice.random() < 0.4 else ""
+        lasts = dice.uniform(60, 240)
+        kills = tuple(sorted(dice.uniform(20, lasts) for _ in range(dice.randrange(3))))
+        yield DaemonPlan(lasts, point, kills)
 
 
 def faults(seed: int) -> Iterator[FaultPlan]:

@@ -20,6 +20,7 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     traffic: Counter[str] = field(default_factory=Counter)
+    ticks: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Tally:
             self.findings.append(text)
 
     def plain(self) -> dict[str, Any]:
-        names = ("kills", "ends", "faults", "traffic", "errors", "checked", "findings", "seconds", "passed")
+        names = ("kills", "ends", "faults", "traffic", "ticks", "errors", "checked", "findings", "seconds", "passed")
         return {name: getattr(self, name) for name in names}
 
 
@@ -58,8 +59,8 @@ class History:
     def total(self) -> Tally:
         whole = Tally()
         for run in self.runs:
-            for name in ("kills", "ends", "faults", "traffic", "errors"):
-                getattr(whole, name).update(run[name])
+            for name in ("kills", "ends", "faults", "traffic", "ticks", "errors"):
+                getattr(whole, name).update(run.get(name, {}))
             whole.findings += run["findings"]
             whole.seconds += run["seconds"]
         whole.checked = Counter(self.runs[-1]["checked"]) if self.runs else Counter()
@@ -78,7 +79,7 @@ def read_history(folder: Path, prefix: str) -> History:
 def text(tally: Tally, runs: int) -> str:
     """The report, for people."""
     lines = [f"{runs} runs, {tally.seconds / 60:.1f} minutes, {tally.kills.total()} kills"]
-    for name in ("kills", "ends", "faults", "traffic", "errors", "checked"):
+    for name in ("kills", "ends", "faults", "traffic", "ticks", "errors", "checked"):
         found: Counter[str] = getattr(tally, name)
         lines.append(f"{name}: {found.total()}" if name != "checked" else "at the end:")
         lines += [f"  {count:7}  {what}" for what, count in sorted(found.items())]
