@@ -135,11 +135,10 @@ class Model:
         return made
 
     def _see(self, record: Record) -> None:
-        """A record's time: the highest timestamp of its partition up to it, among the records that can be decoded."""
-        if record.value is not GARBAGE:
-            place = (record.topic, record.partition)
-            self._reached[place] = max(self._reached.get(place, 0), record.timestamp)
-            self._times[record.place] = self._reached[place]
+        """A record's time: the highest timestamp of its partition up to it."""
+        place = (record.topic, record.partition)
+        self._reached[place] = max(self._reached.get(place, 0), record.timestamp)
+        self._times[record.place] = self._reached[place]
 
     def _order(self, record: Record) -> tuple[int, int, int, int]:
         return self._times[record.place], self.inputs.index(record.topic), record.partition, record.offset

@@ -10,7 +10,7 @@ import pyarrow as pa
 from zync_assets.errors import LakeError
 from zync_assets.lake import raw, staging
 from zync_assets.lake.raw import raw_files
-from zync_assets.lake.reading import output_frame, parquet_frame
+from zync_assets.lake.reading import output_frame, raw_frame
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 
@@ -54,7 +54,7 @@ def pool_frame(
     if found is None:
         raise LakeError(f"{pool}.{topic} has no table yet. Ingest the topic first.")
     ranges = None if keys is None else normalize(keys)
-    frame = parquet_frame(spark, found.opened.uri, raw_files(found, ranges), found.schema)
+    frame = raw_frame(spark, found, raw_files(found, ranges))
     if ranges is None:
         return frame
     inside = " OR ".join(

@@ -138,7 +138,7 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
         table = raw.open_raw(pipeline.lake, pool, topic)
         if table is None:
             raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run {pipeline.command('from-kafka')}")
-        return reading.parquet_frame(spark, table.opened.uri, raw.raw_files(table), table.schema)
+        return reading.raw_frame(spark, table, raw.raw_files(table))
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
         raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run {pipeline.command('etl')}")

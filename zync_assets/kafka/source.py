@@ -51,25 +51,28 @@ class Arrived:
 @dataclass(frozen=True)
 class Chunk:
     """Some records of one partition, in offset order: those that could be decoded (columns of ``records.raw_schema``),
-    and those that could not (``records.BAD_SCHEMA``)."""
+    and those that could not (``records.BAD_SCHEMA``). ``reached``: the time of the last record, milliseconds since the
+    epoch."""
 
     records: pa.RecordBatch
     bad: pa.RecordBatch
+    reached: int
     arrivals: tuple[Arrived, ...] = ()
 
 
 def read_chunks(
-    source: Source, part: OffsetRange, now: int, refused: Mapping[int, str] | None = None
+    source: Source, part: OffsetRange, now: int, refused: Mapping[int, str] | None = None, *, reached: int = 0
 ) -> Iterator[Chunk]:
     """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``refused``: offset →
-    why that record counts as bad (stage ``shape``).
+    why that record counts as bad (stage ``shape``); ``reached``: the time of the record before the range, so that times
+    run on from there.
 
     Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
     """
     key, value = make_decoders(source)
-    highest = 0
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
-        chunk, highest = _decode(source.topic, part.partition, batch, key, value, highest, now, refused or {})
+        chunk = _decode(source.topic, part.partition, batch, key, value, reached, now, refused or {})
+        reached = chunk.reached
         yield chunk
 
 
@@ -87,13 +90,11 @@ def _no_registry(schema_id: int) -> str:
     raise ValueError(f"schema id {schema_id} needs a registry")
 
 
-def running_times(timestamps: pa.Array, good: np.ndarray, highest: int, now: int) -> np.ndarray:
-    """The prefix maximum of the good records' timestamps in milliseconds, from ``highest``, none later than ``now``.
-
-    Quarantined records have no say: across files only the statistics of those that hold good records are known.
-    """
+def running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
+    """The prefix maximum of the timestamps in milliseconds, from ``highest``, none later than ``now``. A missing timestamp
+    counts as the one before it."""
     millis = pc.fill_null(timestamps, 0).to_numpy(zero_copy_only=False)
-    return np.maximum(np.maximum.accumulate(np.where(good, np.minimum(millis, now), 0)), highest)
+    return np.maximum(np.maximum.accumulate(np.minimum(millis, now)), highest)
 
 
 def _decode(
@@ -105,8 +106,7 @@ def _decode(
     highest: int,
     now: int,
     refused: Mapping[int, str],
-) -> tuple[Chunk, int]:
-    """The decoded chunk, and the highest time reached in it."""
+) -> Chunk:
     rows = batch.num_rows
     keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
     errors = bad_sides(keys, values)
@@ -116,7 +116,7 @@ def _decode(
             errors.setdefault(index, ("shape", error))
     good = np.ones(rows, dtype=bool)
     good[list(errors)] = False
-    times = running_times(batch.column("timestamp"), good, highest, now)
+    times = running_times(batch.column("timestamp"), highest, now)
     kafka = pa.StructArray.from_arrays(
         [
             pa.repeat(pa.scalar(topic), rows),
@@ -132,8 +132,8 @@ def _decode(
     reached = int(times[-1])
     arrivals = arrived(partition, batch.column("offset"), keys, values)
     if not errors:
-        return Chunk(records, _no_rows(), arrivals), reached
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), arrivals), reached
+        return Chunk(records, _no_rows(), reached, arrivals)
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), reached, arrivals)
 
 
 def arrived(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[Arrived, ...]:

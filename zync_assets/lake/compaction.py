@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.merge import conform
-from zync_assets.codecs.nested import is_valid, struct_of
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError
-from zync_assets.lake import raw, storage, tables
+from zync_assets.lake import raw, storage, tables, times
 from zync_assets.lake.staging import ACCOUNT
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.lake.writer import MAX_RECORDS
@@ -150,7 +149,7 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
                 if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
                     raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order. {_RESTORE}")
                 records, last = records + len(offsets), int(offsets[-1])
-                reached = _last_time(made)
+                reached = times.last_time(made.column("kafka"))
                 writer.write_batch(made)
     if records != sum(item.records for item in run):
         raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise. {_RESTORE}")
@@ -185,26 +184,8 @@ def _conformed(batch: pa.RecordBatch, schema: pa.Schema, reached: int | None) ->
         for field in schema
     ]
     place = schema.get_field_index("kafka")
-    columns[place] = _carried(columns[place], reached)
+    columns[place] = times.carried(columns[place], reached)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _carried(kafka: pa.Array, reached: int | None) -> pa.Array:
-    """``kafka`` with times that never run back, as they don't within a file: readers carry them over from file to file."""
-    place = kafka.type.get_field_index("time")
-    if place < 0:
-        return kafka
-    parts = kafka.flatten()
-    times = pc.max_element_wise(parts[place].cast(pa.int64()), pa.scalar(reached, pa.int64()))
-    parts[place] = pc.cumulative_max(times).cast(parts[place].type)
-    return struct_of(kafka.type, parts, len(kafka), is_valid(kafka))
-
-
-def _last_time(batch: pa.RecordBatch) -> int | None:
-    kafka = batch.column("kafka")
-    if kafka.type.get_field_index("time") < 0:
-        return None
-    return pc.struct_field(kafka, "time")[-1].value
 
 
 def commit(opened: Opened, made: Sequence[DataFile], runs: Sequence[Sequence[DataFile]]) -> None:

@@ -10,6 +10,8 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:attempt:<partition> which attempt at that batch was committed, of those in the quarantine (``quarantine``); 0: one
                              that put nothing there
     zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
+    zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
+                             in milliseconds since the epoch; tables of older versions lack it (``times``)
     zync:kept:<partition>    below this offset retention took the records (``retention``); what replays brought stays
     zync:removed:<partition>  how many records that was
     zync:reached:<partition>  the highest time of them
@@ -90,6 +92,9 @@ class RawState:
     """Partition → the highest time of what retention took, milliseconds since the epoch."""
     records: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
+    times: Mapping[int, int] = field(default_factory=dict)
+    """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
+    ``times.highest_times`` is the whole answer."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -137,7 +142,7 @@ def _state(opened: Opened) -> RawState:
         return {p: n for p, n in numbers.items() if n is not None}
 
     bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
-    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records")]
+    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
     return RawState(opened, of("first"), of("next"), bad, replays, *more)
 
 
@@ -247,13 +252,14 @@ def commit_raw(
     writers: Sequence[WriterSchema] = (),
     left_out: Mapping[int, int] | None = None,
     attempt: int = 0,
+    times: Mapping[int, int] | None = None,
 ) -> None:
     """Commit files and next offsets together.
 
     ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
     each partition's next offset after this batch; ``bad`` and ``left_out`` how many records of it were quarantined,
     and left out by a shape, in this batch; ``writers`` the writer schemas that are new; ``attempt`` the one whose files in
-    the side table count from now on, 0 if it has none.
+    the side table count from now on, 0 if it has none; ``times`` the highest time of each partition, in milliseconds.
     Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
     """
     uri = storage.raw_uri(lake, pool, topic)
@@ -271,6 +277,7 @@ def commit_raw(
         if counted is not None:
             made = sum(item.records for item in files if item.partition == partition)
             numbers[f"zync:records:{partition}"] = counted + made
+    numbers |= {f"zync:time:{p}": time for p, time in (times or {}).items() if p in until}
     numbers |= _writer_numbers(before, writers)
     old_out = before.left_out if before else {}
     numbers |= {f"zync:left-out:{p}": old_out.get(p, 0) + count for p, count in (left_out or {}).items()}
@@ -308,24 +315,3 @@ def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) ->
                 f"zync:schemas:{side}": index + 1,
             }
     return numbers
-
-
-def carried_times(files: Sequence[DataFile], reached: Mapping[int, int] | None = None) -> dict[str, int]:
-    """File path → the highest record time of its partition before it, only where that is above the file's lowest.
-
-    Ingest writes a running maximum within a file; across files the log's statistics have it.
-    ``files`` are all files of the table, sorted by partition and offset; ``reached``: partition → the highest time of
-    those that retention took. A replay's records have their final time.
-    """
-    carried: dict[str, int] = {}
-    partition, highest = None, None
-    for item in files:
-        if is_replay(item):
-            continue
-        if item.partition != partition:
-            partition, highest = item.partition, (reached or {}).get(item.partition or 0)
-        if highest is not None and item.min_time is not None and item.min_time < highest:
-            carried[item.path] = highest
-        if item.max_time is not None:
-            highest = item.max_time if highest is None else max(highest, item.max_time)
-    return carried

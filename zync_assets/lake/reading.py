@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,14 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.lake import refusals, storage
-from zync_assets.lake.raw import RawState, carried_times, raw_files
+from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
+from zync_assets.lake.times import carried_times
 from zync_assets.lake.widening import by_own_types
 from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange
+from zync_assets.sql_text import name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -27,7 +29,9 @@ MANY_RANGES = 32
 """More ranges than these are joined with, rather than written into a condition."""
 
 _PLACES = pa.schema([("at_partition", pa.int32()), ("low", pa.int64()), ("high", pa.int64())])
-_REACHED = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.float64())])
+_SPANS = 50_000
+"""Into as many spans of equal length the offsets of files with a carried time are cut at the most."""
+_REACHED = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
 
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
@@ -55,8 +59,8 @@ def _cast(frame: DataFrame, kind: StructType) -> DataFrame:
 
 
 def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRange]) -> DataFrame:
-    """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which never runs back within a
-    partition. A side that has no type yet is void."""
+    """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which is ``kafka.time``. A side
+    that has no type yet is void."""
     parts = list(ranges)
     files = raw_files(state, parts)
     frame = _timed(spark, state, files)
@@ -109,10 +113,15 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
     return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
 
 
+def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition."""
+    frame = parquet_frame(spark, state.opened.uri, files, state.schema)
+    return _with_carried(spark, frame, state, files)
+
+
 def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files: ``kafka``, ``key``, ``value``, ``time``."""
-    frame = _sides(parquet_frame(spark, state.opened.uri, files, state.schema), state.schema)
-    return _with_time(spark, frame, carried_times(raw_files(state), state.reached), files)
+    return _sides(raw_frame(spark, state, files), state.schema).selectExpr("*", "kafka.time AS time")
 
 
 def _sides(frame: DataFrame, schema: pa.Schema) -> DataFrame:
@@ -138,25 +147,29 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
     return frame.where(within or "false")
 
 
-def _with_time(
-    spark: SparkSession, frame: DataFrame, carried: Mapping[str, int], files: Sequence[DataFile]
-) -> DataFrame:
-    """Ingest wrote a running maximum within a file; where an earlier file of the partition reaches past a file's lowest
-    time, that maximum holds here too."""
+def _with_carried(spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """Tables of older versions have a running maximum within each file. Where an earlier file of the partition reaches past
+    a file's lowest time, that maximum holds here too."""
+    carried = carried_times(raw_files(state), state.reached)
+    rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
+    if not rows:
+        return frame
     from pyspark.sql import functions as F
 
-    rows = [
-        (item.partition, item.first, item.last, carried[item.path] / 1000) for item in files if item.path in carried
-    ]
-    if not rows:
-        return frame.selectExpr("*", "kafka.time AS time")
-    before = listed_frame(spark, _REACHED, rows).withColumn("reached", F.timestamp_seconds("reached"))
-    inside = (F.col("kafka.partition") == F.col("at")) & F.col("kafka.offset").between(F.col("low"), F.col("high"))
-    return (
-        frame.join(F.broadcast(before), inside, "left")
-        .withColumn("time", F.greatest(F.col("kafka.time"), F.col("reached")))
-        .drop("at", "low", "high", "reached")
+    # Joined by equal spans: a join by partition alone would compare each record with all files of its partition.
+    span = max(SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in carried) // _SPANS)
+    spans = f"explode(sequence(low DIV {span}, high DIV {span})) AS span"
+    before = listed_frame(spark, _REACHED, rows).selectExpr(
+        "at", "low", "high", "timestamp_millis(reached) AS reached", spans
     )
+    inside = f"kafka.partition = at AND kafka.offset DIV {span} = span AND kafka.offset BETWEEN low AND high"
+    fields = (
+        "greatest(kafka.time, reached) AS time" if item.name == "time" else f"kafka.{name_sql(item.name)}"
+        for item in state.schema.field("kafka").type
+    )
+    kafka = f"struct({', '.join(fields)}) AS kafka"
+    others = [name_sql(name) for name in state.schema.names if name != "kafka"]
+    return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *others)
 
 
 def output_frame(

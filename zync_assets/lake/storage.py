@@ -214,6 +214,13 @@ def remove_files(uri: str) -> None:
             system.delete_file(join(path, name))
 
 
+def remove_file(uri: str) -> None:
+    """Remove a file that nothing names, as far as the store lets it go: what is left is cleaned up later."""
+    system, path = filesystem(uri)
+    with suppress(LakeError, OSError):
+        system.delete_file(path)
+
+
 def list_files(uri: str, suffix: str) -> list[str]:
     """Paths below a folder, relative to it, that end in ``suffix``; sorted. An absent folder is empty.
 

@@ -24,19 +24,20 @@ from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.tables import DataFile
+from zync_assets.lake.times import highest_times
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import raw_schema
 from zync_assets.shares import LEAST, shares
 from zync_assets.steps import schema_changes
-from zync_assets.steps.ingest_files import Reading, write_lost, write_plain
+from zync_assets.steps.ingest_files import Reading, with_carried_times, write_lost, write_plain
 from zync_assets.steps.quarantined import Held, admit
 from zync_assets.steps.raw_columns import added_fields
 from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.session import Session, deferred
-from zync_assets.steps.shaping import known_types, shaped_records, write_shaped
+from zync_assets.steps.shaping import known_types, looks_at_time, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, slots, task_frame
 from zync_assets.steps.upkeep import keep_up
 
@@ -91,8 +92,9 @@ class RawBatch:
         return self.plan.input.topic
 
     def dataframe(self) -> DataFrame:
-        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table."""
-        source, parts, now = self.source, _tasks(self.spark, self.plan.ranges), _now()
+        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table. ``kafka.time`` begins anew
+        in each Spark task: only committed records have the carried time."""
+        source, parts, now = self.source, _tasks(self.spark, self.plan), _now()
         if self.plan.input.shape is not None:
             reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
             return shaped_records(reading)
@@ -212,7 +214,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     lake, pool, topic = pipeline.lake, item.pool, item.topic
     known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     attempt = quarantine.new_attempt()
-    reading = Reading(batch.spark, lake, item, batch.source, _tasks(batch.spark, plan.ranges), _now(), known, attempt)
+    parts, reached = _tasks(batch.spark, plan), highest_times(plan.state)
+    reading = Reading(batch.spark, lake, item, batch.source, parts, _now(), known, attempt, reached)
     try:
         made = write_plain(reading) if item.shape is None else write_shaped(reading)
     except DataLoss:
@@ -220,6 +223,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         _check_identity(pipeline, plan)
         raise
     _check_identity(pipeline, plan)
+    made, reached = with_carried_times(reading, made)
     lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
     files, schema = made.files, made.schema
@@ -258,6 +262,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             writers,
             made.left_out,
             attempt if bad else 0,
+            reached,
         )
     except CommitConflict:
         quarantine.withdraw(lake, pool, topic, bad)
@@ -379,8 +384,11 @@ def _limited(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
     return [replace(part, end=min(part.end, part.first + share)) for part in ranges]
 
 
-def _tasks(spark: SparkSession, ranges: Sequence[OffsetRange]) -> list[OffsetRange]:
-    """The ranges in pieces, a Spark task each."""
+def _tasks(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:
+    """The plan's ranges in pieces, a Spark task each."""
+    ranges = plan.ranges
+    if looks_at_time(plan.input):
+        return list(ranges)
     total = sum(part.end - part.first for part in ranges)
     return shares(ranges, slots(spark) if total > FEW_OFFSETS else FEW_OFFSETS // LEAST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pyarrow as pa
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import quarantine, storage
 from zync_assets.lake.tables import DataFile
+from zync_assets.lake.times import lift
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Reading:
     """What of a topic is to be read, and as what: a Spark task for each of ``parts``. ``now``: the time of ingest,
-    milliseconds since the epoch; ``table``: the raw table's columns so far; ``attempt``: the number that side files carry."""
+    milliseconds since the epoch; ``table``: the raw table's columns so far; ``attempt``: the number that side files carry;
+    ``reached``: partition → the highest time of all records before the batch, milliseconds since the epoch."""
 
     spark: SparkSession = field(repr=False)
     lake: str
@@ -36,6 +39,7 @@ class Reading:
     now: int
     table: pa.Schema = field(repr=False)
     attempt: int
+    reached: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def uri(self) -> str:
@@ -57,7 +61,8 @@ class BatchFiles:
 
     ``schema``: the raw table's columns after it; ``source``: with the types that records are decoded to after it;
     ``arrived``: the writer schemas that came; ``dropped``: side files with the ranges that a shape left out; ``left_out``:
-    how many records of each partition these are.
+    how many records of each partition these are; ``reached``: the time of the last record of each of the reading's parts,
+    0 for a part without records.
     """
 
     files: list[DataFile]
@@ -67,6 +72,7 @@ class BatchFiles:
     arrived: list[Arrived]
     dropped: list[DataFile] = field(default_factory=list)
     left_out: Mapping[int, int] = field(default_factory=dict)
+    reached: Sequence[int] = ()
 
 
 def write_plain(reading: Reading) -> BatchFiles:
@@ -74,7 +80,10 @@ def write_plain(reading: Reading) -> BatchFiles:
     assumed: list[Arrived] = []
     while True:
         source = reading.source
-        files, schemas, bad, arrived = _write(reading)
+        written = _write(reading)
+        pairs = sorted((pair for part in written for pair in part.files), key=lambda pair: _place(pair[0]))
+        schemas = [schema for _, schema in pairs]
+        arrived = [found for part in written for found in part.arrived]
         if firsts := schema_changes.first_schemas(source, reading.item, arrived):
             # Only now is known which schema came first, so that the others are changes.
             assumed += firsts
@@ -82,7 +91,14 @@ def write_plain(reading: Reading) -> BatchFiles:
             continue
         settled = settled_types(source, schemas)
         if all(can_read(settled, found) for found in schemas):
-            return BatchFiles(files, bad, table_schema(reading.table, settled), settled, [*assumed, *arrived])
+            return BatchFiles(
+                [found for found, _ in pairs],
+                [found for part in written for found in part.bad],
+                table_schema(reading.table, settled),
+                settled,
+                [*assumed, *arrived],
+                reached=[part.reached for part in written],
+            )
         # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
         # others stay invisible. Each time the types have grown, so that this ends.
         reading = replace(reading, source=settled)
@@ -100,35 +116,76 @@ def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one task wrote: data files with their schemas, and quarantine files; and the writer schemas that it met first."""
+    """What one task wrote: data files with their schemas, and quarantine files; the writer schemas that it met first; and the
+    time of its last record."""
 
     files: list[tuple[DataFile, pa.Schema]]
     bad: list[DataFile]
     arrived: list[Arrived]
+    reached: int
 
 
-def _write(reading: Reading) -> tuple[list[DataFile], list[pa.Schema], list[DataFile], list[Arrived]]:
-    """Read, decode and write in one Spark job. Returns data files, their schemas, quarantine files, and new schemas."""
+def _write(reading: Reading) -> list[_Written]:
+    """Read, decode and write in one Spark job: what became of each of the reading's parts."""
+    before = dict(reading.reached)
     source, parts, now, uri = reading.source, reading.parts, reading.now, reading.uri
     side_uri, side_name = reading.side_uri, reading.side_name
 
     def work(index: int) -> _Written:
         part = parts[index]
         arrived: list[Arrived] = []
+        reached = before.get(part.partition, 0)
         data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition, side_name)
         with data, side:
-            for chunk in read_chunks(source, part, now):
+            for chunk in read_chunks(source, part, now, reached=reached):
                 data.write(chunk.records)
                 side.write(chunk.bad)
                 arrived.extend(chunk.arrivals)
-        return _Written(data.files, [found for found, _ in side.files], arrived)
+                reached = chunk.reached
+        return _Written(data.files, [found for found, _ in side.files], arrived, reached)
 
-    written = run_tasks(reading.spark, len(parts), work)
-    files = [pair for part in written for pair in part.files]
-    files.sort(key=lambda pair: (pair[0].partition or 0, pair[0].first or 0))
-    return (
-        [found for found, _ in files],
-        [schema for _, schema in files],
-        [found for part in written for found in part.bad],
-        [found for part in written for found in part.arrived],
+    return run_tasks(reading.spark, len(parts), work)
+
+
+def with_carried_times(reading: Reading, made: BatchFiles) -> tuple[BatchFiles, dict[int, int]]:
+    """The files with times that run on from part to part, and partition → the highest time after the batch.
+
+    A task does not know the times of the part before its own. Files that begin below these are written once more. That is
+    rare: in most topics timestamps ascend, and a batch that is no backlog has one part of a partition.
+    """
+    ends, floors = dict(reading.reached), dict[OffsetRange, int]()
+    for part, reached in sorted(zip(reading.parts, made.reached, strict=True)):
+        floors[part] = ends.get(part.partition, 0)
+        ends[part.partition] = max(floors[part], reached)
+    starts = sorted((part.partition, part.first) for part in floors)
+    lows = {(part.partition, part.first): low for part, low in floors.items()}
+
+    def floor(item: DataFile) -> int:
+        return lows[starts[bisect_right(starts, _place(item)) - 1]]
+
+    written = (
+        (reading.uri, "part", made.files),
+        (reading.side_uri, reading.side_name, [*made.bad, *made.dropped]),
     )
+    late = [
+        (uri, item, floor(item), name)
+        for uri, name, files in written
+        for item in files
+        if (item.min_time or 0) < floor(item)
+    ]
+    if not late:
+        return made, ends
+    lifted = run_tasks(reading.spark, len(late), lambda index: lift(*late[index]))
+    for uri, item, _, _ in late:
+        storage.remove_file(storage.join(uri, item.path))
+    others = {item.path: found for (_, item, _, _), found in zip(late, lifted, strict=True)}
+
+    def settled(files: Sequence[DataFile]) -> list[DataFile]:
+        return [found for item in files for found in others.get(item.path, [item])]
+
+    files, bad, dropped = settled(made.files), settled(made.bad), settled(made.dropped)
+    return replace(made, files=files, bad=bad, dropped=dropped), ends
+
+
+def _place(item: DataFile) -> tuple[int, int]:
+    return item.partition or 0, item.first or 0

@@ -27,7 +27,7 @@ from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import storage, tables
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Shape
-from zync_assets.pipeline_file.expressions import without_root
+from zync_assets.pipeline_file.expressions import columns, parse, without_root
 from zync_assets.records import raw_schema
 from zync_assets.sql_text import shape_sql
 from zync_assets.steps import schema_changes
@@ -56,6 +56,23 @@ def known_types(lake: str, item: Input) -> Types | None:
     names = opened.schema.names
     key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
     return key, value
+
+
+def looks_at_time(item: Input) -> bool:
+    """Whether an input's shape names the carried time of a record, which a task knows of one part of a partition alone."""
+
+    def texts(shape: Shape) -> Iterator[str]:
+        if isinstance(shape, str):
+            yield shape
+        for part in shape.values() if isinstance(shape, Mapping) else ():
+            yield from texts(part)
+
+    shape = item.shape
+    if shape is None:
+        return False
+    named = [shape.where or "true", *(text for side in shape.sides.values() for text in texts(side))]
+    found = (column for sql in named for column in columns(parse(sql).tree))
+    return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in found)
 
 
 def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
@@ -167,6 +184,7 @@ def write_shaped(reading: Reading) -> BatchFiles:
         first_met or [*assumed, *arrived],
         [found for end in ends for found in end.dropped],
         {partition: count for partition, count in left_out.items() if count},
+        [end.read.reached for end in ends],
     )
 
 
@@ -198,7 +216,7 @@ class _Job:
     def run(self) -> list[TaskEnd]:
         """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
         reading = self.reading
-        writer = Writer(reading.uri, reading.side_uri, reading.side_name, self.schema(), reading.now)
+        writer = Writer(reading.uri, reading.side_uri, reading.side_name, self.schema())
         rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:
@@ -293,7 +311,7 @@ def shaped_records(reading: Reading) -> DataFrame:
 
 
 def _decoded(reading: Reading, refused: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
-    reader = Reader(reading.source, reading.parts, reading.now, refused, side_uri, reading.side_name)
+    reader = Reader(reading.source, reading.parts, reading.now, reading.reached, refused, side_uri, reading.side_name)
     schema = spark_schema(decoded_schema(reading.source))
     return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
 

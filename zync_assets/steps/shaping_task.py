@@ -16,7 +16,7 @@ import pyarrow as pa
 from zync_assets.codecs.merge import conform, holds
 from zync_assets.compute import pc
 from zync_assets.errors import ZyncError
-from zync_assets.kafka.source import Arrived, Source, read_chunks, running_times
+from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.offsets import OffsetRange
@@ -38,6 +38,8 @@ class ReadEnd:
     wider: Types | None = None
     arrived: list[Arrived] = field(default_factory=list)
     error: ZyncError | None = None
+    reached: int = 0
+    """The time of the last record, milliseconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ def decoded_schema(source: Source) -> pa.Schema:
 
 @dataclass(frozen=True)
 class Reader:
-    """The reading end. ``refused``: (partition, offset) → why the record goes to quarantine."""
+    """The reading end. ``refused``: (partition, offset) → why the record goes to quarantine; ``reached``: as in ``Reading``."""
 
     source: Source
     parts: Sequence[OffsetRange]
     now: int
+    reached: Mapping[int, int]
     refused: Mapping[tuple[int, int], str]
     side_uri: str | None
     """Where quarantine files go; None: nowhere, since this is a trial."""
@@ -80,20 +83,22 @@ class Reader:
         wider: Types | None = None
         arrived: list[Arrived] = []
         writer = RangeWriter(self.side_uri, part.partition, self.side_name) if self.side_uri is not None else None
-        found = ReadEnd()
+        reached = self.reached.get(part.partition, 0)
         try:
             with ExitStack() as stack:
                 if writer is not None:
                     stack.enter_context(writer)
-                for chunk in read_chunks(self.source, part, self.now, refused):
+                for chunk in read_chunks(self.source, part, self.now, refused, reached=reached):
                     arrived.extend(chunk.arrivals)
+                    reached = chunk.reached
                     wider = self._wider(chunk.records.schema)
                     if wider is not None:
                         break
                     if writer is not None:
                         writer.write(chunk.bad)
                     yield with_control(chunk.records, schema)
-            found = ReadEnd([item for item, _ in writer.files] if writer is not None else [], wider, arrived)
+            bad = [item for item, _ in writer.files] if writer is not None else []
+            found = ReadEnd(bad, wider, arrived, reached=reached)
         except ZyncError as error:
             found = ReadEnd(error=error)
         yield _control(found, schema)
@@ -129,7 +134,6 @@ class Writer:
     side_uri: str
     side_name: str
     schema: pa.Schema
-    now: int
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
@@ -140,7 +144,7 @@ class Writer:
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> TaskEnd:
         data = side = None
-        read, highest, left_out = ReadEnd(), 0, 0
+        read, left_out = ReadEnd(), 0
         gaps = _Gaps()
         for batch in batches:
             is_record = pc.is_null(batch.column(CONTROL))
@@ -157,8 +161,7 @@ class Writer:
             out = kafka.filter(pc.invert(kept))
             left_out += len(out)
             side.write(gaps.add(out))
-            kafka, highest = _timed(kafka.filter(kept), highest, self.now)
-            data.write(shaped_batch(kafka, rows.filter(kept), self.schema))
+            data.write(shaped_batch(kafka.filter(kept), rows.filter(kept), self.schema))
         if data is None or side is None:
             return TaskEnd(read)
         side.write(gaps.rest())
@@ -178,19 +181,6 @@ def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa
         else:
             columns.append(pa.nulls(rows.num_rows, item.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _timed(kafka: pa.StructArray, highest: int, now: int) -> tuple[pa.StructArray, int]:
-    """The places with times that go by the kept records alone: what is left out has no say, as across files only the
-    times of those that are there are known."""
-    if not len(kafka):
-        return kafka, highest
-    columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
-    millis = pc.divide(columns["timestamp"].cast(pa.int64()), 1000)
-    times = running_times(millis, np.ones(len(kafka), dtype=bool), highest, now)
-    columns["time"] = pa.array(times * 1000).cast(KAFKA_TYPE.field("time").type)
-    made = pa.StructArray.from_arrays([columns[name] for name in KAFKA_TYPE.names], fields=list(KAFKA_TYPE))
-    return made, int(times[-1])
 
 
 class _Gaps:

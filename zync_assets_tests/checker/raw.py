@@ -131,23 +131,28 @@ def millis(moment: datetime | None) -> int | None:
     return None if moment is None else (moment - _EPOCH) // timedelta(milliseconds=1)
 
 
-def times(raw: Raw, partition: int) -> dict[int, int]:
-    """Offset → a raw record's time: the highest timestamp of its partition up to it, one from the future cut to the time
-    of ingest, which only the row itself knows. So does a replayed row know its time, which changes no other's."""
+def times(raw: Raw, partition: int, log: Log | None) -> dict[int, int]:
+    """Offset → a raw record's time: the highest timestamp of its partition up to it, quarantined and left-out records
+    among them. A timestamp from the future counts as the time of ingest, which only the row itself knows."""
+    first, upcoming = raw.first.get(partition, 0), raw.next.get(partition, 0)
+    stamps = {record.offset: record.timestamp for record in log.records} if log is not None else {}
+    stamps = {offset: stamp or 0 for offset, stamp in stamps.items() if first <= offset < upcoming}
+    known: dict[int, int] = {}
+    latest = max((item.file.modified for item in raw.files), default=0)
+    limits: dict[int, int] = {}
+    aside = [(row, latest) for row in raw.quarantine if row["stage"] not in ABSENT]
+    for row, modified in [*((row, item.file.modified) for item in raw.files for row in item.rows), *aside]:
+        place = row["kafka"]
+        if place["partition"] == partition:
+            stamps[place["offset"]] = millis(place["timestamp"]) or 0
+            known[place["offset"]], limits[place["offset"]] = millis(place["time"]) or 0, modified
     found: dict[int, int] = {}
     reached = raw.reached.get(partition, 0)
-    for item in raw.files:
-        for row in item.rows:
-            if row["kafka"]["partition"] != partition:
-                continue
-            if item.replayed:
-                found[row["kafka"]["offset"]] = millis(row["kafka"]["time"]) or 0
-                continue
-            own = millis(row["kafka"]["timestamp"]) or 0
-            if own > item.file.modified:
-                own = min(own, millis(row["kafka"]["time"]) or 0)
-            reached = max(reached, own)
-            found[row["kafka"]["offset"]] = reached
+    for offset, stamp in sorted(stamps.items()):
+        if stamp > limits.get(offset, latest):
+            stamp = min(stamp, known.get(offset, reached))
+        reached = max(reached, stamp)
+        found[offset] = reached
     return found
 
 

@@ -72,7 +72,7 @@ def _judge_staging(
         (topic, partition, offset): time
         for topic, found in evidence.raw.items()
         for partition in found.next
-        for offset, time in raw.times(found, partition).items()
+        for offset, time in raw.times(found, partition, evidence.logs[topic].get(partition)).items()
     }
     for item in statement.outputs:
         report.add("numbering", outputs.numbering(staging, item))

@@ -15,7 +15,6 @@ from zync_assets.errors import CommitConflict
 from zync_assets.lake.raw import (
     RawState,
     WriterSchema,
-    carried_times,
     commit_raw,
     commit_replay,
     open_raw,
@@ -24,6 +23,7 @@ from zync_assets.lake.raw import (
 )
 from zync_assets.lake.storage import raw_uri
 from zync_assets.lake.tables import DataFile
+from zync_assets.lake.times import carried_times
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 

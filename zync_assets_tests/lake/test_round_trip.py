@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from zync_assets.codecs.decode import make_decoder
 from zync_assets.codecs.encode import make_encoder
-from zync_assets.lake.reading import parquet_frame
-from zync_assets.lake.storage import file_size
+from zync_assets.lake.raw import commit_raw, open_raw, raw_files
+from zync_assets.lake.reading import parquet_frame, raw_frame
+from zync_assets.lake.storage import file_size, raw_uri
 from zync_assets.lake.tables import DataFile, create_table, open_table
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, recursive_kinds
+from zync_assets_tests.lake.rows import SCHEMA, file, records
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,3 +75,32 @@ def test_bytes_come_back_from_delta_and_spark(
 
 def _may_be_null(schema: Any) -> bool:
     return schema == "null" or (isinstance(schema, list) and "null" in schema)
+
+
+def test_a_carried_time_is_exact_to_the_microsecond_after_2038_and_found_among_many_files(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """As older versions wrote files: with a maximum within each alone. In seconds as a double such a time is another one."""
+    late, lake = 177_073_514_769_771, str(tmp_path)
+    uri = raw_uri(lake, "Raw", "t")
+    files = [
+        file(uri, records([0, 1], [5, late])),
+        *(file(uri, records([at, at + 5000], [7, 9])) for at in (10, 9000, 90_000)),
+    ]
+    files += [file(uri, records([3], [6], partition=1)), file(uri, records([4, 5], [late + 1, late + 2], partition=1))]
+    commit_raw(lake, "Raw", "t", "id", None, SCHEMA, files, {0: 0, 1: 0}, {0: 100_000, 1: 6}, {})
+    state = open_raw(lake, "Raw", "t")
+    assert state is not None
+    found = raw_frame(spark, state, raw_files(state)).selectExpr(
+        "kafka.partition AS p", "kafka.offset AS o", "unix_micros(kafka.time) AS t", "value.id AS id"
+    )
+    rows = sorted(found.collect())
+    assert [(row.p, row.o, row.t) for row in rows] == [
+        (0, 0, 5000),
+        (0, 1, late * 1000),
+        *((0, at, late * 1000) for at in (10, 5010, 9000, 14_000, 90_000, 95_000)),
+        (1, 3, 6000),
+        (1, 4, (late + 1) * 1000),
+        (1, 5, (late + 2) * 1000),
+    ]
+    assert [row.id for row in rows] == [row.o for row in rows]

@@ -14,8 +14,12 @@ from zync_assets.checks.staging_checks import exactly_once_done_coverage
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
 from zync_assets.etl import numbering
 from zync_assets.kafka.topics import create_topic
+from zync_assets.lake.compaction import commit, rewrite
+from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging
+from zync_assets.lake.times import carried_times
 from zync_assets.local.services import Services
+from zync_assets.steps import ingest
 from zync_assets.steps.etl import commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.loops import etl_all
 from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
@@ -204,6 +208,49 @@ def test_a_record_s_time_does_not_run_back_from_file_to_file(make: Make) -> None
     it.send(it.left, row(1, "b"), row(1, "c"), times=[2000, 7000])
     it.step()
     assert [found["v"] for found in it.values()] == ["x", "a", "b", "y", "c"]
+
+
+TIMES = """
+transforms:
+  - {name: join, type: denorm, left: $left, right: $right, join-on: left.value.id = right.value.id, out: $out,
+     where: "value.op = 'c'", key: left.key,
+     value: {id: left.value.id, l: unix_micros(left.kafka.time), r: unix_micros(right.kafka.time)}}
+  - {name: alone, type: stateless, in: $left, out: $out, key: in.key,
+     value: {id: in.value.id, l: unix_micros(in.kafka.time), r: "0L"}}
+"""
+LATE = 1_700_000_000_123
+
+
+@pytest.mark.parametrize("made_by", ["this version", "an older version"])
+def test_the_time_in_an_expression_is_the_carried_time_wherever_batches_are_cut(
+    make: Make, monkeypatch: pytest.MonkeyPatch, made_by: str
+) -> None:
+    """For a new record, for one that waited, and after a compaction of its file. An older version wrote a maximum within each
+    file alone."""
+    it = make(BOTH + TIMES)
+    if made_by == "an older version":
+        monkeypatch.setattr(ingest, "highest_times", lambda _: {})
+    sent = [(row(9, op="x"), LATE), (row(1), 1000), (row(8, op="x"), 2000), (row(2), LATE + 7), (row(3), 4000)]
+    for record, time in sent:
+        it.send(it.left, record, times=[time])
+        it.step()
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    assert bool(carried_times(state.files)) == (made_by == "an older version")
+    it.send(it.right, row(1), times=[5000])
+    it.step()
+    run = list(state.files)[1:3]
+    commit(state.opened, [rewrite(state.opened.uri, run, state.schema)], [run])
+    it.send(it.right, row(2), row(3), times=[LATE + 9, 5000])
+    it.step()
+    micros = [LATE * 1000, (LATE + 7) * 1000, (LATE + 9) * 1000]
+    assert it.values() == [
+        {"id": 9, "l": micros[0], "r": 0},
+        {"id": 8, "l": micros[0], "r": 0},
+        {"id": 1, "l": micros[0], "r": 5_000_000},
+        {"id": 2, "l": micros[1], "r": micros[2]},
+        {"id": 3, "l": micros[1], "r": micros[2]},
+    ]
 
 
 def test_nothing_new_commits_nothing_and_only_pending_ones_do(make: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
+from zync_assets import shares
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake.quarantine import quarantine_files
+from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.steps.ingest import commit_raw, plan_ingest, read_input
@@ -266,12 +269,53 @@ def test_a_timestamp_in_the_future_counts_as_the_time_of_ingest(make: Make) -> N
     assert int(it.raw(it.left)[0]["kafka"]["timestamp"].timestamp() * 1000) == soon
 
 
-def test_a_bad_record_s_timestamp_moves_no_other_record_s_time(make: Make) -> None:
-    """Else it would depend on where batches are cut: across files only good records' times are known."""
+def millis(moment: datetime) -> int:
+    return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+
+
+def all_times(it: Mini) -> tuple[dict[int, int], dict[int, int]]:
+    """Offset → carried time, of the raw table's records, and of its quarantine's."""
+    import pyarrow.parquet as pq
+
+    files = quarantine_files(it.lake, "Raw", it.left, it.next(it.left))
+    aside = [
+        entry
+        for item in files
+        for entry in pq.read_table(f"{it.lake}/~quarantine/Raw/{it.left}/{item.path}").to_pylist()
+    ]
+    both = [{row["kafka"]["offset"]: millis(row["kafka"]["time"]) for row in rows} for rows in (it.raw(it.left), aside)]
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("cut", ["one batch", "several batches", "several tasks"])
+def test_a_time_is_the_highest_timestamp_up_to_the_record_wherever_ingest_is_cut(
+    make: Make, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """Quarantined records count: what a record is has no say in when it came."""
     it = make()
-    it.send(it.left, row(1), b"garbage", row(2), times=[1000, 9000, 2000])
-    it.ingest(it.left)
-    assert [int(found["kafka"]["time"].timestamp() * 1000) for found in it.raw(it.left)] == [1000, 2000]
+    sent = [
+        (row(1), 3000),
+        (b"garbage", 9000),
+        (row(2), 1000),
+        (b"garbage", 2000),
+        (row(3), 9500),
+        (row(4), 800),
+        (row(5), 9400),
+        (row(6), 9600),
+    ]
+    if cut == "several tasks":
+        monkeypatch.setattr(shares, "LEAST", 2)
+    for records in [sent[at : at + 2] for at in range(0, 8, 2)] if cut == "several batches" else [sent]:
+        it.send(it.left, *(record for record, _ in records), times=[time for _, time in records])
+        it.ingest(it.left)
+    files = open_raw(it.lake, "Raw", it.left).files  # type: ignore[union-attr]
+    assert len(files) == (1 if cut == "one batch" else 4)
+    times, aside = all_times(it)
+    assert times == {0: 3000, 2: 9000, 4: 9500, 5: 9500, 6: 9500, 7: 9600}
+    assert aside == {1: 9000, 3: 9000}
+    assert [(item.min_time, item.max_time) for item in files][-1][1] == 9600
+    # Nothing is left of files that were written twice.
+    assert len(list(Path(it.lake, "Raw", it.left).glob("*.parquet"))) == len(files)
 
 
 def test_of_two_ingests_from_one_state_one_is_committed_with_its_quarantine(make: Make) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
+from zync_assets import shares
 from zync_assets.checks.all_checks import run_all
 from zync_assets.errors import BadRecords, SchemaError
 from zync_assets.lake.raw import open_raw
@@ -196,13 +197,29 @@ def test_too_many_failures_stop_the_run_and_name_the_first(make: Make, monkeypat
     assert open_raw(it.lake, "Raw", it.left) is None
 
 
-def test_times_go_by_what_is_kept_wherever_batches_are_cut(make: Make) -> None:
-    times = [1_700_000_000_000 + at for at in (5, 90, 10, 7)]
+def test_times_are_the_same_wherever_batches_are_cut_and_left_out_records_count(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "LEAST", 2)
+    times = [1_700_000_000_000 + at for at in (5, 90, 10, 7, 95, 3)]
     it = make("{where: value.op <> 'x'}")
-    records = [row(1), row(2, op="x"), row(3), row(4)]
+    records = [row(1), row(2, op="x"), row(3), row(4), row(5, op="x"), row(6)]
     it.send(it.left, *records, times=times)
     it.ingest()
-    assert [found["kafka"]["time"].microsecond // 1000 for found in it.raw(it.left)] == [5, 10, 10]
+    assert [found["kafka"]["time"].microsecond // 1000 for found in it.raw(it.left)] == [5, 90, 90, 95]
+    it.send(it.left, row(7), times=times[:1])
+    it.ingest()
+    assert it.raw(it.left)[-1]["kafka"]["time"].microsecond // 1000 == 95
+
+
+def test_a_shape_that_names_the_time_has_the_carried_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "LEAST", 2)
+    it = make("{value: {id: value.id, at: unix_millis(kafka.time)}}")
+    it.send(it.left, *[row(number) for number in range(6)], times=[5000, 9000, 1000, 2000, 3000, 9500])
+    it.ingest()
+    it.send(it.left, row(7), times=[1000])
+    it.ingest()
+    assert [value["at"] for _, value in values(it)] == [5000, 9000, 9000, 9000, 9000, 9500, 9500]
 
 
 def test_partitions_and_joins(make: Make) -> None:
