@@ -61,7 +61,14 @@ from zync_assets_tests.s3 import BUNDLE
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the chosen tests; K counts on past N")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    keep_share(config, items)
+
     def place(item: pytest.Item) -> int:
         name = getattr(item, "module", item).__name__.removeprefix("zync_assets_tests.")
         return ORDER.index(name) if name in ORDER else len(ORDER)
@@ -74,6 +81,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # is wrong.
         script = "\n".join([FETCH, *missing])
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other shares. Each N tests that follow each other lie in N shares, so that a file's do too."""
+    asked = config.getoption("--share")
+    if asked is None:
+        return
+    number, count = (int(part) for part in asked.split("/"))
+    mine, others = [], []
+    for place, item in enumerate(sorted(items, key=lambda item: item.nodeid)):
+        (mine if place % count == number % count else others).append(item)
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
