@@ -18,6 +18,8 @@ from zync_assets.codecs.merge import check_writable, conform
 from zync_assets.codecs.nested import isolate
 from zync_assets.compute import pc
 
+_END = b"}"
+
 
 @dataclass(frozen=True)
 class ConnectEncoder:
@@ -25,13 +27,20 @@ class ConnectEncoder:
 
     schema: str
 
+    @property
+    def overhead(self) -> int:
+        return len(self._head) + len(_END)
+
+    @property
+    def _head(self) -> bytes:
+        return b'{"schema":' + self.schema.encode() + b',"payload":'
+
     def encode(self, values: pa.Array) -> Encoded:
         node = parse_connect(self.schema)
         type = lake_type(node)
         check_writable(values.type, type)
         texts, bad = isolate(values, lambda part: _payloads(node, from_lake(node, conform(part, type))), ValueError)
-        head = b'{"schema":' + self.schema.encode() + b',"payload":'
-        return Encoded(pc.binary_join_element_wise(head, texts, b"}", b""), bad_records(bad))
+        return Encoded(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
 
 
 def _payloads(node: Connect, plain: pa.Array) -> pa.Array:

@@ -22,6 +22,7 @@ from zync_assets.codecs.lake_values import from_lake
 from zync_assets.codecs.merge import check_writable, conform, project
 from zync_assets.codecs.native import is_native
 from zync_assets.codecs.nested import isolate
+from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import Format
@@ -31,6 +32,11 @@ __all__ = ["BadRecord", "Encoded", "Encoder", "make_encoder"]
 
 class Encoder(Protocol):
     """Encodes the keys or the values of one topic, by one schema."""
+
+    @property
+    def overhead(self) -> int:
+        """Bytes that each payload takes besides its value."""
+        ...
 
     def encode(self, values: pa.Array) -> Encoded:
         """Encode a column. Nulls stay null. SchemaError if the column's type is not one that the schema can take."""
@@ -70,6 +76,10 @@ class _AvroEncoder:
     prefix: bytes
     native: bool
 
+    @property
+    def overhead(self) -> int:
+        return len(self.prefix)
+
     def encode(self, values: pa.Array) -> Encoded:
         type = lake_type(self.node)
         check_writable(values.type, type)
@@ -90,6 +100,7 @@ class _AvroEncoder:
 @dataclass(frozen=True)
 class _PlainEncoder:
     write: Callable[[pa.Array], pa.Array]
+    overhead: int = 0
 
     def encode(self, values: pa.Array) -> Encoded:
         payloads, bad = isolate(values, self.write, ValueError)
@@ -101,13 +112,36 @@ def _projected(values: pa.Array, type: pa.DataType) -> pa.Array:
     return conform(values, project(type, values.type))
 
 
+def check_fits(format: Format, type: pa.DataType) -> None:
+    """SchemaError if values of ``type`` have no form in a format without a schema: ``string`` and ``bytes``."""
+    kinds = pa.types
+    if kinds.is_null(type) or _is_text(type):
+        return
+    if format == "string" and kinds.is_nested(type):
+        raise SchemaError(
+            f"a string output takes one string column, not {spark_ddl(type)}. Write one field of it, to_json(…), or an output"
+            " of another format"
+        )
+    if format == "bytes":
+        raise SchemaError(
+            f"a bytes output takes one binary or string column, not {spark_ddl(type)}. CAST it AS STRING, write to_json(…), or"
+            " an output of another format"
+        )
+
+
+def _is_text(type: pa.DataType) -> bool:
+    kinds = pa.types
+    return kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_binary(type) or kinds.is_large_binary(type)
+
+
 def _text(values: pa.Array) -> pa.Array:
-    if pa.types.is_nested(values.type):
-        raise SchemaError(f"a string output takes one string column, not {values.type}")
-    return values.cast(pa.string()).cast(pa.binary())
+    check_fits("string", values.type)
+    try:
+        return values.cast(pa.string()).cast(pa.binary())
+    except pa.ArrowInvalid as error:
+        raise ValueError("text that is not UTF-8" if "UTF8" in str(error) else str(error)) from None
 
 
 def _raw(values: pa.Array) -> pa.Array:
-    if pa.types.is_nested(values.type):
-        raise SchemaError(f"a bytes output takes one binary column, not {values.type}")
+    check_fits("bytes", values.type)
     return values.cast(pa.binary())

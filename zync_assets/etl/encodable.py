@@ -1,7 +1,8 @@
 """Which outputs may be impossible to encode, as a cheap condition: those that it holds for are then encoded, to see.
 
 It holds for every record that can't be encoded, and for few others: JSON has no NaN and no infinities, years past 9999 have
-no form in most languages, and a record has a largest size.
+no form in most languages, bytes that become text must be UTF-8, and a record has a largest size. Columns of strings that are
+not UTF-8 are found elsewhere (``codecs.utf8``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
     """
     from pyspark.sql.types import (
         ArrayType,
+        BinaryType,
         DateType,
         DoubleType,
         FloatType,
@@ -37,6 +39,8 @@ def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
 
     if isinstance(kind, FloatType | DoubleType) and form == "json":
         return f"(isnan({sql}) OR abs({sql}) = double('Infinity'))"
+    if isinstance(kind, BinaryType) and form == "string":
+        return f"(NOT is_valid_utf8(CAST({sql} AS STRING)))"
     if isinstance(kind, DateType | TimestampType | TimestampNTZType):
         return f"(year({sql}) NOT BETWEEN 2 AND 9998)"
     if isinstance(kind, StructType):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +35,9 @@ WAIT = 10.0
 """Seconds that a broker has to answer."""
 LAST_LOOK = 0.3
 """Seconds before the deadline in which an answer is not asked for again."""
+DEFAULT_LIMIT = 1_048_588
+"""Kafka's default of ``message.max.bytes``."""
+_MAX_BYTES = "max.message.bytes"
 
 
 @dataclass(frozen=True)
@@ -273,19 +275,56 @@ def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
 
 def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
     """The topic's ``max.message.bytes``: the size in bytes of the largest record batch that it takes."""
-    return int(_setting(kafka, topic, "max.message.bytes"))
+    return int(_setting(kafka, topic, _MAX_BYTES))
 
 
-def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int]:
-    """The ``max.message.bytes`` of those ``topics`` that are there and whose configuration may be seen; none where no broker
-    answers in time."""
+def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int | None]:
+    """The ``max.message.bytes`` of those ``topics`` whose configuration may be seen, None for a topic that is not there.
+    No entry for the others, and for none where no broker answers in time."""
     ask = Question(kafka, f"asking for the configuration of {_listed(topics)}", timeout, "DescribeConfigs")
     resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-    found: dict[str, int] = {}
+    found: dict[str, int | None] = {}
     for resource, future in ask(lambda admin, left: admin.describe_configs(resources, request_timeout=left)):
-        with suppress(KafkaError):
-            found[str(resource.name)] = int(ask.answer(future, str(resource.name))["max.message.bytes"].value)
+        topic = str(resource.name)
+        try:
+            found[topic] = int(ask.answer(future, topic)[_MAX_BYTES].value)
+        except TopicMissing:
+            found[topic] = None
+        except KafkaError:
+            continue
     return found
+
+
+def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tuple[dict[str, str], int]:
+    """The configuration to create a topic with, and the ``max.message.bytes`` that the topic will have: ``config``'s, else
+    the brokers' ``message.max.bytes``.
+
+    Where the brokers do not show their configuration, for lack of a right, the topic gets Kafka's own default as a setting of its
+    own. ETL measures outputs by this limit before the topic exists.
+    """
+    given = config.get(_MAX_BYTES, "").strip()
+    if given.isdigit():
+        return dict(config), int(given)
+    try:
+        return dict(config), _broker_limit(kafka)
+    except BrokerUnavailable:
+        raise
+    except KafkaError:
+        return {**config, _MAX_BYTES: str(DEFAULT_LIMIT)}, DEFAULT_LIMIT
+
+
+def _broker_limit(kafka: Mapping[str, str]) -> int:
+    ask = Question(kafka, "asking for the brokers' message.max.bytes", WAIT, "DescribeConfigs")
+
+    def question() -> int:
+        wait = ask.attempt()
+        answers = ask(lambda admin, _: {"": admin.describe_cluster(request_timeout=wait)})
+        broker = next(ask.answer(future, "cluster") for _, future in answers).nodes[0]
+        resource = ConfigResource(ResourceType.BROKER, str(broker.id))
+        answers = ask(lambda admin, _: admin.describe_configs([resource], request_timeout=wait))
+        return int(next(ask.answer(future, "cluster") for _, future in answers)["message.max.bytes"].value)
+
+    return ask.until_led(question)
 
 
 def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:

@@ -318,17 +318,27 @@ def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
     return sizes
 
 
-def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:
-    """RecordTooLarge if any record, in a batch of its own, is larger than the topic takes."""
+def oversized(batch: pa.RecordBatch, limit: int) -> Iterator[tuple[int, int]]:
+    """Index and size of each record that, in a record batch of its own, takes more than ``limit`` bytes.
+
+    ``batch`` has ``key`` and ``value`` (binary), and perhaps ``headers``. ETL and publish both ask here: a record that ETL
+    numbers must be one that publish can send.
+    """
     payloads = _payloads(batch)
     # Lengths and deltas take at most 36 bytes: only what is that near to the limit is worth an exact look.
     for index in np.flatnonzero(payloads + BATCH_OVERHEAD + 36 > limit):
         size = batch_size(batch.slice(int(index), 1).to_pylist()[0])
         if size > limit:
-            raise RecordTooLarge(
-                f"the record for offset {first + int(index)} of {topic}/{partition} takes {size} bytes, and {topic} "
-                f"takes {limit} at most (max.message.bytes); raise it to {size} or more, then run it again"
-            )
+            yield int(index), size
+
+
+def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:
+    """RecordTooLarge if any record, in a batch of its own, is larger than the topic takes."""
+    for index, size in oversized(batch, limit):
+        raise RecordTooLarge(
+            f"the record for offset {first + index} of {topic}/{partition} takes {size} bytes, and {topic} "
+            f"takes {limit} at most (max.message.bytes); raise it to {size} or more, then run it again"
+        )
 
 
 def batch_size(record: Mapping[str, Any]) -> int:

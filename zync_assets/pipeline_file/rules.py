@@ -58,7 +58,10 @@ def read_rules(
         if found is not None:
             placed.append(found)
     _check_reach(placed, {topic: item.pool for topic, item in outputs.items() if item is not None})
-    return tuple(_composed(placed, outputs))
+    made = tuple(_composed(placed, outputs))
+    for item, rule in zip(placed, made, strict=True):
+        _check_formats(item, rule, inputs, outputs.get(rule.out))
+    return made
 
 
 def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
@@ -85,6 +88,21 @@ def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -
                 f"`{topic}` has a shape whose `{path}` needs what no rule makes; make it, or take it out of the shape"
             )
             rules[0][0].fields.problem("out", message)
+
+
+def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | None], output: Output | None) -> None:
+    """Problems of keys and values whose type is plain to see, and that the output's format has no form for."""
+    if output is None:
+        return
+    topics = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
+    known = {side: found for side, topic in topics.items() if (found := inputs.get(topic)) is not None}
+    for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
+        if isinstance(shape, str) and form in ("string", "bytes"):
+            # Here: few files need it, and it loads the codecs.
+            from zync_assets.pipeline_file.plain_types import format_problem
+
+            if (message := format_problem(shape, form, known)) is not None:
+                placed.fields.problem(side, message)
 
 
 def _read_rule(

@@ -6,15 +6,16 @@ Uses what is kept in the pool (each row's output schema), never the pipeline fil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.encode import Encoder, make_encoder
+from zync_assets.codecs.encode import Encoded, Encoder, make_encoder
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError
 from zync_assets.kafka.registry import Registry, subject_name
@@ -32,6 +33,9 @@ ENCODED_SCHEMA = pa.schema(
     [("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary()), ("headers", HEADERS_TYPE)]
 )
 """A record as Kafka is to hold it; ``headers`` is null where there are none."""
+
+NO_ID = 0
+"""In place of a registry's id, before a schema is registered. Every id takes four bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,20 @@ class StagedTopic:
     registry: Registry | None = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Payloads:
+    """Rows as they are sent: ``keys``, ``values`` and ``headers``, and why some rows can't be sent, by index."""
+
+    keys: pa.Array
+    values: pa.Array
+    headers: pa.Array
+    errors: Mapping[int, str]
+
+    @property
+    def columns(self) -> list[pa.Array]:
+        return [self.keys, self.values, self.headers]
+
+
 def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
     """An output topic of a staging pool, its schemas registered under the subjects that its rules had (``subject_name``).
 
@@ -75,9 +93,9 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
     schemas: dict[str, RowSchema] = {}
     for name, (of, text) in state.head.schemas.items():
         if of == topic:
-            found = json.loads(text)
-            key, value = (_side(client, topic, side, found[side]) for side in ("key", "value"))
-            schemas[name] = RowSchema(key, value, found.get("provenance", False))
+            whole = row_schema(topic, text)
+            key, value = (_registered(client, topic, side) for side in (whole.key, whole.value))
+            schemas[name] = replace(whole, key=key, value=value)
     return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas, client)
 
 
@@ -87,17 +105,23 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
     Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
     """
     upcoming = first
-    schemas: dict[str, RowSchema] = dict(staged.schemas)
+    schema_of = lru_cache(maxsize=None)(partial(_row_schema, staged))
     for batch in _rows(staged, first, end):
-        encoded = _encode(staged, schemas, batch)
-        offsets = encoded.column("offset")
+        offsets = pc.struct_field(batch.column("kafka"), "offset")
+        made = payloads(staged.topic, batch, schema_of)
+        if made.errors:
+            worst = min(made.errors)
+            raise SchemaError(
+                f"topic {staged.topic}, offset {offsets[worst].as_py()}: {made.errors[worst]}. Nothing from this offset on was"
+                " published; the record is staged."
+            )
         if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
             raise LakeError(
                 f"topic {staged.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
                 " published. Restore the table to a version before that was so."
             )
         upcoming += len(offsets)
-        yield encoded
+        yield pa.RecordBatch.from_arrays([offsets, *made.columns], schema=ENCODED_SCHEMA)
     if upcoming != end:
         raise LakeError(
             f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
@@ -130,13 +154,21 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
-def _side(client: Registry | None, topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
+def row_schema(topic: str, text: str) -> RowSchema:
+    """An output schema as the pool keeps it (``outputs.OutputType.texts``). Its Avro sides have the id NO_ID."""
+    found = json.loads(text)
+    key, value = (_side(topic, side, found[side]) for side in ("key", "value"))
+    return RowSchema(key, value, found.get("provenance", False))
+
+
+def _side(topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
     form, schema = str(found["format"]), found["schema"]
     if schema is None:
         return SideSchema(form, None, None, "")
     strategy, text = found.get("subject", "topic"), json.dumps(schema)
-    subject = subject_name(strategy, topic, side, text) if form == "avro" else ""
-    return _registered(client, topic, SideSchema(form, text, None, subject))
+    if form != "avro":
+        return SideSchema(form, text, None, "")
+    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text))
 
 
 def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
@@ -158,18 +190,22 @@ def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSc
         ) from None
 
 
-def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
+def less(whole: RowSchema, paths: Collection[str]) -> RowSchema:
     """The schema of rows that leave out some fields: their rule's, less these."""
+    if whole.value.schema is None or not paths:
+        return whole
+    return replace(whole, value=replace(whole.value, schema=without(whole.value.schema, "value", paths)))
+
+
+def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
     name, paths = parse_group(group)
     if name not in staged.schemas:
         raise LakeError(
             f"topic {staged.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
         )
     whole = staged.schemas[name]
-    if whole.value.schema is None:
-        return whole
-    text = without(whole.value.schema, "value", paths)
-    return replace(whole, value=_registered(staged.registry, staged.topic, replace(whole.value, schema=text)))
+    made = less(whole, paths)
+    return whole if made is whole else replace(made, value=_registered(staged.registry, staged.topic, made.value))
 
 
 def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
@@ -191,55 +227,47 @@ def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]
                 yield kept
 
 
-def _encode(staged: StagedTopic, schemas: dict[str, RowSchema], batch: pa.RecordBatch) -> pa.RecordBatch:
-    """``schemas`` is added to: what a row leaves out is known when it is read."""
-    offsets = pc.struct_field(batch.column("kafka"), "offset")
-    groups = schema_groups(batch.column("schema"), batch.column("left_out"))
-    order: list[pa.Array] = []
-    parts: list[list[pa.Array]] = []
+def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:
+    """Rows of the staging table as Kafka is to hold them. ``schema_of``: a group (``schema_groups``) → its schema."""
+    groups = schema_groups(rows.column("schema"), rows.column("left_out"))
+    parts: list[Payloads] = []
+    order: list[np.ndarray] = []
     for group in pc.unique(groups).to_pylist():
-        if group not in schemas:
-            schemas[group] = _row_schema(staged, group)
         places = pc.indices_nonzero(pc.equal(groups, group))
-        rows = batch if len(places) == batch.num_rows else batch.take(places)
-        order.append(places)
-        parts.append(_encode_rows(staged.topic, schemas[group], rows))
-    columns = parts[0]
-    if len(order) > 1:
-        back = pc.sort_indices(pa.concat_arrays(order))
-        columns = [pa.concat_arrays(column).take(back) for column in zip(*parts, strict=True)]
-    return pa.RecordBatch.from_arrays([offsets, *columns], schema=ENCODED_SCHEMA)
+        own = rows if len(places) == rows.num_rows else rows.take(places)
+        parts.append(_payloads(topic, schema_of(group), own))
+        order.append(places.to_numpy())
+    if len(parts) == 1:
+        return parts[0]
+    back = pa.array(np.argsort(np.concatenate(order)))
+    joined = (pa.concat_arrays(column).take(back) for column in zip(*(part.columns for part in parts), strict=True))
+    keys, values, headers = joined
+    errors = {
+        int(at[index]): text for at, part in zip(order, parts, strict=True) for index, text in part.errors.items()
+    }
+    return Payloads(keys, values, headers, errors)
 
 
-def _encode_rows(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> list[pa.Array]:
-    """Keys, values and headers."""
+def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:
     own = rows.column(staging.HEADERS_COLUMN) if staging.HEADERS_COLUMN in rows.schema.names else None
     source = rows.column("source") if schema.provenance else None
-    return [
-        _encode_side(topic, schema.key, rows, staging.key_column(topic)),
-        _encode_side(topic, schema.value, rows, staging.value_column(topic)),
-        sent_headers(own, source, rows.num_rows),
-    ]
+    keys = _encode_side(schema.key, rows, staging.key_column(topic))
+    values = _encode_side(schema.value, rows, staging.value_column(topic))
+    errors = {bad.index: f"its value can't be encoded: {bad.error}" for bad in values.bad}
+    errors |= {bad.index: f"its key can't be encoded: {bad.error}" for bad in keys.bad}
+    return Payloads(keys.payloads, values.payloads, sent_headers(own, source, rows.num_rows), errors)
 
 
-def _encode_side(topic: str, side: SideSchema, rows: pa.RecordBatch, column: str) -> pa.Array:
+def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> Encoded:
     if side.schema is None or column not in rows.schema.names:
-        return pa.nulls(rows.num_rows, pa.binary())
+        return Encoded(pa.nulls(rows.num_rows, pa.binary()), ())
     values = rows.column(column)
     if pa.types.is_struct(values.type) and is_empty(side.schema):
         # No field is left: a record without fields, which the codecs have as a boolean.
         values = pc.if_else(values.is_valid(), True, pa.scalar(None, pa.bool_()))
-    encoded = _encoder(side).encode(values)
-    if encoded.bad:
-        worst = encoded.bad[0]
-        offset = rows.column("kafka")[worst.index]["offset"].as_py()
-        raise SchemaError(
-            f"topic {topic}, offset {offset}: {worst.error}. Nothing from this offset on was published; the record is staged"
-            " and can't be encoded."
-        )
-    return encoded.payloads
+    return encoder_of(side).encode(values)
 
 
 @lru_cache(maxsize=256)
-def _encoder(side: SideSchema) -> Encoder:
+def encoder_of(side: SideSchema) -> Encoder:
     return make_encoder(side.format, side.schema, side.schema_id)  # type: ignore[arg-type]

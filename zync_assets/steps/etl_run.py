@@ -224,7 +224,7 @@ class EtlRun:
             position.next,
             kind.columns,
             [kind.targets[name].fingerprint if name in kind.targets else "" for name in rules],
-            {index: kind.texts[name] for index, name in enumerate(rules) if name in kind.texts},
+            {kind.targets[name].fingerprint: text for name, text in kind.texts.items()},
             limit,
         )
 

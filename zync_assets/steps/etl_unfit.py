@@ -1,31 +1,39 @@
 """Outputs that can't be encoded, found before they get a number: afterwards the number is theirs, and publishing would stop
 at it for ever.
 
-A cheap condition marks those that may be (``etl.encodable``); these are encoded, in Spark tasks, by the encoders that
-publishing uses. Where there are none, which is nearly always, nothing is encoded.
+A cheap condition marks those that may be (``etl.encodable``); a look at all texts finds those that are not UTF-8. The marked
+ones are encoded, in Spark tasks, by the code that publishing uses. Where there are none, which is nearly always, nothing is
+encoded.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
-import numpy as np
 import pyarrow as pa
 
+from zync_assets.codecs.utf8 import text_errors
 from zync_assets.etl.encodable import odd_sql, size_sql
 from zync_assets.etl.labels import Labels
-from zync_assets.kafka.topics import known_limits
+from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import name_sql
+from zync_assets.steps.encoding import RowSchema, encoder_of, less, payloads, row_schema
 from zync_assets.steps.etl_failures import Failure, Place
+from zync_assets.steps.headers import most_source_bytes
+from zync_assets.steps.left_out import parse_group
 from zync_assets.steps.outputs import OutputType
 
 LARGE = 1_000_000
 """Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less
 than that, and neither the topic's configuration can be seen nor does ``create`` say so, a record that is larger than it takes
 is found before its window is announced; raising ``max.message.bytes`` lets it pass."""
+
+_MAX_BYTES = "max.message.bytes"
+_AROUND = 100
+"""More bytes than a record batch takes besides its one record's key, value and headers."""
 
 
 class Unfit(Exception):
@@ -57,57 +65,68 @@ def suspect_sql(
             if name in present
         ]
         odd = [found for sql, type, form in sides if (found := odd_sql(sql, type, form)) is not None]
-        sizes = " + ".join(size_sql(sql, type) for sql, type, _ in sides)
-        if sizes:
-            odd.append(f"{sizes} > {min(LARGE, limits.get(topic, LARGE))}")
+        if sides:
+            sizes = [size_sql(sql, type) for sql, type, _ in sides]
+            if item.provenance:
+                sizes.append(f"size(source) * {most_source_bytes(labels.topics)}")
+            schemas = max((_schema_bytes(topic, text) for text in kind.texts.values()), default=0)
+            odd.append(f"{' + '.join(sizes)} + {schemas + _AROUND} > {min(LARGE, limits.get(topic, LARGE))}")
         if odd:
             found = " OR ".join(f"coalesce({part}, false)" for part in odd)
             cases.append(f"WHEN rule IN ({labels.of_topic(topic)}) THEN {found}")
     return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
 
 
-def encoding_errors(
-    topic: str, texts: Mapping[int, str], columns: Mapping[str, pa.DataType], limit: int | None, batch: pa.RecordBatch
-) -> dict[int, str]:
-    """Why rows can't be encoded, by index. ``texts``: output schemas by the rule's index; ``limit``: bytes of a record batch."""
-    # Here: nearly every batch does without.
-    from zync_assets.codecs.encode import make_encoder
-    from zync_assets.kafka.writer import batch_size
+@lru_cache(maxsize=1024)
+def _schema_bytes(topic: str, text: str) -> int:
+    """The bytes of the schemas that stand in each record of an output schema."""
+    schema = row_schema(topic, text)
+    sides = (schema.key, schema.value)
+    return sum(encoder_of(side).overhead for side in sides if side.schema)
 
-    errors: dict[int, str] = {}
-    rules = batch.column("rule").to_numpy()
-    for rule in np.unique(rules).tolist():
-        places = np.flatnonzero(rules == rule)
-        own = batch.take(pa.array(places))
-        schema = json.loads(texts[rule])
-        sent: dict[str, pa.Array] = {}
-        for side, name in (("key", staging.key_column(topic)), ("value", staging.value_column(topic))):
-            text = schema[side]["schema"]
-            if text is None or name not in columns:
-                continue
-            encoder = make_encoder(schema[side]["format"], json.dumps(text), 1)
-            encoded = encoder.encode(own.column(name).cast(columns[name]))
-            for bad in encoded.bad:
-                errors.setdefault(int(places[bad.index]), f"its {side} can't be encoded: {bad.error}")
-            sent[side] = encoded.payloads
-        if limit is None:
-            continue
-        if staging.HEADERS_COLUMN in columns:
-            sent["headers"] = own.column(staging.HEADERS_COLUMN)
-        for at, place in enumerate(places.tolist()):
-            record = {"key": None, "value": None, **{side: column[at].as_py() for side, column in sent.items()}}
-            if place not in errors and (size := batch_size(record)) > limit:
-                errors[place] = f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)"
+
+def text_problems(rows: pa.RecordBatch, columns: Collection[str]) -> dict[int, str]:
+    """Why rows can't be outputs, by index: a column holds text that is not UTF-8."""
+    found: dict[int, str] = {}
+    for name in columns:
+        side = name.partition(":")[0]
+        plural = side == staging.HEADERS_COLUMN
+        for index, error in text_errors(rows.column(name)).items():
+            found.setdefault(index, f"its {side} {'hold' if plural else 'holds'} {error}")
+    return found
+
+
+def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, rows: pa.RecordBatch) -> dict[int, str]:
+    """Why rows can't be sent, by index. ``rows``: as they are staged, their texts UTF-8; ``texts``: output schemas by
+    fingerprint; ``limit``: bytes of a record batch, if known."""
+    # Here: nearly every batch does without the Kafka client.
+    from zync_assets.kafka.writer import oversized
+
+    def schema_of(group: str) -> RowSchema:
+        name, paths = parse_group(group)
+        return less(row_schema(topic, texts[name]), paths)
+
+    made = payloads(topic, rows, schema_of)
+    errors = dict(made.errors)
+    if limit is not None:
+        sent = pa.RecordBatch.from_arrays(made.columns, names=["key", "value", "headers"])
+        for index, size in oversized(sent, limit):
+            errors.setdefault(index, f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)")
     return errors
 
 
 def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
-    """The size that each topic takes, without those of which it is not known: what the topic says, else what ``create``
-    does."""
-    texts = {
-        name: item.create.config.get("max.message.bytes", "")
-        for name in topics
-        if (item := pipeline.output(name)).create
-    }
-    created = {name: int(text) for name, text in texts.items() if text.isdigit()}
-    return created | known_limits(pipeline.kafka, list(topics))
+    """The size that each topic takes, without those of which it is not known: what the topic says; if the topic is not there
+    yet, what it will say when it is created."""
+    limits = known_limits(pipeline.kafka, list(topics))
+    creates = {topic: create for topic in topics if (create := pipeline.output(topic).create) is not None}
+    # Whether a topic is there may be seen with fewer rights than what it takes.
+    hidden = [topic for topic, create in creates.items() if topic not in limits and _MAX_BYTES not in create.config]
+    absent = {topic for topic, limit in limits.items() if limit is None}
+    if hidden:
+        absent |= set(hidden) - topic_states(pipeline.kafka, hidden).keys()
+    known = {topic: limit for topic, limit in limits.items() if limit is not None}
+    for topic, create in creates.items():
+        if topic in absent or (topic not in known and _MAX_BYTES in create.config):
+            known[topic] = new_topic_config(pipeline.kafka, create.config)[1]
+    return known

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pyarrow as pa
 
@@ -15,6 +17,13 @@ _ENTRY = HEADERS_TYPE.value_type
 
 def no_headers(count: int) -> pa.Array:
     return pa.nulls(count, HEADERS_TYPE)
+
+
+def most_source_bytes(topics: Iterable[str]) -> int:
+    """The most bytes that the header of one raw record takes. ``topics``: those that the record may be of."""
+    longest = max((len(topic) for topic in topics), default=0)
+    # Two numbers, of 10 and of 19 digits, and the lengths of the header's name and value.
+    return len(SOURCE_HEADER) + len('{"topic":"","partition":,"offset":}') + longest + 10 + 19 + 10
 
 
 def sent_headers(own: pa.Array | None, source: pa.Array | None, count: int) -> pa.Array:

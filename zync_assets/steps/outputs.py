@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.avro_types import avro_schema
+from zync_assets.codecs.encode import check_fits
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.etl import matching
@@ -178,9 +179,11 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
         if shape is not None and kind.simpleString() != "void":
             space = item.namespace or namespace(item.topic)
             try:
-                schema = json.loads(avro_schema(to_arrow_type(kind), side.capitalize(), space))
+                arrow = to_arrow_type(kind)
+                check_fits(asked.format, arrow)
+                schema = json.loads(avro_schema(arrow, side.capitalize(), space))
             except SchemaError as error:
-                raise SchemaError(f"topic {item.topic}, rule {rule.name}: {error}") from None
+                raise SchemaError(f"topic {item.topic}, rule {rule.name}, {side}: {error}") from None
         sides[side] = {"format": asked.format, "schema": schema}
         strategy = item.key_subject if side == "key" else item.value_subject
         if schema is not None and asked.format == "avro" and strategy != "topic":

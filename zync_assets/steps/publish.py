@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import TopicState, create_topic, delete_topic, is_compacted, topic_states
+from zync_assets.kafka.topics import (
+    TopicState,
+    create_topic,
+    delete_topic,
+    is_compacted,
+    new_topic_config,
+    topic_states,
+)
 from zync_assets.kafka.writer import InOrder, high_watermark
 from zync_assets.lake import reading, staging
 from zync_assets.lake.published import Published, commit_published, open_published, went_back
@@ -241,7 +248,8 @@ def _create(pipeline: Pipeline, item: Output) -> TopicState:
     if item.create is None:
         raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
     how = item.create
-    made = create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, how.config)
+    config, _ = new_topic_config(pipeline.kafka, how.config)
+    made = create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, config)
     crash_point("publish:topic-created")
     return made
 

@@ -28,7 +28,7 @@ from zync_assets.lake import staging, storage
 from zync_assets.lake.tables import DataFile
 from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import MOST_FAILURES
-from zync_assets.steps.etl_unfit import encoding_errors
+from zync_assets.steps.etl_unfit import encoding_errors, text_problems
 from zync_assets.steps.failures import released
 from zync_assets.steps.tasks import settle
 
@@ -60,16 +60,38 @@ _LEFT_OUT = "left_out"
 @dataclass(frozen=True)
 class StagedTopic:
     """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
-    topic's own, with their types; ``schemas`` and ``texts``: fingerprints and texts of output schemas, by the rule's index;
-    ``limit``: bytes that a record batch may have, if that is known."""
+    topic's own, with their types; ``schemas``: fingerprints of output schemas by the rule's index; ``texts``: output schemas
+    by fingerprint; ``limit``: bytes that a record batch may have, if that is known."""
 
     topic: str
     folder: str
     next: int
     columns: Mapping[str, pa.DataType]
     schemas: Sequence[str]
-    texts: Mapping[int, str]
+    texts: Mapping[str, str]
     limit: int | None
+
+    def rows(self, outputs: pa.RecordBatch, first: int, labels: Labels) -> pa.RecordBatch:
+        """Outputs as they are staged, numbered from ``first``."""
+        count = len(outputs)
+        kafka = {
+            "topic": pa.repeat(pa.scalar(self.topic), count),
+            "partition": pa.repeat(pa.scalar(0, pa.int32()), count),
+            "offset": pa.array(np.arange(first, first + count)),
+        }
+        made: dict[str, pa.Array] = {
+            "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
+            "rule": pa.array(labels.rules, pa.string()).take(outputs["rule"]),
+            "source": _named(outputs["source"], labels),
+            "schema": pa.array(self.schemas, pa.string()).take(outputs["rule"]),
+            "left_out": outputs[_LEFT_OUT],
+        }
+        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(self.columns)
+        made |= {name: outputs[name] for name in self.columns}
+        arrays = [
+            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,7 @@ class BucketWriter:
                 for at, outputs in self._outputs(batch):
                     # More of them end the batch, and none is looked at further.
                     if len(unfitting) <= MOST_FAILURES:
-                        unfitting += _unfitting(self.topics[at], outputs)
+                        unfitting += _unfitting(self.topics[at], outputs, self.labels)
                     file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
@@ -185,13 +207,17 @@ def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(held)
 
 
-def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch) -> Iterator[Unfitting]:
-    if not pc.any(outputs["suspect"]).as_py():
-        return
-    suspects = outputs.filter(outputs["suspect"])
-    errors = encoding_errors(staged.topic, staged.texts, staged.columns, staged.limit, suspects)
-    for index, text in errors.items():
-        row = suspects.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
+def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[Unfitting]:
+    errors = text_problems(outputs, staged.columns)
+    marked = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
+    marked[list(errors)] = False
+    if marked.any():
+        places = np.flatnonzero(marked)
+        rows = staged.rows(outputs.take(pa.array(places)), 0, labels)
+        found = encoding_errors(staged.topic, staged.texts, staged.limit, rows)
+        errors |= {int(places[index]): text for index, text in found.items()}
+    for index, text in sorted(errors.items()):
+        row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
         yield Unfitting(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
 
 
@@ -211,7 +237,7 @@ class _File:
     _writer: pq.ParquetWriter | None = None
 
     def add(self, outputs: pa.RecordBatch) -> None:
-        self._group.append(self._staged(outputs, self.first + self.written + self.waiting))
+        self._group.append(self.staged.rows(outputs, self.first + self.written + self.waiting, self.labels))
         self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.get_total_buffer_size()
 
     def write_group(self) -> None:
@@ -235,33 +261,13 @@ class _File:
         last = self.first + self.written - 1
         return DataFile(self.path, size, self.written, 0, self.first, last, group=self.staged.topic)
 
-    def _staged(self, outputs: pa.RecordBatch, first: int) -> pa.RecordBatch:
-        count, staged = len(outputs), self.staged
-        kafka = {
-            "topic": pa.repeat(pa.scalar(staged.topic), count),
-            "partition": pa.repeat(pa.scalar(0, pa.int32()), count),
-            "offset": pa.array(np.arange(first, first + count)),
-        }
-        made: dict[str, pa.Array] = {
-            "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
-            "rule": pa.array(self.labels.rules, pa.string()).take(outputs["rule"]),
-            "source": self._named(outputs["source"]),
-            "schema": pa.array(staged.schemas, pa.string()).take(outputs["rule"]),
-            "left_out": outputs[_LEFT_OUT],
-        }
-        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(staged.columns)
-        made |= {name: outputs[name] for name in staged.columns}
-        arrays = [
-            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
-        ]
-        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
 
-    def _named(self, source: pa.ListArray) -> pa.ListArray:
-        """Sources with topics in place of the inputs' places."""
-        places, partitions, offsets = source.values.flatten()
-        topics = pa.array(self.labels.topics, pa.string()).take(places)
-        each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
-        return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
+def _named(source: pa.ListArray, labels: Labels) -> pa.ListArray:
+    """Sources with topics in place of the inputs' places."""
+    places, partitions, offsets = source.values.flatten()
+    topics = pa.array(labels.topics, pa.string()).take(places)
+    each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
+    return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
 
 
 def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:

@@ -529,3 +529,32 @@ def test_the_demo_s_data_fit_together() -> None:
         assert [row["offset"] for row in state["output"]] == list(range(len(state["output"])))
     assert [len(state["output"]) for state in expected["after"]] == [2, 3, 5, 8]
     assert [len(state["pending"]) for state in expected["after"]] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "message"),
+    [
+        ("string", "struct(in.value.a)", "a string output takes one string column"),
+        ("string", "in.kafka", "a string output takes one string column"),
+        ("string", "in.value", "not struct<`a`:int"),
+        ("bytes", "(in.value.a)", "a bytes output takes one binary or string column, not int"),
+        ("bytes", "5", "a bytes output takes one binary or string column"),
+        ("string", "in.value.a", None),
+        ("bytes", "in.key", None),
+        ("bytes", "to_json(in.value)", None),
+    ],
+)
+def test_a_type_that_is_plain_to_see_fits_the_output_s_format(
+    tmp_path: Path, form: str, value: str, message: str | None
+) -> None:
+    text = f"""
+inputs: [{{topic: A, pool: Raw, key-format: string, value-format: json, schema: "a int"}}]
+outputs: [{{topic: C, pool: Staging, key-format: string, value-format: {form}}}]
+transforms: [{{type: stateless, in: A, out: C, key: in.key, value: {value}}}]
+"""
+    if message is None:
+        read(tmp_path, text)
+    else:
+        (problem,) = problems(tmp_path, text)
+        assert problem.key == "transforms[0].value"
+        assert message in problem.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 
 from zync_assets.checks.all_checks import run_all
 from zync_assets.cli.main import main
-from zync_assets.errors import BadRecords, EtlError
+from zync_assets.errors import BadRecords, EtlError, SchemaError
+from zync_assets.kafka.topics import max_message_bytes
 from zync_assets.lake import staging
 from zync_assets.local.services import Services
 from zync_assets.steps import etl_failures
@@ -270,3 +272,121 @@ def test_a_batch_in_which_no_rule_of_an_output_has_a_record(make: Make) -> None:
     it.step()
     assert it.values() == [{"id": 1}]
     assert it.values(f"{it.out}.b") == [{"id": 2}, {"id": 3}]
+
+
+TEXTS = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: bytes}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: string, create: {replication-factor: 1}}
+  - {topic: $out.raw, pool: Staging, key-format: string, value-format: string, create: {replication-factor: 1}}
+  - {topic: $out.avro, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
+  - {topic: $out.json, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+  - {topic: $out.connect, pool: Staging, key-format: string, value-format: connect-json, create: {replication-factor: 1}}
+  - {topic: $out.headers, pool: Staging, key-format: string, value-format: bytes, create: {replication-factor: 1}}
+transforms:
+  - {name: text, type: stateless, in: $left, where: key = 'text', out: $out, key: in.key, value: CAST(in.value AS STRING)}
+  - {name: raw, type: stateless, in: $left, where: key = 'raw', out: $out.raw, key: in.key, value: in.value}
+  - {name: avro, type: stateless, in: $left, where: key = 'avro', out: $out.avro, key: in.key,
+     value: {inner: {text: CAST(in.value AS STRING)}, none: CAST(NULL AS STRING), list: CAST(array() AS ARRAY<STRING>)}}
+  - {name: json, type: stateless, in: $left, where: key = 'json', out: $out.json, key: CAST(in.value AS STRING),
+     value: {list: "array('a', CAST(in.value AS STRING))"}}
+  - {name: connect, type: stateless, in: $left, where: key = 'connect', out: $out.connect, key: in.key,
+     value: {map: "map(CAST(in.value AS STRING), 1)"}}
+  - {name: headers, type: stateless, in: $left, where: key = 'headers', out: $out.headers, key: in.key, value: in.value,
+     headers: "array(struct(CAST(in.value AS STRING) AS key, in.value AS value))"}
+"""
+
+
+def test_text_that_is_not_utf_8_gets_no_number_in_any_format(make: Make) -> None:
+    it = make(TEXTS)
+    kinds = ["text", "raw", "avro", "json", "connect", "headers"]
+    it.send(it.left, *[(kind, value) for kind in kinds for value in (b"a", b"\xff\xfe\x00", "ä".encode())])
+    it.step()
+    found = failing(it)
+    assert sorted(offset for _, offset in found) == [1, 4, 7, 10, 13, 16]
+    assert all("not UTF-8" in text for _, text in found.values())
+    for item in it.pipeline.outputs:
+        assert it.publish(item.topic).range.end == 2
+    sound(it)
+
+
+UNFIT = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: connect-json}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: FORM, create: {replication-factor: 1}}
+transforms:
+  - {name: unfit, type: stateless, in: $left, out: $out, key: in.key, value: "VALUE"}
+"""
+FIELDS = [{"type": "int32", "field": "n"}, {"type": "array", "items": {"type": "string"}, "field": "list"}]
+
+
+def test_a_type_that_the_format_has_no_form_for_is_an_error_before_anything_is_numbered(make: Make) -> None:
+    it = make(UNFIT.replace("FORM", "string").replace("VALUE", "in.value.n"))
+    it.send(it.left, {"schema": {"type": "struct", "fields": FIELDS}, "payload": {"n": 1, "list": ["a"]}})
+    it.ingest()
+    for form, value, message in (
+        ("string", "in.value", r"rule unfit, value: a string output takes one string column, not struct<"),
+        ("string", "in.value.list", r"not array<string>"),
+        ("bytes", "in.value", r"a bytes output takes one binary or string column, not struct<"),
+        ("bytes", "in.value.n", r"not int\. CAST it AS STRING"),
+        ("json", "map(in.value.n, 1)", r"the keys of a map are strings"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            it.edited(UNFIT.replace("FORM", form).replace("VALUE", value)).etl()
+        assert staging.open_staging(it.lake, "Staging") is None
+    it.etl()
+    it.publish()
+    assert it.values() == [1]
+
+
+def test_a_record_near_the_topic_s_limit_is_measured_with_its_headers_and_schema(make: Make) -> None:
+    it = make(NEAR)
+    sizes = range(1000, 2000, 20)
+    it.send(it.left, *[(kind, f"{'x' * size}".encode()) for size in sizes for kind in ("text", "connect")])
+    it.step()
+    for item in it.pipeline.outputs:
+        done = it.publish(item.topic)
+        assert 0 < done.records < len(sizes)
+        assert done.records == len(it.staged(item.topic))
+    bytes_over = [int(re.findall(r"takes (\d+) bytes", text)[0]) for _, text in failing(it).values()]
+    assert len(bytes_over) + sum(len(it.staged(item.topic)) for item in it.pipeline.outputs) == 2 * len(sizes)
+    # Steps of 20 bytes: the smallest record that is left out is just over the limit.
+    assert 2000 < min(bytes_over) <= 2020
+    sound(it)
+
+
+NEAR = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: string}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: string, provenance: true,
+     create: {replication-factor: 1, config: {max.message.bytes: 2000}}}
+  - {topic: $out.connect, pool: Staging, key-format: string, value-format: connect-json,
+     create: {replication-factor: 1, config: {max.message.bytes: 2000}}}
+transforms:
+  - {name: text, type: stateless, in: $left, where: key = 'text', out: $out, key: in.key, value: in.value}
+  - {name: connect, type: stateless, in: $left, where: key = 'connect', out: $out.connect, key: in.key,
+     value: {AVeryLongNameOfAFieldForItsSchema: in.value}}
+"""
+
+LARGE = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id int, n int"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {}}
+transforms:
+  - {name: large, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id, text: "repeat('x', in.value.n)"}}
+"""
+
+
+def test_a_topic_that_is_not_there_yet_takes_what_its_brokers_take(make: Make) -> None:
+    it = make(LARGE)
+    it.send(it.left, {"id": 1, "n": 5}, {"id": 2, "n": 5_000_000}, {"id": 3, "n": 1_048_300})
+    it.step()
+    assert [value["id"] for value in it.values()] == [1, 3]
+    assert f"{it.out} takes 1048588 at most" in failing(it)[it.left, 1][1]
+    assert it.publish().records == 2
+    assert max_message_bytes(it.pipeline.kafka, it.out) == 1_048_588
+    sound(it)
