@@ -22,6 +22,14 @@ from zync_assets.local.services import Services, down, up
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+ON_CONNECT = "ZYNC_TESTS_ON_CONNECT"
+"""The environment variable with which the fixture ``spark``, and the pipelines of ``mini``, use the shared Spark server."""
+
+SPARK = {"master": "local[2]", "spark.sql.shuffle.partitions": "2"} | (
+    {"remote": "shared"} if ON_CONNECT in os.environ else {}
+)
+"""The ``spark:`` of small pipelines."""
+
 HOME = Path(tempfile.gettempdir()) / f"zync-tests-{getpass.getuser()}"
 
 # The broker's housekeeping at once instead of after minutes, for tests of compaction and retention.
@@ -56,7 +64,7 @@ def spark() -> SparkSession:
     """The run's one Spark session, made by the code that is tested; pipelines in this process share it."""
     from zync_assets.steps.session import spark_session
 
-    return spark_session({"master": "local[2]", "spark.sql.shuffle.partitions": "2"})
+    return spark_session(SPARK)
 
 
 @pytest.fixture

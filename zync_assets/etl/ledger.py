@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl.account import ENTRIES
-from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange, normalize, split
 
 if TYPE_CHECKING:

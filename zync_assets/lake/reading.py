@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import spark_schema
+from zync_assets.codecs.spark_types import listed_frame, spark_schema
 from zync_assets.lake import refusals, storage
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.times import carried_times
 from zync_assets.lake.widening import by_own_types
-from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange
 from zync_assets.sql_text import name_sql
 

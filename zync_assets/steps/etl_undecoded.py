@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import ledger, matching
 from zync_assets.lake import quarantine, raw, reading, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
-from zync_assets.listed import listed_frame
 from zync_assets.pipeline import Pipeline
 from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.steps.etl_plan import EtlPlan

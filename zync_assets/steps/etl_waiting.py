@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import matching
 from zync_assets.lake import pending, reading
 from zync_assets.lake.staging import StagingState
-from zync_assets.listed import listed_frame
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm
 from zync_assets.sql_text import text_sql

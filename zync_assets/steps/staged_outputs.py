@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.spark_types import spark_schema, spark_type
+from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
 from zync_assets.compute import pc
 from zync_assets.errors import ZyncError
 from zync_assets.etl import account, unavailable
@@ -340,7 +340,7 @@ class Results:
         """Rows of ``account.ENTRIES``."""
         if self._entries is not None:
             # Those of the query that was run: to run it again would write its files again.
-            return self._spark.createDataFrame(self._entries)
+            return arrow_frame(self._spark, self._entries)
         return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
     def release(self) -> None:

@@ -23,6 +23,7 @@ from zync_assets.steps.etl import EtlCommit
 from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.loops import etl_once
 from zync_assets.steps.publish import PublishCommit, plan_publish, publish, read_staging
+from zync_assets_tests.services import SPARK
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,7 +34,7 @@ kafka: {bootstrap.servers: "$servers"}
 registry: {url: "$registry"}
 lake: $lake
 settle: 1
-spark: {master: "local[2]", spark.sql.shuffle.partitions: "2"}
+spark: $spark
 """
 BOTH = """
 inputs:
@@ -163,7 +164,7 @@ def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, tex
     """Topics ``$left`` and ``$right``, and a pipeline whose text follows HEADER. ``$out`` is left to be created."""
     left, right, out = (f"{prefix}.{name}" for name in ("left.rows", "right.rows", "out.rows"))
     base = Template(HEADER).substitute(
-        servers=services.bootstrap_servers, registry=services.registry_url, lake=folder / "lake"
+        servers=services.bootstrap_servers, registry=services.registry_url, lake=folder / "lake", spark=json.dumps(SPARK)
     )
     (folder / "header").write_text(base)
     found = _load(folder, text, spark, left, right, out)

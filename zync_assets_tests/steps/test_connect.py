@@ -24,14 +24,16 @@ from zync_assets.steps.connect import servers_own
 from zync_assets.steps.loops import etl_all, ingest_all
 from zync_assets.steps.quarantined import held
 from zync_assets.steps.spark_settings import spark_settings
+from zync_assets_tests.services import ON_CONNECT, SPARK
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
+from zync_assets_tests.steps.test_review_findings import AVRO, COPY
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SECRET = "hunter2-of-a-store"
-REMOTE = f"spark: {{remote: shared, master: 'local[2]', spark.sql.shuffle.partitions: '2', spark.my.secret: {SECRET}}}"
-LOCAL = 'spark: {master: "local[2]", spark.sql.shuffle.partitions: "2"}'
+LOCAL = f"spark: {json.dumps(SPARK)}"
+REMOTE = f"spark: {json.dumps({**SPARK, 'remote': 'shared', 'spark.my.secret': SECRET})}"
 
 RULES = (
     BOTH
@@ -198,6 +200,33 @@ def test_a_server_that_refuses_or_does_not_answer_is_an_error_without_the_token(
     assert f"refused: The Spark Connect server {nobody} does not answer. Start it" in away
     assert f"refused: spark: remote: {here} is no URL" in odd
     assert "wr0ng" not in wrong + away + odd
+
+
+def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
+    warm: Warm, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = shared(mini(services, spark, tmp_path, unique, AVRO + COPY))
+    it.send(it.left, b"\0ga")
+    warm.zync("run", it.pipeline.path, "--until-idle")
+    assert it.classes(it.left) == {"quarantined": 1}
+    assert [(one.topic, one.offset, one.stage) for one in held(it.pipeline)] == [(it.left, 0, "value")]
+    assert warm.zync("quarantine", "drop", it.pipeline.path, "--all") == "1 dropped\n"
+    assert it.classes(it.left) == {"dropped": 1}
+
+
+QUARANTINE = ("steps/test_bad_records.py", "steps/test_replay.py", "steps/test_failing.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tests_of_quarantine_pass_on_it(warm: Warm) -> None:
+    root = Path(__file__).parents[1]
+    pytest_in_one_process = ("-m", "pytest", "-q", "-n", "0", "-m", "", *(str(root / name) for name in QUARANTINE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ON_CONNECT, "1")
+        process = warm.begin(*pytest_in_one_process)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
 
 
 KILLED = """

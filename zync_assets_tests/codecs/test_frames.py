@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.listed import listed_frame
+from zync_assets.codecs.spark_types import listed_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
