@@ -187,6 +187,12 @@ def forget(uri: str) -> None:
         _newest.pop(known, None)
 
 
+def expect_nothing() -> None:
+    """Begin a Spark task. Its worker process may have served another command before, and since then the lake may have been
+    removed and made again. The process that runs the command knows which versions there were."""
+    _known.clear()
+
+
 def _check_writable(opened: Opened) -> None:
     """Refuse to write where the table asks for more than is done here (Delta protocol, "Requirements for Writers")."""
     for name, value in sorted(opened.table.metadata().configuration.items()):

@@ -12,6 +12,7 @@ from zipimport import zipimporter
 import pyarrow as pa
 
 from zync_assets.errors import ZyncError
+from zync_assets.lake import tables
 from zync_assets.steps.failures import spark_failures
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def slots(spark: SparkSession) -> int:
 def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
     """The ids of a ``task_frame`` within one task."""
     settle()
+    tables.expect_nothing()
     for batch in batches:
         yield from batch.column(0).to_pylist()
 
