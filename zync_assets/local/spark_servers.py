@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 import zync_assets
 from zync_assets.errors import SetupError
 from zync_assets.local import processes
+from zync_assets.local.python import python_environment, python_path
 
 START_SECONDS = 240.0
 """How long a start may take; the first one on a machine writes the archive of Spark's classes."""
@@ -89,14 +90,6 @@ def folder_of(settings: Mapping[str, str]) -> Path:
         "environment": {name: value for name, value in os.environ.items() if _SEEN_BY_TASKS.match(name)},
     }
     return home() / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def python_path() -> str:
-    """PYTHONPATH for a server that runs elsewhere: absolute, and with this package where it is not installed."""
-    given = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    root = Path(zync_assets.__file__).resolve().parents[1]
-    own = [] if root.name in ("site-packages", "dist-packages") else [str(root)]
-    return os.pathsep.join(dict.fromkeys([*own, *given]))
 
 
 @functools.cache
@@ -215,7 +208,7 @@ def _environment() -> dict[str, str]:
     # The switches of PySpark's client are not for a server, nor are the points at which a client is to die.
     hidden = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_LOCAL_REMOTE", "ZYNC_CRASH", "ZYNC_CRASH_ROOT")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PYTHONPATH": python_path()}
+    return kept | python_environment()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from zync_assets.local.jars import cache_dir
+from zync_assets.local.python import python_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -99,7 +100,9 @@ def _make(folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "made.jsa"
         options = f"-XX:ArchiveClassesAtExit={made} -Xlog:disable"
-        environment = os.environ | {_OPTIONS: f"{os.environ.get(_OPTIONS, '')} {options}".strip()}
+        environment = (
+            os.environ | python_environment() | {_OPTIONS: f"{os.environ.get(_OPTIONS, '')} {options}".strip()}
+        )
         try:
             subprocess.run(
                 [sys.executable, "-m", __name__, scratch],

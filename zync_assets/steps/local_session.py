@@ -6,16 +6,22 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from zync_assets.errors import SetupError
 from zync_assets.local.java import find_java
+from zync_assets.local.python import python_environment
 from zync_assets.steps.class_archive import share_classes
 from zync_assets.steps.spark_settings import REQUIRED, SECRET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_JUNK = b"WARNING: Using incubator modules"
+"""How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
 
 
 def local_session(settings: Mapping[str, str]) -> SparkSession:
@@ -38,7 +44,7 @@ def prepared(session: SparkSession) -> SparkSession:
 
 
 def use_this_machine() -> None:
-    """Point Spark at a Java that it runs on, and its Python workers at this interpreter, which has this package.
+    """Point Spark at a Java that it runs on, and its Python workers at this interpreter.
 
     Raises SetupError if there is no such Java.
     """
@@ -56,6 +62,7 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     others through the open connection.
     """
     from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
 
     # PySpark would go where they say, whatever the settings are.
     os.environ.pop("SPARK_REMOTE", None)
@@ -67,5 +74,42 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     # Known to Spark's launcher before there is a JVM to ask.
     public = SparkConf(loadDefaults=False)
     public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
-    start: Any = SparkContext._ensure_initialized  # pyright: ignore[reportPrivateUsage]
-    start(conf=public)
+    if SparkContext._gateway is None:  # pyright: ignore[reportPrivateUsage]
+        start: Any = SparkContext._ensure_initialized  # pyright: ignore[reportPrivateUsage]
+        # The JVM hands its environment on to the Python workers that it starts.
+        with _variables(python_environment()), _filtered_stderr() as stderr:
+            start(gateway=launch_gateway(public, {"stderr": stderr}))
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Generator[None]:
+    """This process's environment with these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _filtered_stderr() -> Generator[int]:
+    """A file descriptor for the stderr of a process that is started within. A thread copies the process's lines to this
+    process's stderr, but for _JUNK, until the process ends."""
+    source, sink = os.pipe()
+    threading.Thread(target=_copy, args=(source,), name="stderr of Spark's JVM", daemon=True).start()
+    try:
+        yield sink
+    finally:
+        os.close(sink)
+
+
+def _copy(source: int) -> None:
+    with open(source, "rb", buffering=0) as lines, suppress(OSError):
+        for line in lines:
+            if not line.startswith(_JUNK):
+                os.write(2, line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ import pytest
 
 from zync_assets import pipeline_file
 from zync_assets.checks.all_checks import run_all
+from zync_assets.kafka.writer import high_watermark
+from zync_assets.lake import tables
 from zync_assets.local import processes, spark_servers
 from zync_assets.local.services import Services
 from zync_assets.local.spark_servers import Server
@@ -26,6 +29,7 @@ from zync_assets.steps.quarantined import held
 from zync_assets.steps.spark_settings import spark_settings
 from zync_assets_tests.services import ON_CONNECT, SPARK
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
+from zync_assets_tests.steps.test_python_daemon import HIDING
 from zync_assets_tests.steps.test_review_findings import AVRO, COPY
 
 if TYPE_CHECKING:
@@ -214,19 +218,52 @@ def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
     assert it.classes(it.left) == {"dropped": 1}
 
 
-QUARANTINE = ("steps/test_bad_records.py", "steps/test_replay.py", "steps/test_failing.py")
+QUARANTINE = ("bad_records", "replay", "failing", "shape_input", "shape_output", "evolution", "two_ingests")
+"""The test modules of ``steps`` that look into quarantine."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_tests_of_quarantine_pass_on_it(warm: Warm) -> None:
-    root = Path(__file__).parents[1]
-    pytest_in_one_process = ("-m", "pytest", "-q", "-n", "0", "-m", "", *(str(root / name) for name in QUARANTINE))
+    modules = [str(Path(__file__).with_name(f"test_{name}.py")) for name in QUARANTINE]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ON_CONNECT, "1")
-        process = warm.begin(*pytest_in_one_process)
+        process = warm.begin("-m", "pytest", "-q", "-n", "0", "-m", "", *modules)
     output, _ = process.communicate()
     assert process.returncode == 0, output
+
+
+@pytest.mark.slow
+def test_a_lake_that_was_removed_and_made_again_is_published_by_the_same_server(
+    warm: Warm, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    for number in range(3):
+        it = shared(mini(services, spark, tmp_path, f"{unique}{number}", RULES))
+        fill(it)
+        for command in ("from-kafka", "etl", "to-kafka"):
+            warm.zync(command, it.pipeline.path)
+        assert len(it.staged()) == high_watermark(it.pipeline.kafka, it.out, 0) > 0
+        assert len(warm.servers()) == 1
+        tables.forget(it.lake)
+        shutil.rmtree(it.lake)
+
+
+@pytest.mark.slow
+def test_files_in_the_server_s_folder_are_no_modules_of_its_workers(
+    warm: Warm, it: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZYNC_SPARK_DIR", str(warm.folder / "modules"))
+    folder = spark_servers.folder_of(servers_own(spark_settings(it.pipeline.spark)))
+    folder.mkdir(parents=True)
+    for name in HIDING:
+        (folder / name).write_text("raise ImportError(f'{__file__} was imported')")
+    fill(it)
+    try:
+        run = (*ZYNC, "run", str(it.pipeline.path), "--until-idle")
+        done = subprocess.run([sys.executable, *run], capture_output=True, text=True, check=False)
+        assert (done.returncode, spark_servers.find(folder) is not None) == (0, True), done.stderr
+    finally:
+        spark_servers.stop(folder)
 
 
 KILLED = """

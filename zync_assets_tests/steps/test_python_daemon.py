@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -52,6 +53,32 @@ def test_workers_are_its_forks(spark: SparkSession) -> None:
     [found] = spark.range(0, 1, 1, 1).mapInArrow(look, "words array<string>, threads long").collect()
     assert found["words"][1:4] == ["-m", "zync_assets.steps.python_daemon", "pyspark.worker"]
     assert found["threads"] == 1
+
+
+HIDING = ("re.py", "random.py", "numpy.py", "zync_assets.py")
+"""Files in the current folder with the names of modules that Spark's workers import."""
+
+IN_A_FOLDER = """
+import sys
+from zync_assets.steps.session import spark_session
+from zync_assets.steps.tasks import run_tasks
+spark = spark_session({"master": "local[1]", **dict(text.split("=") for text in sys.argv[1:])})
+spark._jvm.System.err.println("of the JVM")
+print(run_tasks(spark, 1, lambda index: (sys.flags.safe_path, [path for path in sys.path if path in ("", ".")])))
+"""
+
+
+@pytest.mark.parametrize(
+    "own", [[], pytest.param(["spark.python.daemon.module=pyspark.daemon"], marks=pytest.mark.slow)]
+)
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path, own: list[str]) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "folder"
+    script.write_text(IN_A_FOLDER)
+    folder.mkdir()
+    for name in HIDING:
+        (folder / name).write_text("raise ImportError(f'{__file__} was imported')")
+    done = subprocess.run([sys.executable, script, *own], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[(True, [])]\n", "of the JVM\n")
 
 
 @pytest.mark.parametrize("own", [{}, {"master": "local"}, {"master": "local[2,3]"}, {"remote": "shared"}])
