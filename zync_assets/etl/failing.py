@@ -44,18 +44,24 @@ def fails(sql: str) -> str:
     return f"(try_to_binary(CAST(xxhash64({sql}) AS STRING), 'utf-8') IS NULL)"
 
 
-def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
-    """For ``matching.singles`` and ``paired``: the columns ``failed``, the side of an output that can't be made, and
-    ``blamed``: left or right, where an expression fails with that record, whatever the other one is, and not with the other
-    one; null where it takes both or can't be told."""
+def sides_sql(rule: Rule, target: Target) -> dict[str, str]:
+    """What makes a rule's outputs: the side (shape, key, value, headers) → its expression."""
     sides = {} if rule.keep is None else {"shape": rule.keep}
     sides |= {side: wanted(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
     if target.headers and rule.headers is not None:
         sides["headers"] = wanted(rule, headers_sql(rule.headers))
+    return sides
+
+
+def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
+    """For ``matching.singles`` and ``paired``: the columns ``failed``, the side of an output that can't be made, and
+    ``blamed``: left or right, where an expression fails with that record, whatever the other one is, and not with the other
+    one; null where it takes both or can't be told."""
+    sides = sides_sql(rule, target)
     found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
     if isinstance(rule, Denorm):
-        alone = {sql: (_fails_alone(sql, "left"), _fails_alone(sql, "right")) for sql in sides.values()}
+        alone = {sql: (fails_alone(sql, "left"), fails_alone(sql, "right")) for sql in sides.values()}
         cases = [
             f"WHEN {fails(sql)} THEN CASE WHEN {left} AND NOT {right} THEN 'left' WHEN {right} AND NOT {left} THEN 'right' END"
             for sql, (left, right) in alone.items()
@@ -64,7 +70,7 @@ def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
     return [("failed", f"CASE {found} END"), ("blamed", blamed)]
 
 
-def _fails_alone(sql: str, side: str) -> str:
+def fails_alone(sql: str, side: str) -> str:
     """Whether an expression fails with one side's record while the other's is null."""
     other = "right" if side == "left" else "left"
     absent = f"CASE WHEN `{other}`.kafka.offset < 0 THEN `{other}` END"

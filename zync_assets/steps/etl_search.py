@@ -4,11 +4,14 @@ A search takes one Spark job for the conditions and join keys of each input, the
 it finds some: where one record of a pair is taken out, the other may make another pair. A few jobs more ask Spark for its
 words. Of a pair that can't be made the record is taken out that makes the expression fail by itself; if that can't be told,
 the one that completed the pair, which is the same wherever batches are cut.
+
+A record that overflows Java's stack fails the search too: ``etl_overflow`` finds it, and the search goes on without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
@@ -18,11 +21,13 @@ from zync_assets.pipeline import Denorm, Pipeline, Rule
 from zync_assets.sql_text import shape_sql
 from zync_assets.steps import etl_failures
 from zync_assets.steps.etl_failures import Failure, Failures, Place
+from zync_assets.steps.etl_overflow import Found, OverflowSearch, join_keys
 from zync_assets.steps.etl_plan import EtlBatch
 from zync_assets.steps.etl_run import EtlRun
 from zync_assets.steps.etl_waiting import Waiting
 from zync_assets.steps.failures import said
 from zync_assets.steps.outputs import OutputType, output_types
+from zync_assets.steps.overflow import MOST, TEXT, is_overflow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -48,8 +53,11 @@ class _Search:
         """Place → the rule, and what of it fails."""
         first = EtlRun(pipeline, batch, waiting, known)
         self.rules = first.rules
+        self.overflowing: set[Place] = set()
+        """The places of those that overflow Java's stack."""
         self.frames: Mapping[str, DataFrame] = first.frames()
         self.types: Mapping[str, OutputType] = output_types(pipeline, batch.plan.pool, batch.plan.state, self.frames)
+        self.overflow = OverflowSearch(pipeline, self.rules, self.frames, self.types, self._run)
 
     def run(self) -> dict[Place, Failure]:
         with failing.looking(self.batch.spark):
@@ -64,35 +72,62 @@ class _Search:
         return self._told()
 
     def _records(self) -> None:
-        for topic, frame in self.frames.items():
-            if not self.batch.plan.reads(topic):
-                continue
-            item = self.pipeline.input(topic)
-            known = self.known.condition(topic) or "false"
-            rows = failing.failing_records(item, frame, self.rules, self.frames, known)
-            for row in rows.limit(etl_failures.MOST_FAILURES + 1).collect():
-                self.found[topic, row["partition"], row["offset"]] = (self.rules[row["rule"]], row["failed"])
+        for topic in self.frames:
+            if ranges := self.batch.plan.reads(topic):
+                known = self._failures().condition(topic) or "false"
+                overflowing = self.overflow.records(topic, ranges, known)
+                self._without(overflowing, partial(self._failing_records, topic))
         self._check()
+
+    def _failing_records(self, topic: str) -> None:
+        item, rules = self.pipeline.input(topic), self.rules
+        known = self._failures().condition(topic) or "false"
+        rows = failing.failing_records(item, self.frames[topic], rules, self.frames, known)
+        for row in rows.limit(etl_failures.MOST_FAILURES + 1).collect():
+            self.found[topic, row["partition"], row["offset"]] = (rules[row["rule"]], row["failed"])
 
     def _outputs(self) -> bool:
         """Look for outputs that can't be made; whether there are some."""
+        before = len(self.found)
+        self._without(self.overflow.outputs(), self._failing_outputs)
+        self._check()
+        return len(self.found) > before
+
+    def _failing_outputs(self) -> None:
         rows = self._run().results(self.frames, self.types, failing.failing_sides)
         if "failed" not in rows.columns:
-            return False
+            return
         blame = "CASE blamed WHEN 'left' THEN source[0] WHEN 'right' THEN source[1] END AS blame"
         found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", blame)
-        before = len(self.found)
         for row in found.limit(etl_failures.MOST_FAILURES + 1).collect():
             of = row["blame"] or row["ord"]
             topic = self.pipeline.inputs[of["place"]].topic
             self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
-        self._check()
-        return len(self.found) > before
+
+    def _without(self, overflowing: Iterable[Found], look: Callable[[], None]) -> None:
+        """``look``, again without the records that overflow the stack if one does. EtlError if they are too many."""
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        try:
+            look()
+        except (PySparkException, Py4JError) as error:
+            if not is_overflow(error):
+                raise
+            found = {place: (rule, side) for place, rule, side in overflowing}
+            self.found |= found
+            self.overflowing |= found.keys()
+            if len(self.overflowing) > MOST:
+                raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Mend the rule.") from error
+            look()
 
     def _run(self, without: Place | None = None) -> EtlRun:
         """The batch without what is known to fail, but for one record."""
+        return EtlRun(self.pipeline, self.batch, self.waiting, self._failures(without))
+
+    def _failures(self, without: Place | None = None) -> Failures:
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
-        return EtlRun(self.pipeline, self.batch, self.waiting, Failures({**self.known.found, **places}))
+        return Failures({**self.known.found, **places})
 
     def _check(self) -> None:
         if len(self.found) > etl_failures.MOST_FAILURES:
@@ -117,7 +152,11 @@ class _Search:
         made: dict[Place, Failure] = {}
         for place in order:
             rule, side = self.found[place]
-            words = self._words(place, rule, side) if place in asked else "an expression fails on this record."
+            words = "an expression fails on this record."
+            if place in self.overflowing:
+                words = TEXT
+            elif place in asked:
+                words = self._words(place, rule, side)
             made[place] = Failure(*place, rule.name, f"{side}: {_sql(rule, side, place[0])}: {words}")
         return made
 
@@ -134,7 +173,8 @@ class _Search:
                 asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
                 sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
-                sql = f"CASE {cases} END" if side == "where" else ", ".join(_keys(rule, topic))
+                keys = join_keys(rule, topic) if isinstance(rule, Denorm) else []
+                sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *sides).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._run(without=place).results(self.frames, self.types, matching.columns)
@@ -146,18 +186,13 @@ class _Search:
         return "an expression fails on this record."
 
 
-def _keys(rule: Rule, topic: str) -> list[str]:
-    assert isinstance(rule, Denorm)
-    return [f"({pair[0 if topic == rule.left else 1]})" for pair in rule.join_on]
-
-
 def _sql(rule: Rule, side: str, topic: str) -> str:
     """The expression that fails, cut where it is long."""
     if side == "where":
         wheres = matching.wheres(rule, topic)
         text = (wheres[0] if wheres else None) or ""
     elif side == "join-on":
-        text = " AND ".join(_keys(rule, topic))
+        text = " AND ".join(join_keys(rule, topic)) if isinstance(rule, Denorm) else ""
     elif side == "shape":
         text = rule.keep or ""
     elif side == "headers":

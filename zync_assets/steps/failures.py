@@ -70,9 +70,13 @@ _GONE = {
         r"Python worker exited unexpectedly|Python worker failed to connect back|reading the port number from \S+'s stdout"
     ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
     " committed before is kept: run it again.",
+    re.compile(
+        r"java\.lang\.OutOfMemoryError"
+    ): "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is"
+    " kept. Give it more and run it again: spark: {spark.driver.memory: 3g}.",
 }
 """What Spark says of a part of it that ended, and what we say: of a Connect server; of a Python worker in a task, before it,
-or with the daemon that was about to fork it."""
+or with the daemon that was about to fork it; of memory."""
 
 
 def _part_gone(text: str) -> ZyncError | None:

@@ -26,6 +26,10 @@ halves the time of large batches, after tens of CPU seconds. Ten times its usual
 The collector that stops the world takes a tenth less of a large batch than the one beside it, a fifth where nothing is compiled
 yet, and nobody waits for a pause. What is new gets little room where memory is to be the same however much there is to do."""
 
+_STACK = "-Xss16m"
+"""A thread's stack, of which memory is only what was used once. In Java's own megabyte a regular expression that repeats a
+group overflows on 10,000 characters."""
+
 _DEFAULTS = {
     "spark.master": "local[*]",
     "spark.app.name": "zync_assets",
@@ -49,6 +53,9 @@ _DEFAULTS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
     "spark.redaction.regex": SECRET,
+    # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
+    # that other pipelines use.
+    "spark.executor.killOnFatalError.depth": "0",
 }
 
 _IS_LOCAL = re.compile(r"local(\[|$)")
@@ -83,7 +90,7 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     log = Path(__file__).with_name("log4j2.properties").as_uri()
     remote = own.get("spark.remote")
-    java = f"{_LONG if long or remote == SHARED else _SHORT} -Dlog4j2.configurationFile={log}"
+    java = f"{_LONG if long or remote == SHARED else _SHORT} {_STACK} -Dlog4j2.configurationFile={log}"
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
     if remote not in (None, SHARED):
         del settings["spark.master"]

@@ -164,7 +164,10 @@ def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, tex
     """Topics ``$left`` and ``$right``, and a pipeline whose text follows HEADER. ``$out`` is left to be created."""
     left, right, out = (f"{prefix}.{name}" for name in ("left.rows", "right.rows", "out.rows"))
     base = Template(HEADER).substitute(
-        servers=services.bootstrap_servers, registry=services.registry_url, lake=folder / "lake", spark=json.dumps(SPARK)
+        servers=services.bootstrap_servers,
+        registry=services.registry_url,
+        lake=folder / "lake",
+        spark=json.dumps(SPARK),
     )
     (folder / "header").write_text(base)
     found = _load(folder, text, spark, left, right, out)

@@ -16,7 +16,7 @@ from zync_assets.errors import BadRecords, EtlError, SchemaError
 from zync_assets.kafka.topics import max_message_bytes
 from zync_assets.lake import staging
 from zync_assets.local.services import Services
-from zync_assets.steps import etl_failures
+from zync_assets.steps import etl_failures, etl_search
 from zync_assets.steps.loops import drop_all, replay_all
 from zync_assets.steps.quarantined import EVERYTHING, held
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
@@ -390,3 +390,64 @@ def test_a_topic_that_is_not_there_yet_takes_what_its_brokers_take(make: Make) -
     assert it.publish().records == 2
     assert max_message_bytes(it.pipeline.kafka, it.out) == 1_048_588
     sound(it)
+
+
+STACK = (
+    BOTH
+    + """
+transforms:
+  - {name: taken, type: stateless, in: $left, where: "value.op <> 'x' OR value.v rlike '^(a|b)*$$'", out: $out,
+     key: in.key, value: {id: in.value.id, l: "CASE WHEN in.value.op = 'y' THEN in.value.v rlike '^(a|b)*$$' END"}}
+  - {name: join, type: denorm, left: $left, right: $right, out: $out, key: left.key,
+     join-on: left.value.id = right.value.id, value: {id: left.value.id, l: "right.value.v rlike '^(a|b)*$$'"}}
+"""
+)
+DEEP = "ab" * 200_000
+"""So long that Java's stack overflows where a group is repeated for each character."""
+
+
+def test_a_record_that_overflows_java_s_stack_goes_into_quarantine(make: Make) -> None:
+    it = make(STACK)
+    it.send(it.left, row(0), row(1, DEEP, op="y"), row(2))
+    it.step()
+    assert failing(it).keys() == {(it.left, 1)}
+    assert it.classes(it.left) == {"done": 2, "quarantined": 1}
+
+
+@pytest.mark.slow
+def test_records_that_overflow_java_s_stack_in_each_expression_are_found_and_spark_lives_on(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    it = make(STACK)
+    it.send(it.left, *[row(number) for number in range(30)], row(30, DEEP, op="x"), row(31, DEEP, op="y"))
+    it.send(it.left, *[row(number, "no", op="x") for number in range(32, 35)])
+    it.send(it.right, row(32, "ab"), row(33, DEEP), row(34, "ac"))
+    capfd.readouterr()
+    it.step()
+    assert failing(it).keys() == {(it.left, 30), (it.left, 31), (it.right, 1)}
+    rules = {place: (rule, text.partition(":")[0]) for place, (rule, text) in failing(it).items()}
+    assert rules == {
+        (it.left, 30): ("taken", "where"),
+        (it.left, 31): ("taken", "value"),
+        (it.right, 1): ("join", "value"),
+    }
+    assert all("more stack than Java has" in text for _, text in failing(it).values())
+    assert len(it.values()) == 32
+    assert it.classes(it.left) == {"done": 32, "pending": 1, "quarantined": 2}
+    assert len(capfd.readouterr().err.splitlines()) < 5
+    sound(it)
+
+
+@pytest.mark.slow
+def test_more_records_that_overflow_java_s_stack_than_a_search_may_find_stop_the_run(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = make(STACK)
+    it.send(it.left, *[row(number, DEEP, op="x") for number in range(3)])
+    it.ingest()
+    monkeypatch.setattr(etl_search, "MOST", 2)
+    with pytest.raises(
+        EtlError, match=r"rule taken, where fails on 3 records or more, the first at .*offset 0\. it needs"
+    ):
+        it.etl()
+    assert staging.open_staging(it.lake, "Staging") is None
