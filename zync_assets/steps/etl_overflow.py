@@ -24,8 +24,8 @@ Found = tuple[Place, Rule, str]
 
 
 class OverflowSearch:
-    """``rules``: the staging pool's; ``frames``: the records of each input; ``types``: the outputs' types; ``run``: the batch without the records that are
-    known to fail by now."""
+    """``rules``: the staging pool's; ``frames``: the records of each input; ``types``: the outputs' types; ``run``: the
+    batch without the records that are known to fail by now."""
 
     def __init__(
         self,
