@@ -159,6 +159,10 @@ class EtlError(ZyncError):
     """A batch that can't be transformed."""
 
 
+class FieldMissing(EtlError):
+    """A rule names a field that no record of its topic has had so far."""
+
+
 class RangeUnknown(ZyncError):
     """A partition key of Dagster names no range of offsets that an asset has."""
 

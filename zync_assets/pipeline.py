@@ -189,6 +189,7 @@ class Denorm:
 
 
 Rule: TypeAlias = Stateless | Denorm
+MissingField: TypeAlias = Literal["null", "fail"]
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,8 @@ class Pipeline:
     """Debezium's placeholder for what an update left unchanged and the source did not send; None: there is none."""
     consumer_group: str | None = None
     """The consumer group that shows in Kafka how far ingest is; never read."""
+    missing_field: MissingField = "null"
+    """What a field is that a rule names, and that neither a record nor the registry's newest schema has."""
 
     def command(self, name: str, *options: str) -> str:
         """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from zync_assets.codecs.connect_notes import PLAIN, Note, connect_note
 from zync_assets.errors import SchemaError
 
 PRIMITIVES = ("null", "boolean", "int", "long", "float", "double", "bytes", "string")
@@ -46,6 +47,8 @@ class Node:
     """For each of ``fields`` its other names."""
     unit: str = ""
     """What the numbers of a time are, such as ``time-micros``, where no type of the lake says it."""
+    note: Note = PLAIN
+    """What Connect's properties say of the type itself; see ``note_of`` for that of a field."""
 
     @property
     def child(self) -> Node:
@@ -69,6 +72,16 @@ def walk(node: Node) -> Iterator[Node]:
 
 def is_recursive(node: Node) -> bool:
     return any(item.kind == "ref" for item in walk(node))
+
+
+def note_of(node: Node) -> Note:
+    """What Connect's properties say of a field of this type, and whether it is never null."""
+    if node.kind == "option":
+        return replace(note_of(node.child), required=False)
+    if is_hollow(node) or node.kind in ("union", "ref"):
+        return PLAIN
+    item = note_of(node.child) if node.kind in ("array", "map") else PLAIN
+    return replace(node.note, required=True, item=item or None)
 
 
 def is_hollow(node: Node) -> bool:
@@ -170,7 +183,7 @@ class _Parser:
             if kind == "array" and _is_empty_on_the_wire(items):
                 # A count of 2**60 such items takes no bytes at all: nothing could tell damage from data.
                 raise SchemaError(f"{path}: an array of items that take no bytes ({items.kind}) is not supported")
-            return Node(kind, items=items)
+            return _with_note(Node(kind, items=items), schema)
         if kind in ("record", "error", "fixed", "enum"):
             return self._define(schema, namespace, path, open_records)
         if isinstance(kind, str):
@@ -244,6 +257,7 @@ class _Parser:
             fields=tuple(nodes),
             aliases=_aliases(schema, space),
             field_aliases=tuple(_aliases(field, "") for field in fields),
+            note=_note(schema, ""),
         )
 
 
@@ -307,9 +321,31 @@ _UNITS = {
 }
 
 
+def _note(schema: Mapping[str, Any], logical: str) -> Note:
+    name, version, parameters, doc = (
+        schema.get(f"connect.{part}") for part in ("name", "version", "parameters", "doc")
+    )
+    return connect_note(name, version, parameters, doc, logical, decimal=logical == "decimal")
+
+
+def _with_note(node: Node, schema: Mapping[str, Any]) -> Node:
+    note = _note(schema, node.logical)
+    return replace(node, note=note) if note else node
+
+
 def _with_logical(node: Node, schema: Mapping[str, Any]) -> Node:
+    return _with_note(_logical(node, schema), schema)
+
+
+_CONNECT_INTEGERS = ("int8", "int16")
+"""Connect's types that Avro has as an int, with the property ``connect.type``; here they are logical types of it."""
+
+
+def _logical(node: Node, schema: Mapping[str, Any]) -> Node:
     """The node with its logical type; one that is unknown or does not fit is ignored, as the specification says."""
     logical = schema.get("logicalType")
+    if node.kind == "int" and logical is None and schema.get("connect.type") in _CONNECT_INTEGERS:
+        return replace(node, logical=str(schema["connect.type"]))
     if not isinstance(logical, str) or node.kind not in _LOGICAL.get(logical, ()):
         unit = _UNITS.get(str(schema.get("connect.name")), "") if node.kind in ("int", "long") else ""
         return replace(node, unit=unit) if unit else node

@@ -5,6 +5,7 @@
 | null | no column; ``string``, always null, inside a map or alone | | |
 | boolean | bool | boolean | |
 | int, long | int32, int64 | int, bigint | |
+| int, ``connect.type`` int8 or int16 | int8, int16 | tinyint, smallint | |
 | float, double | float, double | float, double | |
 | bytes, fixed | binary | binary | a fixed's length is checked when it is written |
 | string, enum | string | string | an enum's symbols are checked when it is written |
@@ -23,25 +24,42 @@
 | local-timestamp-* | int64 | bigint | in their unit: Delta's timestampNtz is a feature that not every reader knows |
 | duration | binary | binary | the 12 bytes |
 
-A type of Kafka Connect or Debezium that is a plain Avro type with a ``connect.name`` stays that plain type.
+A type of Kafka Connect or Debezium that is a plain Avro type with a ``connect.name`` stays that plain type; the column's
+field has a note of its name (``connect_notes``).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.avro_schema import Node, branch_names, parse, visible_fields
-from zync_assets.codecs.field_notes import noted
+from zync_assets.codecs.avro_schema import Node, branch_names, note_of, parse, visible_fields
+from zync_assets.codecs.connect_notes import (
+    DATE,
+    DEBEZIUM_DATE,
+    DEBEZIUM_TIMESTAMP,
+    MICRO_TIMESTAMP,
+    PLAIN,
+    TIME,
+    VARIABLE_DECIMAL,
+    ZONED_TIMESTAMP,
+    Note,
+)
+from zync_assets.codecs.connect_notes import (
+    TIMESTAMP as CONNECT_TIMESTAMP,
+)
+from zync_assets.codecs.field_notes import connect_note_of, noted
 from zync_assets.errors import SchemaError
 
 MAX_DECIMAL = 38
 TIMESTAMP = pa.timestamp("us", tz="UTC")
+_SHORT = {"int8": pa.int8(), "int16": pa.int16()}
 
 _PLAIN: dict[str, pa.DataType] = {
     "null": pa.string(),
@@ -73,6 +91,8 @@ def lake_type(node: Node) -> pa.DataType:
         return pa.string()
     if node.logical == "date":
         return pa.date32()
+    if node.logical in _SHORT:
+        return _SHORT[node.logical]
     if node.logical in ("timestamp-millis", "timestamp-micros"):
         return TIMESTAMP
     return _nest(node, lake_type, _noted_members(node))
@@ -100,7 +120,10 @@ def _noted_members(node: Node) -> list[pa.Field]:
     """The fields of the struct that a record or a union becomes, with their other names and units."""
     if node.kind == "record":
         names = dict(zip((name for name, _ in node.fields), node.field_aliases, strict=False))
-        return [noted(name, lake_type(child), names.get(name, ()), _unit(child)) for name, child in members(node)]
+        return [
+            noted(name, lake_type(child), names.get(name, ()), _unit(child), note_of(child))
+            for name, child in members(node)
+        ]
     if node.kind != "union":
         return []
     own = {name for name, _ in members(node)}
@@ -124,21 +147,37 @@ def members(node: Node) -> tuple[tuple[str, Node], ...]:
     return tuple((name, branch) for name, branch in named if name)
 
 
-def avro_schema(type: pa.DataType, name: str, namespace: str | None) -> str:
-    """The Avro schema (JSON) of values of an Arrow type: a struct's fields are all ``["null", T]`` with default null.
+@dataclass(frozen=True)
+class Outer:
+    """What an output schema says that is in no column's type.
+
+    ``notes``: whether it says what Connect's converters read (``connect_notes``), as formats that have a use for it do.
+    ``note``: of the whole value. ``kinds``: path → Avro's primitive type that the topic's records have had so far.
+    """
+
+    notes: bool = True
+    note: Note = PLAIN
+    kinds: Mapping[str, str] | None = None
+
+
+def avro_schema(type: pa.DataType, name: str, namespace: str | None, outer: Outer = Outer(notes=False)) -> str:
+    """The Avro schema (JSON) of values of an Arrow type: a struct's fields are ``["null", T]`` with default null, but for
+    those whose note says that they are never null.
 
     Inner records are named ``<name>_<field>``, and with a number after it where another one has that name already.
-    SchemaError names a field whose type or name Avro doesn't have.
+    Paths begin with ``name``. SchemaError names a field whose type or name Avro doesn't have.
     """
-    schema = _to_avro(type, name, name, set())
+    schema = _to_avro(type, name, name, set(), outer, outer.note)
     if namespace and isinstance(schema, dict) and schema.get("type") == "record":
-        schema = {"type": "record", "name": name, "namespace": namespace, "fields": schema["fields"]}
+        schema = {"type": "record", "name": name, "namespace": namespace, **schema}
     return json.dumps(schema)
 
 
-def _to_avro(type: pa.DataType, name: str, path: str, records: set[str]) -> Any:
+def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: Outer, note: Note) -> Any:
     """``records``: the names that are taken. ``a.b`` and ``a_b`` would have one, and Avro defines a name once."""
     kinds = pa.types
+    if not outer.notes:
+        note = PLAIN
     if kinds.is_struct(type):
         name = next(free for free in _numbered(name) if free not in records)
         records.add(name)
@@ -148,33 +187,91 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str]) -> Any:
                 raise SchemaError(
                     f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
                 )
-        made = [
-            {
-                "name": field.name,
-                "type": ["null", _to_avro(field.type, f"{name}_{field.name}", f"{path}.{field.name}", records)],
-                "default": None,
-            }
-            for field in fields
-        ]
-        return {"type": "record", "name": name, "fields": made}
+        made = [_field(field, name, path, records, outer) for field in fields]
+        return {"type": "record", "name": name, "fields": made, **_properties(note)}
     if kinds.is_list(type) or kinds.is_large_list(type):
-        return {"type": "array", "items": ["null", _to_avro(type.value_type, f"{name}_item", f"{path}[]", records)]}
+        items = _to_avro(type.value_type, f"{name}_item", f"{path}[]", records, outer, note.of_items)
+        return {"type": "array", "items": ["null", items], **_properties(note)}
     if kinds.is_map(type):
         if not kinds.is_string(type.key_type) and not kinds.is_large_string(type.key_type):
             raise SchemaError(
                 f"{path}: the keys of a map are strings here, not {type.key_type}; write"
                 " transform_keys(…, (k, v) -> string(k)) in the pipeline file"
             )
-        values = _to_avro(type.item_type, f"{name}_value", f"{path}{{}}", records)
-        return {"type": "map", "values": ["null", values]}
+        values = _to_avro(type.item_type, f"{name}_value", f"{path}{{}}", records, outer, note.of_items)
+        return {"type": "map", "values": ["null", values], **_properties(note)}
     if kinds.is_decimal(type):
-        return {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
+        made = {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
+        return made | _properties(note)
+    if outer.notes and (of_connect := _of_connect(type, name, path, records, outer, note)) is not None:
+        return of_connect
     if kinds.is_timestamp(type):
         return {"type": "long", "logicalType": "timestamp-micros"}
     for check, made in _SCALARS:
         if check(type):
-            return made
+            return _with_properties(made, note)
     raise SchemaError(f"{path}: there is no Avro type for {type}; cast it to another one in the pipeline file")
+
+
+def _field(field: pa.Field, name: str, path: str, records: set[str], outer: Outer) -> dict[str, Any]:
+    note, below = connect_note_of(field), f"{path}.{field.name}"
+    made = _to_avro(field.type, f"{name}_{field.name}", below, records, outer, note)
+    if outer.notes and note.required:
+        return {"name": field.name, "type": made}
+    return {"name": field.name, "type": ["null", made], "default": None}
+
+
+def _of_connect(
+    type: pa.DataType, name: str, path: str, records: set[str], outer: Outer, note: Note
+) -> dict[str, Any] | None:
+    """A type that Connect's converters read by a name of its own; None for others.
+
+    A time of the lake that no column says otherwise of is an instant in microseconds: Connect's Timestamp has milliseconds,
+    and Debezium's MicroTimestamp no zone. So it is text, which Debezium's sinks read as an instant.
+    """
+    kinds = pa.types
+    if type in _SHORT.values():
+        return {"type": "int", "connect.type": str(type), **_properties(note)}
+    if kinds.is_date32(type) and note.name == DEBEZIUM_DATE:
+        return {"type": "int", **_properties(note)}
+    if kinds.is_date32(type):
+        return {"type": "int", "logicalType": "date", **(_properties(note) if note.name in ("", DATE) else {})}
+    if kinds.is_int32(type) and note.name == TIME:
+        return {"type": "int", "logicalType": "time-millis", **_properties(note)}
+    if kinds.is_string(type) and note.name == VARIABLE_DECIMAL:
+        own = pa.struct([noted("scale", pa.int32(), connect=_REQUIRED), noted("value", pa.binary(), connect=_REQUIRED)])
+        return _to_avro(own, name, path, records, outer, note)
+    if not kinds.is_timestamp(type):
+        return None
+    if type.tz is None:
+        return {"type": "long", **_properties(Note(MICRO_TIMESTAMP, 1))}
+    if note.name == CONNECT_TIMESTAMP:
+        return {"type": "long", "logicalType": "timestamp-millis", **_properties(note)}
+    if note.name in (DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP):
+        return {"type": "long", **_properties(note)}
+    if note.logical == "timestamp-micros" or (outer.kinds or {}).get(path) == "long":
+        return {"type": "long", "logicalType": "timestamp-micros"}
+    return {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
+
+
+_REQUIRED = Note(required=True)
+
+
+def _with_properties(made: Any, note: Note) -> Any:
+    properties = _properties(note)
+    if not properties:
+        return made
+    return {**(made if isinstance(made, dict) else {"type": made}), **properties}
+
+
+def _properties(note: Note) -> dict[str, Any]:
+    found = {
+        "connect.doc": note.doc or None,
+        "connect.version": note.version,
+        "connect.name": note.name or None,
+        "connect.parameters": dict(note.parameters) or None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -208,6 +208,9 @@ class ConnectDecoder:
                     return head.node, payload
             except ValueError:
                 pass
+        if not text.strip(" \t\n\r"):
+            # Connect's converter takes such a record for null.
+            return None, None
         document = parse_json(text)
         if not isinstance(document, dict) or document.keys() != {"schema", "payload"}:
             return None, None if document is None else _Text(text)

@@ -8,12 +8,15 @@ from functools import lru_cache
 
 import pyarrow as pa
 
+from zync_assets.codecs.avro_schema import Node
+from zync_assets.codecs.avro_types import lake_type as avro_lake_type
 from zync_assets.codecs.batch import Encoded, bad_records
 from zync_assets.codecs.connect_columns import has_columns
 from zync_assets.codecs.connect_rows import write_row
 from zync_assets.codecs.connect_schema import Connect, lake_type, parse_connect
 from zync_assets.codecs.connect_values import from_lake
 from zync_assets.codecs.json_texts import json_texts
+from zync_assets.codecs.lake_values import from_lake as from_avro_lake
 from zync_assets.codecs.merge import check_writable, conform
 from zync_assets.codecs.nested import isolate
 from zync_assets.compute import pc
@@ -23,9 +26,11 @@ _END = b"}"
 
 @dataclass(frozen=True)
 class ConnectEncoder:
-    """See ``encode.Encoder``. ``schema``: Connect's, as JSON; it stands in each record as it is given."""
+    """See ``encode.Encoder``. ``schema``: Connect's, as JSON; it stands in each record as it is given. ``avro``: the Avro
+    schema that it was made of, if there is one, whose plain values are the same."""
 
     schema: str
+    avro: Node | None = None
 
     @property
     def overhead(self) -> int:
@@ -36,10 +41,15 @@ class ConnectEncoder:
         return b'{"schema":' + self.schema.encode() + b',"payload":'
 
     def encode(self, values: pa.Array) -> Encoded:
-        node = parse_connect(self.schema)
-        type = lake_type(node)
+        node, avro = parse_connect(self.schema), self.avro
+        type = lake_type(node) if avro is None else avro_lake_type(avro)
         check_writable(values.type, type)
-        texts, bad = isolate(values, lambda part: _payloads(node, from_lake(node, conform(part, type))), ValueError)
+
+        def payloads(part: pa.Array) -> pa.Array:
+            own = conform(part, type)
+            return _payloads(node, from_lake(node, own) if avro is None else from_avro_lake(avro, own))
+
+        texts, bad = isolate(values, payloads, ValueError)
         return Encoded(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
 
 

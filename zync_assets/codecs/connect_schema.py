@@ -38,7 +38,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,11 +47,23 @@ import pyarrow as pa
 from zync_assets.codecs.avro_schema import MAX_DEPTH, Node
 from zync_assets.codecs.avro_types import MAX_DECIMAL
 from zync_assets.codecs.avro_types import lake_type as avro_lake_type
+from zync_assets.codecs.connect_notes import (
+    DATE,
+    DEBEZIUM_DATE,
+    DEBEZIUM_TIMESTAMP,
+    DECIMAL,
+    MICRO_TIMESTAMP,
+    PLAIN,
+    PRECISION,
+    TIME,
+    TIMESTAMP,
+    VARIABLE_DECIMAL,
+    Note,
+    connect_note,
+)
+from zync_assets.codecs.field_notes import noted
 from zync_assets.errors import SchemaError
 
-DECIMAL = "org.apache.kafka.connect.data.Decimal"
-PRECISION = "connect.decimal.precision"
-VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
 _ANY_PRECISION = 1000
 """For decimals that the lake holds as digits and whose schema says no precision."""
 
@@ -69,11 +81,11 @@ _SIMPLE: Mapping[str, pa.DataType] = {
 _OTHER_SPELLINGS = {"float32": "float", "float64": "double"}
 # In Avro's terms: how a value is converted is written down there.
 _LOGICAL: Mapping[tuple[str, str], Node] = {
-    ("int32", "org.apache.kafka.connect.data.Date"): Node("int", logical="date"),
-    ("int32", "io.debezium.time.Date"): Node("int", logical="date"),
-    ("int64", "org.apache.kafka.connect.data.Timestamp"): Node("long", logical="timestamp-millis"),
-    ("int64", "io.debezium.time.Timestamp"): Node("long", logical="timestamp-millis"),
-    ("int64", "io.debezium.time.MicroTimestamp"): Node("long", logical="timestamp-micros"),
+    ("int32", DATE): Node("int", logical="date"),
+    ("int32", DEBEZIUM_DATE): Node("int", logical="date"),
+    ("int64", TIMESTAMP): Node("long", logical="timestamp-millis"),
+    ("int64", DEBEZIUM_TIMESTAMP): Node("long", logical="timestamp-millis"),
+    ("int64", MICRO_TIMESTAMP): Node("long", logical="timestamp-micros"),
 }
 _UNHELD = re.compile(r"[ ,;{}()\n\t=]")
 
@@ -94,6 +106,8 @@ class Connect:
     fields: tuple[tuple[str, Connect], ...] = ()
     keys: Connect | None = None
     items: Connect | None = None
+    note: Note = PLAIN
+    """What the schema says of the type itself; see ``note_of`` for that of a field."""
 
     @property
     def item(self) -> Connect:
@@ -134,19 +148,20 @@ def _parse(schema: Any, path: str, depth: int = 1) -> Connect:
     if not isinstance(optional, bool):
         raise SchemaError(f"{path}: 'optional' is {json.dumps(optional)[:40]}, not true or false")
     text = None if default is None else json.dumps(default)
+    note = connect_note(schema.get("name"), schema.get("version"), schema.get("parameters"), schema.get("doc"))
     if kind == "struct":
         fields = _fields(schema.get("fields"), path, depth)
         variable = schema.get("name") == VARIABLE_DECIMAL and _is_variable_decimal(fields)
-        return Connect("variable-decimal" if variable else "struct", optional, text, fields=fields)
+        return Connect("variable-decimal" if variable else "struct", optional, text, fields=fields, note=note)
     if kind == "array":
-        return Connect("array", optional, text, items=_parse(schema.get("items"), f"{path}[]", depth + 1))
+        return Connect("array", optional, text, items=_parse(schema.get("items"), f"{path}[]", depth + 1), note=note)
     if kind == "map":
         keys = _parse(schema.get("keys"), f"{path} (key)", depth + 1)
         items = _parse(schema.get("values"), f"{path}{{}}", depth + 1)
-        return Connect("map", optional, text, keys=keys, items=items)
+        return Connect("map", optional, text, keys=keys, items=items, note=note)
     if not isinstance(kind, str) or kind not in _SIMPLE:
         raise SchemaError(f"{path}: {json.dumps(kind)[:40]} is no type of Connect")
-    return Connect(kind, optional, text, _logical(kind, schema, path))
+    return Connect(kind, optional, text, _logical(kind, schema, path), note=note)
 
 
 def _fields(given: Any, path: str, depth: int) -> tuple[tuple[str, Connect], ...]:
@@ -203,7 +218,15 @@ def lake_type(node: Connect) -> pa.DataType:
     """The type that values of ``node`` have in the lake (the table above)."""
     if node.kind == "variable-decimal":
         return pa.string()
+    if node.kind == "struct" and node.fields:
+        return pa.struct([noted(name, lake_type(child), connect=note_of(child)) for name, child in node.fields])
     return avro_lake_type(node.logical) if node.logical else nested_type(node, lake_type)
+
+
+def note_of(node: Connect) -> Note:
+    """What a schema says of a field of this type, and whether it is never null."""
+    item = note_of(node.item) if node.kind in ("array", "map") else PLAIN
+    return replace(node.note, required=not node.optional, item=item or None)
 
 
 @lru_cache(maxsize=4096)
@@ -226,7 +249,8 @@ def nested_type(node: Connect, inner: Any) -> pa.DataType:
 def from_avro(node: Node) -> dict[str, Any]:
     """The Connect schema of values of an Avro schema that ``avro_types.avro_schema`` made.
 
-    A timestamp in microseconds is Debezium's MicroTimestamp: Connect's own has milliseconds.
+    The names are those that the schema says. A timestamp in microseconds without one is Debezium's MicroTimestamp, as
+    Connect's own has milliseconds.
     """
     return _from_avro(node, False)
 
@@ -234,23 +258,41 @@ def from_avro(node: Node) -> dict[str, Any]:
 def _from_avro(node: Node, optional: bool) -> dict[str, Any]:
     if node.kind == "option":
         return _from_avro(node.child, True)
-    if node.logical in _NAMES:
-        kind, name = _NAMES[node.logical]
-        made: dict[str, Any] = {"type": kind, "optional": optional, "name": name, "version": 1}
-        if name == DECIMAL:
-            made["parameters"] = {"scale": str(node.scale), PRECISION: str(node.precision)}
-        return made
+    # The order of the parts stays as it is: records are compared with those that were published before.
+    made = {**_own_schema(node), "optional": optional}
+    if node.kind == "record":
+        made["name"] = node.name
+    kind, name = _NAMES.get(node.logical, ("", ""))
+    if kind:
+        made |= {"type": kind, "name": name, "version": 1}
+    digits = {"scale": str(node.scale), PRECISION: str(node.precision)} if name == DECIMAL else {}
+    note = node.note
+    if note.name:
+        made["name"] = note.name
+    if note.version is not None:
+        made["version"] = note.version
+    if note.parameters or digits:
+        made["parameters"] = {**digits, **dict(note.parameters)}
+    if note.doc:
+        made["doc"] = note.doc
+    return made
+
+
+def _own_schema(node: Node) -> dict[str, Any]:
     if node.kind == "record":
         fields = [{**_from_avro(child, False), "field": name} for name, child in node.fields]
-        return {"type": "struct", "fields": fields, "optional": optional, "name": node.name}
+        return {"type": "struct", "fields": fields}
     if node.kind == "array":
-        return {"type": "array", "items": _from_avro(node.child, False), "optional": optional}
+        return {"type": "array", "items": _from_avro(node.child, False)}
     if node.kind == "map":
-        values = _from_avro(node.child, False)
-        return {"type": "map", "keys": {"type": "string", "optional": False}, "values": values, "optional": optional}
+        return {
+            "type": "map",
+            "keys": {"type": "string", "optional": False},
+            "values": _from_avro(node.child, False),
+        }
     if node.kind not in _KINDS:
         raise SchemaError(f"Connect has no type for Avro's {node.kind} {node.name}".rstrip())
-    return {"type": _KINDS[node.kind], "optional": optional}
+    return {"type": node.logical if node.logical in ("int8", "int16") else _KINDS[node.kind]}
 
 
 _KINDS = {
@@ -264,7 +306,8 @@ _KINDS = {
 }
 _NAMES = {
     "decimal": ("bytes", DECIMAL),
-    "date": ("int32", "org.apache.kafka.connect.data.Date"),
-    "timestamp-millis": ("int64", "org.apache.kafka.connect.data.Timestamp"),
-    "timestamp-micros": ("int64", "io.debezium.time.MicroTimestamp"),
+    "date": ("int32", DATE),
+    "time-millis": ("int32", TIME),
+    "timestamp-millis": ("int64", TIMESTAMP),
+    "timestamp-micros": ("int64", MICRO_TIMESTAMP),
 }

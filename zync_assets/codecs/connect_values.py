@@ -14,6 +14,7 @@ from zync_assets.codecs import lake_values
 from zync_assets.codecs.avro_schema import Node
 from zync_assets.codecs.connect_schema import Connect, lake_type, plain_type
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of
+from zync_assets.codecs.written import variable_decimal
 
 _LONGEST = 1000
 """Digits after the point that are written out; more of them make an exponent."""
@@ -29,7 +30,7 @@ def to_lake(node: Connect, array: pa.Array) -> pa.Array:
 def from_lake(node: Connect, array: pa.Array) -> pa.Array:
     """An array of the lake's type as one of the plain type."""
     if node.kind == "variable-decimal":
-        return pa.array([_scaled(text) for text in array.to_pylist()], plain_type(node))
+        return pa.array([variable_decimal(text) for text in array.to_pylist()], plain_type(node))
     return _convert(node, array, lake_values.from_lake, from_lake, plain_type)
 
 
@@ -66,18 +67,3 @@ def _digits(value: dict[str, int | bytes | None] | None) -> str | None:
     if not 0 <= scale <= _LONGEST:
         return f"{'-' * number.sign}{''.join(map(str, number.digits))}E{-scale:+d}"
     return format(decimal.Decimal((number.sign, number.digits, -scale)), "f")
-
-
-def _scaled(text: str | None) -> dict[str, int | bytes] | None:
-    if text is None:
-        return None
-    try:
-        sign, digits, exponent = decimal.Decimal(text).as_tuple()
-    except decimal.DecimalException:
-        exponent = "n"
-        sign, digits = 0, ()
-    if not isinstance(exponent, int):
-        raise ValueError(f"{text} is no decimal")
-    number = int("".join(map(str, digits)) or "0") * (-1 if sign else 1)
-    size = (number + (number < 0)).bit_length() // 8 + 1
-    return {"scale": -exponent, "value": number.to_bytes(size, "big", signed=True)}

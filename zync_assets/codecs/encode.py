@@ -58,7 +58,8 @@ def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, n
     if format == "connect-json":
         if schema is None:
             raise SchemaError("a Connect output needs a schema")
-        return ConnectEncoder(json.dumps(from_avro(parse(schema)), separators=(",", ":")))
+        node = parse(schema)
+        return ConnectEncoder(json.dumps(from_avro(node), separators=(",", ":")), node)
     if format == "json":
         node = None if schema is None else parse(schema)
         if node is not None and node.kind == "record" and not node.fields:

@@ -1,6 +1,7 @@
-"""What a column's field says beside its name and type, kept with it in the table: other names, and a unit of time.
+"""What a column's field says beside its name and type, kept with it in the table: other names, a unit of time, and
+Connect's note.
 
-Both are metadata of Arrow's fields, and of the Delta table's (Delta protocol, "Schema Serialization Format"): readers
+All are metadata of Arrow's fields, and of the Delta table's (Delta protocol, "Schema Serialization Format"): readers
 that don't know them lose nothing.
 
 Other names are those that writers give the field, by the aliases of their schemas (Avro specification, "Aliases"). A
@@ -8,6 +9,8 @@ field goes into the column of its own name, else into one that its aliases name,
 
 A time that is held as a plain number has a unit, which neither its Avro type nor the column's says: 5 may be seconds, or
 nanoseconds. A number in a coarser unit is converted to the column's; one in a finer unit can't go in.
+
+What Kafka Connect's schemas say of a field is its third note (``connect_notes``).
 """
 
 from __future__ import annotations
@@ -16,19 +19,26 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from zync_assets.codecs.connect_notes import PLAIN, Note, agreed, note_text, optional, read_note
+
 _NAMES = b"zync.names"
 _UNIT = b"zync.unit"
+_CONNECT = b"zync.connect"
 
 _FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
 
-def noted(name: str, type: pa.DataType, other_names: Sequence[str] = (), unit: str = "") -> pa.Field:
-    """A field that says its other names and its unit, such as ``time-micros``."""
+def noted(
+    name: str, type: pa.DataType, other_names: Sequence[str] = (), unit: str = "", connect: Note = PLAIN
+) -> pa.Field:
+    """A field that says its other names, its unit, such as ``time-micros``, and what Connect's schema says."""
     notes: dict[bytes, bytes] = {}
     if other_names:
         notes[_NAMES] = ",".join(other_names).encode()
     if unit:
         notes[_UNIT] = unit.encode()
+    if connect:
+        notes[_CONNECT] = note_text(connect).encode()
     return pa.field(name, type, metadata=notes or None)
 
 
@@ -39,6 +49,33 @@ def other_names(field: pa.Field) -> tuple[str, ...]:
 
 def unit_of(field: pa.Field) -> str:
     return (field.metadata or {}).get(_UNIT, b"").decode()
+
+
+def connect_note_of(field: pa.Field) -> Note:
+    text = (field.metadata or {}).get(_CONNECT)
+    return PLAIN if text is None else read_note(text.decode())
+
+
+def without_connect(type: pa.DataType) -> pa.DataType:
+    """The type without Connect's notes, which say nothing of the column's form."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return pa.struct(
+            [noted(item.name, without_connect(item.type), other_names(item), unit_of(item)) for item in fields_of(type)]
+        )
+    if kinds.is_list(type):
+        return pa.list_(without_connect(type.value_type))
+    if kinds.is_map(type):
+        return pa.map_(type.key_type, without_connect(type.item_type))
+    return type
+
+
+def maybe_missing(field: pa.Field) -> pa.Field:
+    """The field of a column in which some records have no value."""
+    note = connect_note_of(field)
+    if not note.required:
+        return field
+    return noted(field.name, field.type, other_names(field), unit_of(field), optional(note))
 
 
 def fields_of(type: pa.DataType) -> list[pa.Field]:
@@ -70,10 +107,13 @@ def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
 
 
 def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
-    """The column's field with its type, and what ``given`` adds to its names and its unit."""
+    """The column's field with its type, and what ``given`` adds to its names and its unit. Of Connect's notes what both
+    say."""
     names = [*other_names(target), given.name, *other_names(given)]
     kept = [name for name in dict.fromkeys(names) if name != target.name]
-    return noted(target.name, type, kept, unit_of(target) or unit_of(given))
+    converted = bool(unit_of(target) and unit_of(given))
+    note = agreed(connect_note_of(target), connect_note_of(given), same_values=converted)
+    return noted(target.name, type, kept, unit_of(target) or unit_of(given), note)
 
 
 def unit_factor(target: pa.Field, given: pa.Field) -> int | None:

@@ -198,6 +198,8 @@ _TO_LAKE: dict[str, Convert] = {
     "decimal": _decimal_to_lake,
     "uuid": _uuid_to_lake,
     "date": lambda node, array: array.cast(pa.date32()),
+    "int8": lambda node, array: array.cast(pa.int8()),
+    "int16": lambda node, array: array.cast(pa.int16()),
     "timestamp-millis": _timestamp_to_lake,
     "timestamp-micros": _timestamp_to_lake,
 }
@@ -205,6 +207,8 @@ _FROM_LAKE: dict[str, Convert] = {
     "decimal": _decimal_from_lake,
     "uuid": _uuid_from_lake,
     "date": lambda node, array: array.cast(pa.int32()),
+    "int8": lambda node, array: array.cast(pa.int32()),
+    "int16": lambda node, array: array.cast(pa.int32()),
     "timestamp-millis": _timestamp_from_lake,
     "timestamp-micros": _timestamp_from_lake,
 }

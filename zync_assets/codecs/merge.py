@@ -9,6 +9,7 @@ Each record is decoded by its own writer's schema, and goes into a column that h
   readers widen what they read. (The one promotion that rounds is Avro's own, of a long to a double past 2^53.)
 - string and bytes go into whichever of the two the column is; bytes that are no UTF-8 can't go into a string.
 - A field that a writer does not have is null. A default is not filled in: it would look like a value of the source.
+- Of what Connect's schemas say of a field the column keeps what all its writers say (``connect_notes``).
 
 Source: Avro specification 1.12, "Schema Resolution"; Delta protocol, "Supported Type Changes".
 """
@@ -22,8 +23,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.field_notes import fields_of, merged_notes, places, unit_factor, unit_of
+from zync_assets.codecs.field_notes import fields_of, maybe_missing, merged_notes, places, unit_factor, unit_of
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of
+from zync_assets.codecs.written import is_written_as, written
 from zync_assets.compute import pc
 from zync_assets.errors import SchemaError
 
@@ -73,12 +75,13 @@ def wider_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
-    fields = fields_of(target)
+    fields = [maybe_missing(field) for field in fields_of(target)]
+    met = fields_of(target)
     lowered = {field.name.lower(): field.name for field in fields}
     for at, new in zip(places(target, writer), fields_of(writer), strict=True):
         below = f"{path}.{new.name}"
         if at is not None:
-            old = fields[at]
+            old = met[at]
             if unit_factor(old, new) is None:
                 raise SchemaError(f"{below}: {unit_of(new)} can't be held in the lake's {unit_of(old)}")
             fields[at] = merged_notes(old, new, merge_types(old.type, new.type, below))
@@ -88,7 +91,7 @@ def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
                 f"{path}: the fields {other!r} and {new.name!r} would be one column in the lake; rename one"
             )
         else:
-            fields.append(new)
+            fields.append(maybe_missing(new))
     return pa.struct(fields)
 
 
@@ -137,6 +140,8 @@ def conform(array: pa.Array, type: pa.DataType) -> pa.Array:
     if kinds.is_floating(type) and kinds.is_integer(array.type):
         # A long that a double can't hold to the last digit is rounded, as Avro's promotion does.
         return pc.cast(array, type, safe=False)
+    if is_written_as(array.type, type):
+        return written(array, type)
     return array.cast(type)
 
 
@@ -148,6 +153,9 @@ def _conform_fields(array: pa.Array, type: pa.DataType) -> list[pa.Array]:
             children.append(pa.nulls(len(array), field.type))
             continue
         theirs, values = given[index]
+        if is_written_as(theirs.type, field.type):
+            children.append(written(values, field.type, unit_of(field)))
+            continue
         factor = unit_factor(field, theirs)
         made = conform(values, field.type)
         children.append(made if factor in (1, None) else pc.multiply_checked(made, pa.scalar(factor, field.type)))
@@ -170,7 +178,7 @@ def project(type: pa.DataType, given: pa.DataType) -> pa.DataType:
 def check_writable(given: pa.DataType, wanted: pa.DataType, path: str = "value") -> None:
     """SchemaError unless values of ``given`` can be written as ``wanted`` (single ones may be out of range)."""
     kinds = pa.types
-    if given == wanted or kinds.is_null(given):
+    if given == wanted or kinds.is_null(given) or is_written_as(given, wanted):
         return
     if kinds.is_struct(given) and kinds.is_struct(wanted):
         theirs = {given.field(index).name: given.field(index).type for index in range(given.num_fields)}

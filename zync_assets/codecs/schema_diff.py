@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from zync_assets.codecs.field_notes import fields_of, places, unit_of
+from zync_assets.codecs.field_notes import fields_of, places, unit_of, without_connect
 from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_ddl
 
@@ -32,7 +32,8 @@ class Arrival:
 
 
 def is_change(before: tuple[pa.DataType, ...], type: pa.DataType) -> bool:
-    return bool(before) and not any(known.equals(type, check_metadata=True) for known in before)
+    form = without_connect(type)
+    return bool(before) and not any(without_connect(known).equals(form, check_metadata=True) for known in before)
 
 
 def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:

@@ -119,7 +119,7 @@ def _condition(frame: DataFrame, rule: Rule, where: str | None) -> str:
         if has_schema(frame):
             raise
         return "false"  # it asks for a field of a value, and all that came are tombstones
-    if kind.simpleString() != "boolean":
+    if kind.simpleString() not in ("boolean", "void"):
         raise EtlError(f"rule {rule.name}, where: {where} is {kind.simpleString()}; it must be a condition")
     return f"({where})"
 
@@ -206,7 +206,7 @@ def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
             for side, sql in zip(("left", "right"), pair, strict=True)
             if side in frames
         ]
-        one = wider(kinds[0], kinds[-1])
+        one = _key_type(kinds[0], kinds[-1])
         if one is None:
             raise EtlError(
                 f"rule {rule.name}, join-on: {pair[0]} is {kinds[0].simpleString()} and {pair[1]} is"
@@ -214,6 +214,15 @@ def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
             )
         found.append(one)
     return found
+
+
+def _key_type(one: DataType, other: DataType) -> DataType | None:
+    """The type of a part of a join key; a side that is always null pairs with nothing, whatever its type."""
+    from pyspark.sql.types import NullType, StringType
+
+    if isinstance(one, NullType):
+        return StringType() if isinstance(other, NullType) else other
+    return one if isinstance(other, NullType) else wider(one, other)
 
 
 def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:

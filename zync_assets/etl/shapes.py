@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_type
-from zync_assets.errors import EtlError
+from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Shape
 from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Question = tuple[Mapping[str, "DataFrame"], str]
 """An expression over the record frames of some sides, as ``expression_type`` takes them."""
+_MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
+"""Conditions of Spark's errors for a name that a record does not have."""
 _SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
 _TYPES: dict[tuple[object, ...], DataType] = {}
 """What expressions were found to be, by their sides' types: to ask Spark again for each batch would take longer than a
@@ -30,7 +32,7 @@ small batch takes."""
 def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: str) -> DataType:
     """The type of an expression over record frames, each under its side's name, or one frame's own columns (side "").
 
-    Every field of it may be null. EtlError, in Spark's words, if Spark can't resolve it.
+    Every field of it may be null. EtlError, in Spark's words, if Spark can't resolve it: FieldMissing if a field is missing.
     """
     from pyspark.errors import AnalysisException, ParseException
 
@@ -40,7 +42,8 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
         try:
             found = _asked(sides, [f"{sql} AS `it`"]).schema["it"].dataType
         except (AnalysisException, ParseException) as error:
-            raise EtlError(f"rule {rule}, {key}: {sql}: {short(error)}") from error
+            kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
+            raise kind(f"rule {rule}, {key}: {sql}: {short(error)}") from error
         _TYPES[place] = found = _nullable(found)
     return found
 

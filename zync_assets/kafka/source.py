@@ -11,6 +11,7 @@ import pyarrow as pa
 from zync_assets.codecs.decode import BadRecord, Decoded, Decoder, make_decoder
 from zync_assets.codecs.schema_diff import Arrival
 from zync_assets.compute import pc
+from zync_assets.errors import SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.offsets import OffsetRange
@@ -77,12 +78,24 @@ def read_chunks(
 
 
 def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
-    """The decoders of keys and of values."""
+    """The decoders of keys and of values. SchemaError if the pipeline file's types don't fit the raw table's."""
     registry = Registry(source.registry) if source.registry else None
     schema_of = registry.schema if registry else _no_registry
+
+    def decoder(side: str, form: SideFormat, type: pa.DataType | None, known: tuple[int, ...]) -> Decoder:
+        try:
+            return make_decoder(form, schema_of, type, known=known, closed=source.closed)
+        except SchemaError as error:
+            raise SchemaError(
+                f"topic {source.topic}: the pipeline file's format and schema of the {side} do not fit the raw table that is"
+                f" there: {error}. Nothing was ingested. Give {side}-format and {side}-schema back the types of the table, or"
+                " wider ones; or begin anew: give the input another pool, and its outputs another staging pool and other"
+                " topics."
+            ) from None
+
     return (
-        make_decoder(source.key, schema_of, source.key_type, known=source.key_schemas, closed=source.closed),
-        make_decoder(source.value, schema_of, source.value_type, known=source.value_schemas, closed=source.closed),
+        decoder("key", source.key, source.key_type, source.key_schemas),
+        decoder("value", source.value, source.value_type, source.value_schemas),
     )
 
 

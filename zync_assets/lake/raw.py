@@ -95,10 +95,12 @@ class RawState:
     times: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
     ``times.highest_times`` is the whole answer."""
+    expected: pa.Schema | None = field(default=None, repr=False)
+    """The table's columns with fields that no record has had yet, where a reader asks for some."""
 
     @property
     def schema(self) -> pa.Schema:
-        return self.opened.schema
+        return self.expected or self.opened.schema
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:

@@ -30,6 +30,7 @@ All but the first six are in the ledger. A ``pending`` entry with a ``completed`
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,9 @@ class Head:
     """Fingerprint → (output topic, output schema as JSON)."""
     replayed: Mapping[str, int] = field(default_factory=dict)
     """Input topic → how many replays of its raw table were looked at: what they brought below seen is no more quarantined."""
+    nullable: Mapping[str, frozenset[tuple[str, ...]]] = field(default_factory=dict)
+    """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
+    them: later schemas must have one."""
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -362,6 +366,9 @@ def _head_rows(head: Head) -> list[dict[str, object]]:
         rows.append({"kind": "output", **place, "text": out.topic_id, "count": out.partitions})
     for topic, count in sorted(head.replayed.items()):
         rows.append({"kind": "replayed", "topic": topic, "count": count})
+    for topic, paths in sorted(head.nullable.items()):
+        for path in sorted(paths):
+            rows.append({"kind": "nullable", "topic": topic, "text": json.dumps(path)})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -382,4 +389,8 @@ def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {(r["rule"], r["topic"]): r["count"] for r in of("waiting")},
         {r["rule"]: (r["topic"], r["text"]) for r in of("schema")},
         {r["topic"]: r["count"] for r in of("replayed")},
+        {
+            topic: frozenset(tuple(json.loads(r["text"])) for r in of("nullable") if r["topic"] == topic)
+            for topic in {r["topic"] for r in of("nullable")}
+        },
     )

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zync_assets.errors import PipelineFileError, Problem
-from zync_assets.pipeline import SHARED, UNAVAILABLE_VALUE, Input, Output, Pipeline, RegistryConfig, Rule
+from zync_assets.pipeline import (
+    SHARED,
+    UNAVAILABLE_VALUE,
+    Input,
+    MissingField,
+    Output,
+    Pipeline,
+    RegistryConfig,
+    Rule,
+)
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
@@ -25,7 +34,7 @@ DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_SETTLE_SECONDS = 45.0
 
 _KEYS = (
-    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value", "consumer-group"),
+    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value", "consumer-group", "missing-field"),
     *("inputs", "outputs", "output", "transforms"),
 )
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
@@ -84,6 +93,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         settle_seconds=DEFAULT_SETTLE_SECONDS if settle is None else settle,
         unavailable_value=_unavailable_value(fields),
         consumer_group=_consumer_group(fields),
+        missing_field=_missing_field(fields),
     )
 
 
@@ -143,6 +153,13 @@ def _unavailable_value(fields: Fields) -> str | None:
     if text is not None and text.startswith("hex:") and not _HEX.fullmatch(text):
         fields.problem(key, "after hex: come pairs of hexadecimal digits, as in Debezium's configuration")
     return text
+
+
+def _missing_field(fields: Fields) -> MissingField:
+    node = fields.node("missing-field")
+    if node is None or (isinstance(node, Scalar) and node.value is None):
+        return "null"
+    return fields.choice("missing-field", ("null", "fail")) or "null"
 
 
 def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:

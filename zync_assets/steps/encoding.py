@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.encode import Encoded, Encoder, make_encoder
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.etl.output_notes import FieldPath, required_fields
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake import staging, storage
 from zync_assets.lake.staging import StagingState
@@ -25,7 +26,7 @@ from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.records import HEADERS_TYPE
 from zync_assets.steps.headers import sent_headers
-from zync_assets.steps.left_out import is_empty, parse_group, schema_groups, without
+from zync_assets.steps.left_out import is_empty, nullable_groups, parse_group, schema_groups, without
 
 BATCH_RECORDS = 20_000
 
@@ -91,12 +92,21 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
     """
     client = Registry(registry) if registry else None
     schemas: dict[str, RowSchema] = {}
-    for name, (of, text) in state.head.schemas.items():
-        if of == topic:
-            whole = row_schema(topic, text)
-            key, value = (_registered(client, topic, side) for side in (whole.key, whole.value))
-            schemas[name] = replace(whole, key=key, value=value)
+    rows = {name: row_schema(topic, text) for name, (of, text) in state.head.schemas.items() if of == topic}
+    # A registry takes a schema that reads the records of those before: what is required at first may be null later.
+    for name, whole in sorted(rows.items(), key=lambda item: -_required_count(item[1])):
+        key, value = (_registered(client, topic, side) for side in (whole.key, whole.value))
+        schemas[name] = replace(whole, key=key, value=value)
     return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas, client)
+
+
+def _required_count(row: RowSchema) -> int:
+    return sum(len(_required(side.schema)) for side in (row.key, row.value))
+
+
+@lru_cache(maxsize=1024)
+def _required(schema: str | None) -> tuple[FieldPath, ...]:
+    return () if schema is None else tuple(required_fields(json.loads(schema)))
 
 
 def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
@@ -229,7 +239,7 @@ def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]
 
 def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:
     """Rows of the staging table as Kafka is to hold them. ``schema_of``: a group (``schema_groups``) → its schema."""
-    groups = schema_groups(rows.column("schema"), rows.column("left_out"))
+    groups = _with_nulls(topic, rows, schema_groups(rows.column("schema"), rows.column("left_out")), schema_of)
     parts: list[Payloads] = []
     order: list[np.ndarray] = []
     for group in pc.unique(groups).to_pylist():
@@ -246,6 +256,15 @@ def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSch
         int(at[index]): text for at, part in zip(order, parts, strict=True) for index, text in part.errors.items()
     }
     return Payloads(keys, values, headers, errors)
+
+
+def _with_nulls(topic: str, rows: pa.RecordBatch, groups: pa.Array, schema_of: Callable[[str], RowSchema]) -> pa.Array:
+    """The groups, those apart whose values have a null that their schema has none for."""
+    name = staging.value_column(topic)
+    for group in pc.unique(groups).to_pylist() if name in rows.schema.names else ():
+        if required := _required(schema_of(group).value.schema):
+            groups = nullable_groups(groups, group, rows.column(name), required, "value")
+    return groups
 
 
 def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:

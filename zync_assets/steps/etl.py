@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from zync_assets.errors import EtlError
+from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
 from zync_assets.steps.etl_plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
@@ -19,6 +19,7 @@ from zync_assets.steps.etl_search import find_failures
 from zync_assets.steps.etl_unfit import Unfit
 from zync_assets.steps.etl_waiting import Waiting
 from zync_assets.steps.failures import spark_failures
+from zync_assets.steps.missing_fields import with_missing_fields
 from zync_assets.steps.quarantined import Held, admit
 
 __all__ = [
@@ -38,11 +39,22 @@ ROUNDS = 20
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     """The commit half. Records that a rule fails on, or that make an output which can't be encoded, go into quarantine,
-    and the rest of the batch is committed without them.
+    and the rest of the batch is committed without them. A field that a rule names and no record has had yet is null, of the
+    type that the registry's newest schema says.
 
     Raises CommitConflict if another batch was committed since the plan, BadRecords where the file does not let such
     records pass, EtlError if something else fails; nothing of the batch is visible then.
     """
+    try:
+        return _commit(pipeline, batch)
+    except FieldMissing as error:
+        known = with_missing_fields(pipeline, batch)
+        if known is None:
+            raise error
+        return _commit(*known)
+
+
+def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     started = time.monotonic()
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     failures = NONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -58,9 +58,11 @@ def next_head(
     types: Mapping[str, OutputType],
     quarantined: Mapping[tuple[str, int], int],
     failed: Sequence[Taken],
+    nullable: Collection[tuple[str, tuple[str, ...]]] = (),
 ) -> Head:
     """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
-    records that waited and go into quarantine."""
+    records that waited and go into quarantine; ``nullable``: topics and fields that records have as null, or leave out,
+    though their schema has no null."""
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
     records = Counter[tuple[str, int]](quarantined)
@@ -97,7 +99,11 @@ def next_head(
     for topic, kind in types.items():
         schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
     replayed = {**head.replayed, **(plan.reopening.replays or {})}
-    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed)
+    fields = {topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in nullable)}}
+    for topic, path in nullable:
+        fields[topic].add(path)
+    null = {topic: frozenset(paths) for topic, paths in fields.items()}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null)
 
 
 def _table_id(plan: EtlPlan, topic: str) -> str | None:

@@ -34,6 +34,7 @@ from zync_assets.steps.staged_outputs import BATCH_BYTES, BucketWriter, Results,
 from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame
 
 MEASURED = 1_000
@@ -67,7 +68,7 @@ class EtlRun:
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
         learn_types(matching.questions(self.rules, frames))
-        types = output_types(self.pipeline, plan.pool, self.plan.state, frames)
+        types = output_types(self.pipeline, plan.pool, self.plan.state, frames, self.tables())
         present: set[str] = set()
 
         def made_by(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
@@ -100,7 +101,9 @@ class EtlRun:
             files += self._write_ledger(written, bad)
             files += self._write_settled()
             crash_point("etl:ledger-written")
-            done = next_head(plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan))
+            done = next_head(
+                plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan), written.nullable
+            )
             schema = table_schema(plan.state, types)
             folded, removed = self._tidied()
             if folded:
@@ -146,6 +149,10 @@ class EtlRun:
             if frame is not None and state is not None:
                 found[topic] = note_schema(frame.selectExpr("*", "false AS old"), reading.record_types(state))
         return found
+
+    def tables(self) -> dict[str, pa.Schema]:
+        """Input topic → the columns of its raw table."""
+        return {topic: state.schema for topic, state in self.plan.raw.items() if state is not None}
 
     def results(
         self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType], made_by: matching.Made
@@ -226,6 +233,7 @@ class EtlRun:
             [kind.targets[name].fingerprint if name in kind.targets else "" for name in rules],
             {kind.targets[name].fingerprint: text for name, text in kind.texts.items()},
             limit,
+            tuple(kind.required),
         )
 
     def _check(self, written: Results, types: Mapping[str, OutputType]) -> None:

@@ -56,7 +56,9 @@ class _Search:
         self.overflowing: set[Place] = set()
         """The places of those that overflow Java's stack."""
         self.frames: Mapping[str, DataFrame] = first.frames()
-        self.types: Mapping[str, OutputType] = output_types(pipeline, batch.plan.pool, batch.plan.state, self.frames)
+        self.types: Mapping[str, OutputType] = output_types(
+            pipeline, batch.plan.pool, batch.plan.state, self.frames, first.tables()
+        )
         self.overflow = OverflowSearch(pipeline, self.rules, self.frames, self.types, self._run)
 
     def run(self) -> dict[Place, Failure]:

@@ -1,4 +1,4 @@
-"""Output schemas without the fields that a row leaves out."""
+"""Output schemas of single rows: without the fields that a row leaves out, and with null for those that it has none for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from zync_assets.codecs.nested import Mask
 from zync_assets.compute import pc
+from zync_assets.etl.output_notes import FieldPath
 from zync_assets.sql_text import dotted
+
+_NULLABLE = "?"
 
 
 def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
@@ -22,6 +26,35 @@ def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(paths, ""), prints, pc.binary_join_element_wise(prints, paths, "\n"))
 
 
+def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldPath, Mask]:
+    """For each of some fields of a struct that are null in a row where the struct that they are in is not, in which."""
+    found: dict[FieldPath, Mask] = {}
+    for path in required:
+        column, there = values, values.is_valid()
+        for name in path:
+            index = column.type.get_field_index(name) if pa.types.is_struct(column.type) else -1
+            if index < 0:
+                break
+            there = column.is_valid()
+            column = column.flatten()[index]
+        else:
+            if column.null_count and (mask := pc.and_(there, column.is_null())).true_count:
+                found[path] = mask.to_numpy(zero_copy_only=False)
+    return found
+
+
+def nullable_groups(
+    groups: pa.Array, group: str, values: pa.Array, required: Collection[FieldPath], side: str
+) -> pa.Array:
+    """The groups, where ``group`` stands with the fields that the row has as null though its schema has no null for them:
+    behind a question mark."""
+    inside = pc.equal(groups, group)
+    for path, mask in null_masks(values, required).items():
+        marked = pc.binary_join_element_wise(groups, f"{_NULLABLE}{dotted((side, *path))}", "\n")
+        groups = pc.if_else(pc.and_(inside, pa.array(mask)), marked, groups)
+    return groups
+
+
 def parse_group(group: str) -> tuple[str, tuple[str, ...]]:
     """Fingerprint and paths."""
     name, *paths = group.split("\n")
@@ -29,7 +62,8 @@ def parse_group(group: str) -> tuple[str, tuple[str, ...]]:
 
 
 def without(schema: str, side: str, paths: Collection[str]) -> str:
-    """An output schema (Avro JSON) without the fields at ``paths`` (``value.address.street``); ``side``: key or value.
+    """An output schema (Avro JSON) without the fields at ``paths`` (``value.address.street``); ``side``: key or value. Those
+    behind a question mark stay, and may be null.
 
     A record inside it that would have no field left is left out itself; the whole one stays, even without fields.
     """
@@ -48,6 +82,9 @@ def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
         if dotted(inner) in paths:
             continue
         made = _without(field["type"], inner, paths)
+        if _NULLABLE + dotted(inner) in paths and not isinstance(made, list):
+            kept.append({**field, "type": ["null", made], "default": None})
+            continue
         if made == field["type"] or not _is_empty(made):
             kept.append({**field, "type": made})
     return {**schema, "fields": kept}

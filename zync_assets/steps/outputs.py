@@ -10,19 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.avro_types import avro_schema
+from zync_assets.codecs.avro_schema import parse
+from zync_assets.codecs.avro_types import Outer, avro_schema, lake_type
+from zync_assets.codecs.connect_notes import PLAIN, Note
 from zync_assets.codecs.encode import check_fits
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.etl import matching
 from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
+from zync_assets.etl.output_notes import (
+    FieldPath,
+    number_kinds,
+    required_fields,
+    shape_notes,
+    topic_notes,
+    with_notes,
+)
 from zync_assets.etl.shapes import expression_type, own_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
@@ -46,6 +56,8 @@ class OutputType:
     targets: Mapping[str, Target]
     texts: Mapping[str, str]
     """Rule → its output schema, as JSON."""
+    required: Collection[FieldPath]
+    """The fields of values that no schema of this batch has a null for."""
     untyped: Mapping[str, str]
     """Rule → what is wrong with it as long as the other rules of the topic can't be resolved: a NULL without a type."""
 
@@ -54,12 +66,16 @@ class OutputType:
 
 
 def output_types(
-    pipeline: Pipeline, pool: str, state: StagingState | None, frames: Mapping[str, DataFrame]
+    pipeline: Pipeline,
+    pool: str,
+    state: StagingState | None,
+    frames: Mapping[str, DataFrame],
+    tables: Mapping[str, pa.Schema],
 ) -> dict[str, OutputType]:
     """The types of a pool's outputs, from its table and from all rules whose inputs have a schema by now.
 
-    ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``). EtlError if two rules disagree
-    or an expression can't be resolved.
+    ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``); ``tables``: input topic → the raw
+    table's columns. EtlError if two rules disagree or an expression can't be resolved.
     """
     written: dict[str, str] = {}
     for item in pipeline.outputs_of(pool):
@@ -69,11 +85,15 @@ def output_types(
                 f"pool {pool}: topics {other} and {item.topic} differ in case alone, and so would their columns. Give one of"
                 " them another pool."
             )
-    return {item.topic: _output_type(pipeline, item, state, frames) for item in pipeline.outputs_of(pool)}
+    return {item.topic: _output_type(pipeline, item, state, frames, tables) for item in pipeline.outputs_of(pool)}
 
 
 def _output_type(
-    pipeline: Pipeline, item: Output, state: StagingState | None, frames: Mapping[str, DataFrame]
+    pipeline: Pipeline,
+    item: Output,
+    state: StagingState | None,
+    frames: Mapping[str, DataFrame],
+    tables: Mapping[str, pa.Schema],
 ) -> OutputType:
     from pyspark.sql.pandas.types import to_arrow_type
 
@@ -121,15 +141,18 @@ def _output_type(
     if with_headers:
         columns[staging.HEADERS_COLUMN] = HEADERS_TYPE
     targets: dict[str, Target] = {}
-    texts: dict[str, str] = {}
+    earlier = _Earlier.of(item.topic, state)
+    unresolved = [rule for name, rule in rules.items() if name not in made]
+    texts = _schema_texts(item, {name: (rules[name], own[name]) for name in made}, earlier, tables, unresolved)
     for name, kinds in made.items():
-        texts[name] = _schema_text(item, rules[name], own[name])
         sides = [
             None if column not in columns else (column, kind, all_)
             for column, kind, all_ in zip(names, kinds, whole, strict=True)
         ]
         targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers)
-    return OutputType(item.topic, columns, targets, texts, untyped | unknown)
+    values = [json.loads(text)["value"]["schema"] for text in texts.values()]
+    required = {path for schema in values if schema is not None for path in required_fields(schema)}
+    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown)
 
 
 def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
@@ -168,7 +191,69 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     )
 
 
-def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
+@dataclass(frozen=True)
+class _Earlier:
+    """What the schemas of a topic's records so far say, a side: the schemas, and fields that were null all the same."""
+
+    sides: Mapping[str, Sequence[Any]]
+    nullable: Collection[FieldPath]
+
+    @classmethod
+    def of(cls, topic: str, state: StagingState | None) -> _Earlier:
+        found = [json.loads(text) for of, text in state.head.schemas.values() if of == topic] if state else []
+        sides = {side: [each[side]["schema"] for each in found if each[side]["schema"]] for side in ("key", "value")}
+        return cls(sides, state.head.nullable.get(topic, ()) if state else ())
+
+    def required(self, side: str) -> set[FieldPath] | None:
+        """The fields that all of a side's schemas have as required; None where there is no schema."""
+        if not self.sides[side]:
+            return None
+        found = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))
+        return found - set(self.nullable) if side == "value" else found
+
+    def kinds(self, side: str) -> dict[str, str]:
+        return {path: kind for schema in self.sides[side] for path, kind in number_kinds(schema, side.capitalize())}
+
+    def key(self, kind: pa.DataType) -> Any:
+        """A schema that keys of this type have had: they must go on having the same bytes."""
+        return next((schema for schema in self.sides["key"] if lake_type(parse(json.dumps(schema))) == kind), None)
+
+
+def _schema_texts(
+    item: Output,
+    rules: Mapping[str, tuple[Rule, list[DataType]]],
+    earlier: _Earlier,
+    tables: Mapping[str, pa.Schema],
+    unresolved: Sequence[Rule],
+) -> dict[str, str]:
+    """Rule → its output schema. ``rules``: with the types of their keys and values; ``unresolved``: those without."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    notes: dict[str, dict[FieldPath, Note]] = {}
+    for index, side in enumerate(("key", "value")):
+        parts = [
+            shape_notes(shape, to_arrow_type(own[index]), _tables_of(rule, tables), certain=side == "key")
+            for rule, own in rules.values()
+            if (shape := getattr(rule, side)) is not None and own[index].simpleString() != "void"
+        ]
+        whole = all(getattr(rule, side) is None for rule in unresolved)
+        notes[side] = topic_notes(parts, earlier.required(side), whole=whole)
+    return {name: _schema_text(item, rule, own, earlier, notes) for name, (rule, own) in rules.items()}
+
+
+def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
+    if isinstance(rule, Stateless):
+        return {"in": tables[rule.input]}
+    return {"left": tables[rule.left], "right": tables[rule.right]}
+
+
+def _schema_text(
+    item: Output,
+    rule: Rule,
+    own: list[DataType],
+    earlier: _Earlier,
+    notes: Mapping[str, Mapping[FieldPath, Note]],
+) -> str:
     from pyspark.sql.pandas.types import to_arrow_type
 
     sides: dict[str, object] = {}
@@ -178,10 +263,14 @@ def _schema_text(item: Output, rule: Rule, own: list[DataType]) -> str:
         schema = None
         if shape is not None and kind.simpleString() != "void":
             space = item.namespace or namespace(item.topic)
+            plain = to_arrow_type(kind)
+            noted = asked.format in ("avro", "connect-json")
+            outer = Outer(noted, notes[side].get((), PLAIN), earlier.kinds(side))
             try:
-                arrow = to_arrow_type(kind)
-                check_fits(asked.format, arrow)
-                schema = json.loads(avro_schema(arrow, side.capitalize(), space))
+                check_fits(asked.format, plain)
+                schema = earlier.key(plain) if side == "key" else None
+                if schema is None:
+                    schema = json.loads(avro_schema(with_notes(plain, notes[side]), side.capitalize(), space, outer))
             except SchemaError as error:
                 raise SchemaError(f"topic {item.topic}, rule {rule.name}, {side}: {error}") from None
         sides[side] = {"format": asked.format, "schema": schema}

@@ -23,6 +23,7 @@ from zync_assets.errors import ZyncError
 from zync_assets.etl import account, unavailable
 from zync_assets.etl.account import ENTRIES, Count
 from zync_assets.etl.labels import Labels
+from zync_assets.etl.output_notes import FieldPath
 from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import staging, storage
 from zync_assets.lake.tables import DataFile
@@ -30,6 +31,7 @@ from zync_assets.sql_text import name_sql
 from zync_assets.steps.etl_failures import MOST_FAILURES
 from zync_assets.steps.etl_unfit import encoding_errors, text_problems
 from zync_assets.steps.failures import released
+from zync_assets.steps.left_out import null_masks
 from zync_assets.steps.tasks import settle
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ _LEFT_OUT = "left_out"
 class StagedTopic:
     """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
     topic's own, with their types; ``schemas``: fingerprints of output schemas by the rule's index; ``texts``: output schemas
-    by fingerprint; ``limit``: bytes that a record batch may have, if that is known."""
+    by fingerprint; ``limit``: bytes that a record batch may have, if that is known; ``required``: fields of
+    values that the schemas have no null for."""
 
     topic: str
     folder: str
@@ -70,6 +73,7 @@ class StagedTopic:
     schemas: Sequence[str]
     texts: Mapping[str, str]
     limit: int | None
+    required: Sequence[FieldPath] = ()
 
     def rows(self, outputs: pa.RecordBatch, first: int, labels: Labels) -> pa.RecordBatch:
         """Outputs as they are staged, numbered from ``first``."""
@@ -113,6 +117,7 @@ class Written:
     files: Sequence[DataFile]
     counts: Sequence[Count]
     unfitting: Sequence[Unfitting]
+    nullable: frozenset[tuple[str, FieldPath]]
 
 
 def row_sql(topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None) -> list[str]:
@@ -154,6 +159,7 @@ class BucketWriter:
         files: dict[int, _File] = {}
         counted: list[Count] = []
         unfitting: list[Unfitting] = []
+        nullable: set[tuple[str, FieldPath]] = set()
         try:
             for batch in _gathered(batches):
                 sources = account.Sources(batch)
@@ -165,11 +171,14 @@ class BucketWriter:
                     # More of them end the batch, and none is looked at further.
                     if len(unfitting) <= MOST_FAILURES:
                         unfitting += _unfitting(self.topics[at], outputs, self.labels)
+                    nullable |= {(self.topics[at].topic, path) for path in _null_fields(self.topics[at], outputs)}
                     file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
                         file.write_group()
-            found: object = Written([file.closed() for file in files.values()], account.summed(counted), unfitting)
+            found: object = Written(
+                [file.closed() for file in files.values()], account.summed(counted), unfitting, frozenset(nullable)
+            )
         except ZyncError as error:
             found = error
         yield _result(found, None)
@@ -219,6 +228,12 @@ def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> 
     for index, text in sorted(errors.items()):
         row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
         yield Unfitting(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
+
+
+def _null_fields(staged: StagedTopic, outputs: pa.RecordBatch) -> list[FieldPath]:
+    """The required fields that are null all the same: where they are in the source, what they lie in is null there."""
+    name = staging.value_column(staged.topic)
+    return list(null_masks(outputs[name], staged.required)) if staged.required and name in staged.columns else []
 
 
 @dataclass
@@ -326,6 +341,7 @@ class Results:
         counted = account.summed(count for each in tasks for count in each.counts)
         self.facts = [account.fact(count, writer.labels) for count in counted]
         self.unfitting = [one for each in tasks for one in each.unfitting]
+        self.nullable = frozenset(one for each in tasks for one in each.nullable)
         self._entries = _unpacked(fetched) if small else None
 
     def few_entries(self) -> list[dict[str, object]]:

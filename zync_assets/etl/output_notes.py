@@ -1,0 +1,173 @@
+"""What an output's schema says beside its types (``codecs.connect_notes``): a field that is a bare column of an input has the
+column's note, and a field has one note in all rules of its topic.
+
+A path is the names of the fields down to a field; ``[]`` stands for an array's items, and ``{}`` for a map's values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from zync_assets.codecs.connect_notes import PLAIN, Note, agreed
+from zync_assets.codecs.field_notes import connect_note_of, fields_of, noted
+from zync_assets.pipeline import Shape
+
+FieldPath: TypeAlias = tuple[str, ...]
+Notes: TypeAlias = Mapping[FieldPath, "Note | None"]
+"""By path; None: the field is null in all records, and has no say."""
+
+_NAME = re.compile(r"\s*(?:`((?:[^`]|``)+)`|([A-Za-z0-9_]+))\s*(\.|$)")
+_NULL = re.compile(r"\s*(?:NULL|CAST\s*\(\s*NULL\s+AS\b.*\))\s*", re.IGNORECASE | re.DOTALL)
+
+
+def shape_notes(
+    shape: Shape, kind: pa.DataType, sides: Mapping[str, pa.Schema], *, certain: bool
+) -> dict[FieldPath, Note | None]:
+    """The notes of what a shape makes. ``kind``: its type; ``sides``: ``in``, ``left``, ``right`` → the raw table's columns.
+
+    A field that is never null may lie in a struct that is: ``certain`` says that only fields are required for which this
+    can't be.
+    """
+    return dict(_of_shape(shape, kind, sides, (), certain=certain))
+
+
+def _of_shape(
+    shape: Shape, kind: pa.DataType, sides: Mapping[str, pa.Schema], path: FieldPath, *, certain: bool
+) -> Iterator[tuple[FieldPath, Note | None]]:
+    if isinstance(shape, Mapping):
+        yield path, PLAIN
+        for item in fields_of(kind) if pa.types.is_struct(kind) else ():
+            yield from _of_shape(shape.get(item.name), item.type, sides, (*path, item.name), certain=certain)
+        return
+    if shape is None or _NULL.fullmatch(shape):
+        yield path, None
+        return
+    columns = _columns(shape, sides)
+    if not columns:
+        yield path, PLAIN
+        yield from ((inner, PLAIN) for inner, _ in type_notes(kind, path))
+        return
+    note = connect_note_of(columns[-1])
+    if certain and not all(connect_note_of(column).required for column in columns):
+        note = replace(note, required=False)
+    yield path, note
+    of_column = dict(type_notes(columns[-1].type, path))
+    yield from ((inner, of_column.get(inner, PLAIN)) for inner, _ in type_notes(kind, path))
+
+
+def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:
+    """The notes of all fields inside a type."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        for item in fields_of(kind):
+            inner = (*path, item.name)
+            yield inner, connect_note_of(item)
+            yield from type_notes(item.type, inner)
+    elif kinds.is_list(kind):
+        yield from type_notes(kind.value_type, (*path, "[]"))
+    elif kinds.is_map(kind):
+        yield from type_notes(kind.item_type, (*path, "{}"))
+
+
+def _columns(sql: str, sides: Mapping[str, pa.Schema]) -> list[pa.Field]:
+    """The columns from a record's side down to the field, if the expression is nothing but the field's name."""
+    names = _names(sql)
+    if len(names) < 2 or names[0].lower() not in sides:
+        return []
+    found: list[pa.Field] = []
+    fields: Sequence[pa.Field] = list(sides[names[0].lower()])
+    for name in names[1:]:
+        here = [item for item in fields if item.name.lower() == name.lower()]
+        if not here:
+            return []
+        found.append(here[0])
+        fields = fields_of(here[0].type) if pa.types.is_struct(here[0].type) else []
+    return found
+
+
+def _names(sql: str) -> list[str]:
+    """``left.value.`a b` `` as its names; empty if the text is something else."""
+    sql = sql.strip()
+    while sql.startswith("(") and sql.endswith(")"):
+        sql = sql[1:-1].strip()
+    names: list[str] = []
+    at = 0
+    while at < len(sql):
+        part = _NAME.match(sql, at)
+        if part is None or (part[3] == "." and part.end() == len(sql)):
+            return []
+        names.append(part[1].replace("``", "`") if part[1] is not None else part[2])
+        at = part.end()
+    return names
+
+
+def topic_notes(
+    rules: Iterable[Notes], required: Collection[FieldPath] | None, *, whole: bool
+) -> dict[FieldPath, Note]:
+    """One note for each field over all rules of a topic.
+
+    A field is required only if it is in all rules, and in none of them may be null: a consumer of one rule's records must be
+    able to read the other rule's. ``whole``: no rule is left whose types are not known yet. ``required``: the fields that the
+    records before have as required; None: there are none before.
+    """
+    parts = list(rules)
+    found: dict[FieldPath, Note] = {}
+    for path in dict.fromkeys(path for part in parts for path in part):
+        notes = [note for part in parts if (note := part.get(path)) is not None]
+        note = reduce(agreed, notes) if notes else PLAIN
+        sure = whole and len(notes) == len(parts) and not {"[]", "{}"} & set(path)
+        if not sure or (required is not None and path not in required):
+            note = replace(note, required=False)
+        found[path] = note
+    return found
+
+
+def with_notes(kind: pa.DataType, notes: Mapping[FieldPath, Note], path: FieldPath = ()) -> pa.DataType:
+    """The type with its fields' notes."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        made: list[pa.Field] = []
+        for item in fields_of(kind):
+            inner = (*path, item.name)
+            made.append(noted(item.name, with_notes(item.type, notes, inner), connect=notes.get(inner, PLAIN)))
+        return pa.struct(made)
+    if kinds.is_list(kind):
+        return pa.list_(with_notes(kind.value_type, notes, (*path, "[]")))
+    if kinds.is_map(kind):
+        return pa.map_(kind.key_type, with_notes(kind.item_type, notes, (*path, "{}")))
+    return kind
+
+
+def required_fields(schema: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
+    """The paths of the fields, in structs alone, that an Avro schema (as JSON has it) has no null for."""
+    for field, kind in _fields(schema):
+        inner = (*path, field)
+        if not isinstance(kind, list):
+            yield inner
+        yield from required_fields(kind, inner)
+
+
+def number_kinds(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Paths, as ``codecs.avro_types.avro_schema`` has them, of the fields that an Avro schema has as long."""
+    for field, kind in _fields(schema):
+        yield from number_kinds(kind, f"{path}.{field}")
+    for branch in schema if isinstance(schema, list) else [schema]:
+        form = branch.get("type") if isinstance(branch, dict) else branch
+        if form == "long":
+            yield path, "long"
+        if form == "array":
+            yield from number_kinds(branch["items"], f"{path}[]")
+        if form == "map":
+            yield from number_kinds(branch["values"], f"{path}{{}}")
+
+
+def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, dict) and branch.get("type") == "record":
+            yield from ((field["name"], field["type"]) for field in branch["fields"])

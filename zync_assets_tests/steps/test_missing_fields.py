@@ -1,0 +1,107 @@
+"""A rule may name a field that no record has had yet: it is there before the source's migration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.errors import FieldMissing
+from zync_assets.kafka.registry import Registry
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
+from zync_assets.steps.missing_fields import _names  # pyright: ignore[reportPrivateUsage]
+from zync_assets_tests.steps.mini import mini
+from zync_assets_tests.steps.test_connect_types import framed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PIPELINE = """
+missing-field: null
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, part struct<a: int>"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - name: pair
+    type: denorm
+    where: {left: "value.op = 'c' AND value.after.flag IS NOT TRUE", right: value.part.b IS NULL}
+    left: $left
+    right: $right
+    join-on: left.value.after.id = right.value.id AND coalesce(left.value.after.coupon, 0) = 0
+    out: $out
+    key: left.key
+    value: {id: left.value.after.id, coupon: left.value.after.coupon, b: right.value.part.b, c: "coalesce(right.value.c, 5)"}
+  - {name: other, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.after.id}}
+"""
+
+
+def envelope(*more: tuple[str, Any]) -> dict[str, Any]:
+    fields = [{"name": name, "type": type, "default": None} for name, type in more]
+    row = {"type": "record", "name": "Row", "fields": [{"name": "id", "type": "long"}, *fields]}
+    return {
+        "type": "record",
+        "name": "Envelope",
+        "fields": [{"name": "after", "type": ["null", row]}, {"name": "op", "type": "string"}],
+    }
+
+
+def test_names_are_whole_at_any_depth() -> None:
+    sql = "coalesce(in.value.a.b.c.d, `in`.`value`.`x y`) + transform(in.value.items, v -> v.f)[0] + in.value.m['k']"
+    assert [(name.names, sql[name.start : name.end]) for name in _names(sql)] == [
+        (("in", "value", "a", "b", "c", "d"), "in.value.a.b.c.d"),
+        (("in", "value", "x y"), "`in`.`value`.`x y`"),
+        (("in", "value", "items"), "in.value.items"),
+        (("in", "value", "m"), "in.value.m"),
+    ]
+
+
+def test_a_rule_may_be_there_before_the_field(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = PIPELINE.replace(" AND coalesce(left.value.after.coupon, 0) = 0", "")
+    it = mini(services, spark, tmp_path, unique, text)
+    registry = Registry(RegistryConfig(services.registry_url))
+    subject = f"{it.left}-value"
+    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
+    it.send(it.right, {"id": 1, "part": {"a": 1}}, {"id": 2, "part": {"a": 1}})
+    with caplog.at_level(logging.WARNING):
+        it.step()
+    # No schema knows these: they are null, and left out of the records that they would be a field of.
+    assert it.values() == [{"id": 1, "c": 5}]
+    said = sorted(record.getMessage() for record in caplog.records if "no record of topic" in record.getMessage())
+    assert [text.split("the field ")[1].split(" ")[0] for text in said] == [
+        "value.after.coupon",
+        "value.after.flag",
+        "value.c",
+        "value.part.b",
+    ]
+    # The registry knows the type of one of them before a record has it.
+    registry.register(subject, json.dumps(envelope(("coupon", ["null", "int"]))))
+    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 2}, "op": "c"}))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        it.step()
+    assert it.values() == [{"id": 1, "c": 5, "coupon": None}, {"id": 2, "c": 5, "coupon": None}]
+    assert not [record for record in caplog.records if "no record of topic" in record.getMessage()]
+    newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
+    it.send(it.left, framed(registry, subject, newest, {"after": {"id": 3, "coupon": 9, "flag": False}, "op": "c"}))
+    it.send(it.right, {"id": 3, "part": {"a": 1}})
+    it.step()
+    assert it.values()[2:] == [{"id": 3, "c": 5, "coupon": 9}]
+
+    failing = it.edited(text.replace("missing-field: null", "missing-field: fail"))
+    failing.send(it.right, {"id": 4, "part": {"a": 1}})
+    failing.ingest()
+    with pytest.raises(
+        FieldMissing, match=r"rule pair: no record of topic .*right.rows has had the field value.part.b"
+    ):
+        failing.etl()
+    empty = it.edited(text.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
+    with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
+        empty.etl()
