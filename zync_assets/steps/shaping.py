@@ -95,7 +95,11 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame
         try:
             types[side] = merge_types(have, arrow_type(made.schema[side].dataType), side)
         except SchemaError as error:
-            raise SchemaError(f"input {item.topic}, shape: {error}") from None
+            raise SchemaError(
+                f"input {item.topic}, shape: what it makes does not fit the raw table that is there: {error}. Nothing was"
+                " ingested. CAST it to the type of the table; or begin anew: give the input another pool, and its outputs"
+                " another staging pool and other topics."
+            ) from None
     return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
 
 

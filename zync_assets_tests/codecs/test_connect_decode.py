@@ -177,17 +177,18 @@ def test_nothing_empty_bytes_and_null_are_tombstones() -> None:
         b"",
         b"null",
         b" null ",
+        b" \n",
         enveloped(None, None),
         enveloped(schema, None),
         enveloped(schema, {"id": 1}),
     ]
     decoded = decode(*payloads)
     assert decoded.bad == ()
-    assert decoded.values.to_pylist() == [None] * 6 + [{"id": 1}]
+    assert decoded.values.to_pylist() == [None] * 7 + [{"id": 1}]
 
 
 def test_only_nulls_have_no_type_yet() -> None:
-    assert decode(None, b"", b"null").values.type == pa.null()
+    assert decode(None, b"", b"null", b" \n").values.type == pa.null()
 
 
 @pytest.mark.parametrize("written", ["as JsonConverter does", "in another order"])

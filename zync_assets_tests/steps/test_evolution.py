@@ -14,7 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from zync_assets.checks.raw_checks import schema_change
-from zync_assets.errors import SchemaChanged
+from zync_assets.errors import SchemaChanged, SchemaError
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import open_raw, raw_files
 from zync_assets.lake.reading import parquet_frame
@@ -265,3 +265,17 @@ def test_a_schema_within_a_record_is_a_change_where_it_adds_to_the_columns(
         it.edited(text).ingest(it.left)
     (change,) = it.ingest(it.left)[it.left].schema_changes
     assert (change.schema_id, change.offset, change.diff) == (None, 3, ("added value.note (string)",))
+
+
+def test_a_schema_of_the_file_that_does_not_fit_the_table_is_told_with_topic_and_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, BOTH + RULES)
+    it.send(it.left, {"op": "c", "id": 1, "v": "a"})
+    it.ingest(it.left)
+    it = it.edited((BOTH + RULES).replace("id bigint", "id string"))
+    it.send(it.left, {"op": "c", "id": 2, "v": "a"})
+    words = rf"topic {it.left}: .* of the value do not fit the raw table .*: value.id: string does not fit .*int64.*"
+    with pytest.raises(SchemaError, match=rf"{words} Give value-format and value-schema back"):
+        it.ingest(it.left)
+    assert it.next(it.left) == {0: 1}
