@@ -10,12 +10,13 @@ field goes into the column of its own name, else into one that its aliases name,
 A time that is held as a plain number has a unit, which neither its Avro type nor the column's says: 5 may be seconds, or
 nanoseconds. A number in a coarser unit is converted to the column's; one in a finer unit can't go in.
 
-What Kafka Connect's schemas say of a field is its third note (``connect_notes``).
+What Kafka Connect's schemas say of a field is its third note (``connect_notes``). The fourth note names the writers' schemas
+that lack the field, by their registry ids: a null in their records is no null of the source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -24,6 +25,7 @@ from zync_assets.codecs.connect_notes import PLAIN, Note, agreed, note_text, opt
 _NAMES = b"zync.names"
 _UNIT = b"zync.unit"
 _CONNECT = b"zync.connect"
+_LACKING = b"zync.lacking"
 
 _FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
@@ -56,6 +58,41 @@ def connect_note_of(field: pa.Field) -> Note:
     return PLAIN if text is None else read_note(text.decode())
 
 
+def lacking(field: pa.Field) -> tuple[int, ...]:
+    """The registry ids of the writers' schemas that lack the field."""
+    text = (field.metadata or {}).get(_LACKING, b"").decode()
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+def has_lacking(type: pa.DataType) -> bool:
+    """Whether some writer's schema lacks a field of the column."""
+    return pa.types.is_struct(type) and any(lacking(item) or has_lacking(item.type) for item in fields_of(type))
+
+
+def lacked_by(field: pa.Field, numbers: Collection[int]) -> pa.Field:
+    """The field with the registry ids of the writers' schemas that lack it."""
+    if not numbers:
+        return field
+    text = ",".join(map(str, sorted(numbers)))
+    return field.with_metadata({**(field.metadata or {}), _LACKING: text.encode()})
+
+
+def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.DataType:
+    """A column's type; each of its fields, in structs alone, says which writers' schemas lack it. ``writers``: by registry id."""
+    if not pa.types.is_struct(type):
+        return type
+    at = {number: places(type, own) for number, own in writers.items() if pa.types.is_struct(own)}
+    fields: list[pa.Field] = []
+    for index, item in enumerate(fields_of(type)):
+        own = {
+            number: fields_of(writers[number])[found.index(index)].type
+            for number, found in at.items()
+            if index in found
+        }
+        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), at.keys() - own.keys()))
+    return pa.struct(fields)
+
+
 def without_connect(type: pa.DataType) -> pa.DataType:
     """The type without Connect's notes, which say nothing of the column's form."""
     kinds = pa.types
@@ -75,7 +112,8 @@ def maybe_missing(field: pa.Field) -> pa.Field:
     note = connect_note_of(field)
     if not note.required:
         return field
-    return noted(field.name, field.type, other_names(field), unit_of(field), optional(note))
+    made = noted(field.name, field.type, other_names(field), unit_of(field), optional(note))
+    return lacked_by(made, lacking(field))
 
 
 def fields_of(type: pa.DataType) -> list[pa.Field]:
@@ -113,7 +151,8 @@ def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Fie
     kept = [name for name in dict.fromkeys(names) if name != target.name]
     converted = bool(unit_of(target) and unit_of(given))
     note = agreed(connect_note_of(target), connect_note_of(given), same_values=converted)
-    return noted(target.name, type, kept, unit_of(target) or unit_of(given), note)
+    made = noted(target.name, type, kept, unit_of(target) or unit_of(given), note)
+    return lacked_by(made, {*lacking(target), *lacking(given)})
 
 
 def unit_factor(target: pa.Field, given: pa.Field) -> int | None:

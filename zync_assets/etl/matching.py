@@ -39,6 +39,8 @@ _NO_HASH = "CAST(NULL AS bigint) AS hash"
 
 KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
+LACKING = "lacking"
+"""The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
 FAILED = -1
 """In place of a rule's index: an expression fails on the record."""
 
@@ -53,6 +55,8 @@ class Target:
     value: tuple[str, DataType, DataType] | None
     headers: bool = False
     """Whether one of the topic's rules gives its records headers."""
+    lacking: Sequence[str] = ()
+    """Expressions for the paths of fields that a record leaves out, null where it has them."""
 
 
 Made: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
@@ -377,6 +381,8 @@ def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
     if target.headers:
         own = "NULL" if rule.headers is None else headers_sql(rule.headers)
         made.append(("headers", wanted(rule, f"CAST({own} AS {HEADERS})")))
+    if target.lacking:
+        made.append((LACKING, f"array_compact(array({', '.join(target.lacking)}))"))
     if rule.keep is not None:
         made.append((KEPT, f"coalesce({rule.keep}, false)"))
     return made

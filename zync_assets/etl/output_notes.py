@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from zync_assets.codecs.connect_notes import PLAIN, Note, agreed
-from zync_assets.codecs.field_notes import connect_note_of, fields_of, noted
+from zync_assets.codecs.field_notes import connect_note_of, fields_of, lacking, noted
 from zync_assets.pipeline import Shape
+from zync_assets.sql_text import dotted, name_sql, text_sql
 
 FieldPath: TypeAlias = tuple[str, ...]
 Notes: TypeAlias = Mapping[FieldPath, "Note | None"]
@@ -59,6 +60,37 @@ def _of_shape(
     yield path, note
     of_column = dict(type_notes(columns[-1].type, path))
     yield from ((inner, of_column.get(inner, PLAIN)) for inner, _ in type_notes(kind, path))
+
+
+def lacking_sql(shape: Shape, sides: Mapping[str, pa.Schema]) -> list[str]:
+    """What a value leaves out since the record's own schema lacks the column that a field is: expressions for paths such as
+    ``value.address.street``, null where the record has the field. They use the ids in ``kafka`` (``lake.reading``)."""
+    return list(_lacking(shape, sides, ("value",)))
+
+
+def _lacking(shape: Shape, sides: Mapping[str, pa.Schema], path: FieldPath) -> Iterator[str]:
+    if isinstance(shape, Mapping):
+        for name, part in shape.items():
+            yield from _lacking(part, sides, (*path, name))
+    elif shape is not None and (columns := _columns(shape, sides)) and columns[0].name in ("key", "value"):
+        number = f"{name_sql(_names(shape)[0])}.kafka.{columns[0].name}_schema_id"
+        # A field of a struct that is missing is missing too.
+        ids = {number for column in columns for number in lacking(column)} if len(path) > 1 else set[int]()
+        if ids:
+            yield _unless(number, ids, path)
+        yield from _lacking_inside(columns[-1].type, number, path, ids)
+
+
+def _lacking_inside(kind: pa.DataType, number: str, path: FieldPath, known: Collection[int]) -> Iterator[str]:
+    for item in fields_of(kind) if pa.types.is_struct(kind) else ():
+        ids = {*lacking(item)} - {*known}
+        if ids:
+            yield _unless(number, ids, (*path, item.name))
+        yield from _lacking_inside(item.type, number, (*path, item.name), {*known, *ids})
+
+
+def _unless(number: str, ids: Collection[int], path: FieldPath) -> str:
+    return f"IF({number} IN ({', '.join(map(str, sorted(ids)))}), {text_sql(dotted(path))}, NULL)"
 
 
 def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:

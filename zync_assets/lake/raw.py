@@ -97,6 +97,8 @@ class RawState:
     ``times.highest_times`` is the whole answer."""
     expected: pa.Schema | None = field(default=None, repr=False)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
+    with_ids: bool = False
+    """Whether a reader of records wants the registry ids of their schemas, in ``kafka``."""
 
     @property
     def schema(self) -> pa.Schema:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SPAN = 4096
 """Offsets of one partition that are looked up together when records are sought by their places."""
+SCHEMA_IDS = ("key_schema_id", "value_schema_id")
+"""The raw table's columns with the registry ids of the writers' schemas."""
 MANY_RANGES = 32
 """More ranges than these are joined with, rather than written into a condition."""
 
@@ -72,6 +74,9 @@ def record_types(state: RawState) -> StructType:
     from pyspark.sql.types import NullType, StructField, StructType
 
     known = {item.name: item for item in spark_schema(state.schema)}
+    if state.with_ids:
+        ids = [known[name] for name in SCHEMA_IDS]
+        known["kafka"] = StructField("kafka", StructType([*known["kafka"].dataType, *ids]))
     return StructType([known.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
 
 
@@ -120,14 +125,15 @@ def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -
 
 def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files: ``kafka``, ``key``, ``value``, ``time``."""
-    return _sides(raw_frame(spark, state, files), state.schema).selectExpr("*", "kafka.time AS time")
+    frame = _sides(raw_frame(spark, state, files), state.schema, with_ids=state.with_ids)
+    return frame.selectExpr("*", "kafka.time AS time")
 
 
-def _sides(frame: DataFrame, schema: pa.Schema) -> DataFrame:
-    """``schema``: the frame's, known here; to ask Spark takes longer."""
-    return frame.selectExpr(
-        "kafka", *(name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
-    )
+def _sides(frame: DataFrame, schema: pa.Schema, *, with_ids: bool) -> DataFrame:
+    """``schema``: the frame's, known here; to ask Spark takes longer. ``with_ids``: ``kafka`` has the writers' schemas too."""
+    kafka = f"struct(kafka.*, {', '.join(SCHEMA_IDS)}) AS kafka" if with_ids else "kafka"
+    sides = (name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
+    return frame.selectExpr(kafka, *sides)
 
 
 def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:

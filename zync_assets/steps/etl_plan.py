@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from zync_assets.codecs.field_notes import has_lacking
 from zync_assets.errors import EtlError
 from zync_assets.etl.batches import BATCH_RECORDS, first_batch
 from zync_assets.lake import published, raw, reading, staging
@@ -13,12 +15,16 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
+from zync_assets.sql_text import shape_sql
 from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
 from zync_assets.steps.seen import check_seen
 from zync_assets.steps.session import Session, deferred
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+_ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             raise gone
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
+    states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
     ranges: dict[str, tuple[OffsetRange, ...]] = {}
     for topic, found in states.items():
         check_seen(pipeline.input(topic), head, found)
@@ -133,6 +140,16 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
         if found is not None and ranges[topic]  # a tick with nothing new lists no files
     }
     return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopen(pipeline, pool, state, states, retry))
+
+
+def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
+    """The state, whose records have the ids of their writers' schemas where some schema lacks a column: a field that is the
+    column is left out then. A rule that passes all of ``kafka`` on would pass the ids on too: it has null for such a field."""
+    if not any(has_lacking(item.type) for item in state.schema if item.name in ("key", "value")):
+        return state
+    rules = [rule for rule in pipeline.rules if topic in rule.topics]
+    whole = any(_ALL_OF_KAFKA.search(shape_sql(shape)) for rule in rules for shape in (rule.key, rule.value))
+    return state if whole else replace(state, with_ids=True)
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:

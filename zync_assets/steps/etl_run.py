@@ -48,6 +48,7 @@ class EtlRun:
         """``waiting``: the batch's; ``failures``: records that a rule is known to fail on, and that go into quarantine."""
         self.pipeline, self.batch, self.waiting, self.failures = pipeline, batch, waiting, failures
         self.plan, self.spark = batch.plan, batch.spark
+        self.lacks = any(state is not None and state.with_ids for state in self.plan.raw.values())
         self.rules = pipeline.rules_of(self.plan.pool)
         self.places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
         self.labels = labels_of(pipeline, self.plan.pool)
@@ -68,7 +69,7 @@ class EtlRun:
         outputs = output_positions(self.pipeline, plan.pool, head)
         frames = self.frames()
         learn_types(matching.questions(self.rules, frames))
-        types = output_types(self.pipeline, plan.pool, self.plan.state, frames, self.tables())
+        types = output_types(self.pipeline, plan.pool, self.plan.state, frames, self.tables(), lacks=self.lacks)
         present: set[str] = set()
 
         def made_by(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
@@ -85,7 +86,9 @@ class EtlRun:
             for (topic, _), position in outputs.items()
             if present.issuperset(types[topic].columns)
         ]
-        wanted = row_sql(topics, self.labels, suspect, self.pipeline.unavailable_value)
+        wanted = row_sql(
+            topics, self.labels, suspect, self.pipeline.unavailable_value, lacking=matching.LACKING in present
+        )
         outs = [self.labels.of_topic(staged.topic) for staged in topics]
         rows = numbering.arranged(results, self.bounds, wanted, outs, together=self.small)
         written: Results | None = None

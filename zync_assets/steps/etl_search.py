@@ -57,7 +57,7 @@ class _Search:
         """The places of those that overflow Java's stack."""
         self.frames: Mapping[str, DataFrame] = first.frames()
         self.types: Mapping[str, OutputType] = output_types(
-            pipeline, batch.plan.pool, batch.plan.state, self.frames, first.tables()
+            pipeline, batch.plan.pool, batch.plan.state, self.frames, first.tables(), lacks=first.lacks
         )
         self.overflow = OverflowSearch(pipeline, self.rules, self.frames, self.types, self._run)
 

@@ -228,6 +228,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     crash_point("ingest:files-written")
     files, schema = made.files, made.schema
     writers, changes = schema_changes.settled(item, made.source, made.arrived)
+    if item.shape is None:
+        schema = schema_changes.with_lacking_fields(schema, made.source, plan.state, writers)
     _admit(pipeline, plan, made.bad)
     bad = [*made.bad, *lost, *made.dropped]
     before = dict(plan.state.next if plan.state else {}) | dict(plan.first)

@@ -16,17 +16,20 @@ import pyarrow as pa
 from sqlglot import exp
 
 from zync_assets.codecs.avro_types import arrow_type
-from zync_assets.codecs.field_notes import fields_of, maybe_missing
+from zync_assets.codecs.field_notes import fields_of, lacked_by, maybe_missing
 from zync_assets.errors import FieldMissing, SchemaError
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Shape, Stateless
 from zync_assets.pipeline_file.expressions import columns, parse
-from zync_assets.steps.etl_plan import EtlBatch
+from zync_assets.steps.etl_plan import EtlBatch, with_ids
 
 _log = logging.getLogger(__name__)
 _said: set[tuple[str, str, str]] = set()
 """Pipeline, topic and field of the warnings that this process gave: each is one for as long as it runs."""
+
+_NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
+"""What becomes of a shape that is nothing but missing fields."""
 
 Path: TypeAlias = tuple[str, ...]
 """``value``, ``after``, ``coupon``."""
@@ -159,13 +162,14 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
         newest = _newest(pipeline, item, side, state)
         if newest is None:
             continue
+        ids = [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
         column = schema.field(side)
         kind = column.type
         for path in paths:
             if path[0] == side:
-                kind = _added(kind, newest, path[1:])
+                kind = _added(kind, newest, path[1:], ids)
         schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
-    return replace(state, expected=schema)
+    return with_ids(pipeline, item.topic, replace(state, expected=schema))
 
 
 def _newest(pipeline: Pipeline, item: Input, side: str, state: RawState) -> pa.DataType | None:
@@ -189,18 +193,18 @@ def _newest(pipeline: Pipeline, item: Input, side: str, state: RawState) -> pa.D
     return None
 
 
-def _added(kind: pa.DataType, newest: pa.DataType, path: Path) -> pa.DataType:
-    """The type with one field of the newest schema's, if that has it."""
+def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int]) -> pa.DataType:
+    """The type with one field of the newest schema's, if that has it. ``ids``: of the writers' schemas so far, which lack it."""
     if pa.types.is_list(kind) and pa.types.is_list(newest):
-        return pa.list_(_added(kind.value_type, newest.value_type, path))
+        return pa.list_(_added(kind.value_type, newest.value_type, path, ids))
     if not pa.types.is_struct(kind) or not pa.types.is_struct(newest):
         return kind
     own, other = _field(kind, path[0]), _field(newest, path[0])
     if other is None:
         return kind
     if own is None:
-        return pa.struct([*fields_of(kind), maybe_missing(other)])
-    inner = own.with_type(_added(own.type, other.type, path[1:]))
+        return pa.struct([*fields_of(kind), lacked_by(maybe_missing(other), ids)])
+    inner = own.with_type(_added(own.type, other.type, path[1:], ids))
     return pa.struct([inner if item.name == own.name else item for item in fields_of(kind)])
 
 
@@ -218,7 +222,7 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
         if isinstance(shape, str) or shape is None:
             return None if shape is None else edited(shape, sides)
         made = {name: shaped(part, sides) for name, part in shape.items()}
-        return {name: part for name, part in made.items() if part == shape[name] or part not in ("NULL", "(NULL)")}
+        return {name: part for name, part in made.items() if part == shape[name] or part not in _NOTHING}
 
     def condition(sql: str | None, topic: str) -> str | None:
         return None if sql is None else edited(sql, {"": topic})
@@ -243,7 +247,7 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
 
 def _filled(shape: Shape, before: Shape, rule: Rule) -> Shape:
     """A side must have something: a value that is nothing but a missing field would be a tombstone."""
-    if shape != before and shape in ({}, "NULL", "(NULL)"):
+    if shape != before and shape in _NOTHING:
         raise FieldMissing(
             f"rule {rule.name}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has the newest"
             " schema. Nothing was committed. Correct the names, or wait for the source."

@@ -27,6 +27,7 @@ from zync_assets.etl.headers import check_headers
 from zync_assets.etl.matching import Target
 from zync_assets.etl.output_notes import (
     FieldPath,
+    lacking_sql,
     number_kinds,
     required_fields,
     shape_notes,
@@ -71,11 +72,15 @@ def output_types(
     state: StagingState | None,
     frames: Mapping[str, DataFrame],
     tables: Mapping[str, pa.Schema],
+    *,
+    lacks: bool = False,
 ) -> dict[str, OutputType]:
     """The types of a pool's outputs, from its table and from all rules whose inputs have a schema by now.
 
     ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``); ``tables``: input topic → the raw
-    table's columns. EtlError if two rules disagree or an expression can't be resolved.
+    table's columns; ``lacks``: records have the ids of their schemas.
+
+    EtlError if two rules disagree or an expression can't be resolved.
     """
     written: dict[str, str] = {}
     for item in pipeline.outputs_of(pool):
@@ -85,7 +90,9 @@ def output_types(
                 f"pool {pool}: topics {other} and {item.topic} differ in case alone, and so would their columns. Give one of"
                 " them another pool."
             )
-    return {item.topic: _output_type(pipeline, item, state, frames, tables) for item in pipeline.outputs_of(pool)}
+    return {
+        item.topic: _output_type(pipeline, item, state, frames, tables, lacks) for item in pipeline.outputs_of(pool)
+    }
 
 
 def _output_type(
@@ -94,6 +101,7 @@ def _output_type(
     state: StagingState | None,
     frames: Mapping[str, DataFrame],
     tables: Mapping[str, pa.Schema],
+    lacks: bool,
 ) -> OutputType:
     from pyspark.sql.pandas.types import to_arrow_type
 
@@ -149,7 +157,9 @@ def _output_type(
             None if column not in columns else (column, kind, all_)
             for column, kind, all_ in zip(names, kinds, whole, strict=True)
         ]
-        targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers)
+        shape = rules[name].value
+        lacking = lacking_sql(shape, _tables_of(rules[name], tables)) if lacks else []
+        targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
     values = [json.loads(text)["value"]["schema"] for text in texts.values()]
     required = {path for schema in values if schema is not None for path in required_fields(schema)}
     return OutputType(item.topic, columns, targets, texts, required, untyped | unknown)

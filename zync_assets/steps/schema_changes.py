@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
+from zync_assets.codecs.avro_types import arrow_type
+from zync_assets.codecs.field_notes import with_lacking
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.schema_diff import differences, is_change
 from zync_assets.errors import SchemaChanged, SchemaError
+from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.source import Arrived, Source
 from zync_assets.lake.raw import RawState, WriterSchema
 from zync_assets.pipeline import Input
@@ -103,6 +106,29 @@ def settled(
             " on-schema-change: merge for this input (or quarantine, to put its records aside) and run again."
         )
     return tuple(writers), tuple(changes)
+
+
+def with_lacking_fields(
+    schema: pa.Schema, source: Source, state: RawState | None, writers: Sequence[WriterSchema]
+) -> pa.Schema:
+    """A raw table's columns, each field with the writers' schemas that lack it, where one of ``writers`` is new to the table.
+
+    Raises what the registry raises.
+    """
+    if source.registry is None:
+        return schema
+    registry = Registry(source.registry)
+    for side in {each.side for each in writers if each.id is not None} & set(schema.names):
+        ids = [
+            each.id
+            for each in (*(state.writers if state else ()), *writers)
+            if each.side == side and each.id is not None
+        ]
+        column = schema.field(side)
+        if len(ids) > 1:
+            kind = with_lacking(column.type, {number: arrow_type(registry.schema(number)) for number in ids})
+            schema = schema.set(schema.get_field_index(side), column.with_type(kind))
+    return schema
 
 
 def _judged(

@@ -23,6 +23,7 @@ from zync_assets.errors import ZyncError
 from zync_assets.etl import account, unavailable
 from zync_assets.etl.account import ENTRIES, Count
 from zync_assets.etl.labels import Labels
+from zync_assets.etl.matching import LACKING
 from zync_assets.etl.output_notes import FieldPath
 from zync_assets.etl.shapes import type_sql
 from zync_assets.lake import staging, storage
@@ -120,9 +121,11 @@ class Written:
     nullable: frozenset[tuple[str, FieldPath]]
 
 
-def row_sql(topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None) -> list[str]:
+def row_sql(
+    topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None, *, lacking: bool = False
+) -> list[str]:
     """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
-    encode; ``placeholder``: see ``unavailable``."""
+    encode; ``placeholder``: see ``unavailable``; ``lacking``: the rows have the column of that name (``matching``)."""
     wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
     for at, staged in enumerate(topics):
         values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
@@ -130,6 +133,9 @@ def row_sql(topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeho
         if value in values:
             made = unavailable.left_out(values[value], spark_type(staged.columns[value]), "value", placeholder)
             values[value], paths = made or (values[value], paths)
+            if lacking:
+                both = f"array_distinct(concat(coalesce({paths}, array()), coalesce({LACKING}, array())))"
+                paths = f"IF({name_sql(value)} IS NULL OR size({both}) = 0, NULL, {both})"
         # Under names without dots, which mapInArrow would take for paths.
         sides = (
             f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"

@@ -302,3 +302,58 @@ def test_what_not_all_writers_or_rules_say_is_said_of_no_record(
         [("id", None, True), ("code", None, False), ("token", f"{DATA}.Uuid", True)],
         [("id", None, True), ("code", None, False), ("token", None, True)],
     ]
+
+
+PASSED_ON = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: all, type: stateless, where: value.op = 'a', in: $left, out: $out, key: in.key, value: in.value.after}
+  - {name: one, type: stateless, where: value.op = 'o', in: $left, out: $out, key: in.key,
+     value: {id: in.value.after.id, more: {b: in.value.after.b}, c: "coalesce(in.value.after.b, 'none')"}}
+  - {name: pair, type: denorm, left: $left, right: $right, join-on: left.value.after.id = right.value.id, out: $out,
+     key: left.key, value: {id: right.value.id, b: left.value.after.b}}
+"""
+
+
+def test_a_field_that_the_record_s_own_schema_lacks_is_left_out_and_its_null_is_kept(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PASSED_ON)
+    registry = Registry(RegistryConfig(services.registry_url))
+    subject = f"{it.left}-value"
+
+    def schema(*names: str) -> dict[str, Any]:
+        fields = [{"name": name, "type": ["null", "string"], "default": None} for name in names]
+        row = {"type": "record", "name": "Row", "fields": [{"name": "id", "type": "long"}, *fields]}
+        after = {"name": "after", "type": ["null", row]}
+        return {"type": "record", "name": "Envelope", "fields": [after, {"name": "op", "type": "string"}]}
+
+    def sent(*names: str, op: str, id: int, **more: Any) -> None:
+        value = {"after": {"id": id, **dict.fromkeys(names), **more}, "op": op}
+        it.send(it.left, framed(registry, subject, schema(*names), value))
+
+    for op, id in (("a", 1), ("o", 2), ("p", 3)):
+        sent("a", op=op, id=id, a="x")
+    it.step()
+    for op, id in (("a", 4), ("o", 5), ("p", 6)):
+        sent("a", "b", op=op, id=id)
+    sent("b", op="a", id=7, b="y")
+    sent("a", op="a", id=8)
+    it.send(it.right, {"id": 3}, {"id": 6})
+    it.step()
+    it.publish()
+    found = {row["id"]: row for _, value in records(it, it.out) if (row := json.loads(value or b""))}
+    assert found == {
+        1: {"id": 1, "a": "x"},
+        2: {"id": 2, "c": "none"},
+        3: {"id": 3},
+        4: {"id": 4, "a": None, "b": None},
+        5: {"id": 5, "more": {"b": None}, "c": "none"},
+        6: {"id": 6, "b": None},
+        7: {"id": 7, "b": "y"},
+        8: {"id": 8, "a": None},
+    }

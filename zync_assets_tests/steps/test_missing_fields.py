@@ -53,7 +53,8 @@ def envelope(*more: tuple[str, Any]) -> dict[str, Any]:
 
 def test_names_are_whole_at_any_depth() -> None:
     sql = "coalesce(in.value.a.b.c.d, `in`.`value`.`x y`) + transform(in.value.items, v -> v.f)[0] + in.value.m['k']"
-    assert [(name.names, sql[name.start : name.end]) for name in _names(sql)] == [
+    found = sorted(_names(sql), key=lambda name: name.start)
+    assert [(name.names, sql[name.start : name.end]) for name in found] == [
         (("in", "value", "a", "b", "c", "d"), "in.value.a.b.c.d"),
         (("in", "value", "x y"), "`in`.`value`.`x y`"),
         (("in", "value", "items"), "in.value.items"),
