@@ -153,11 +153,13 @@ class Outer:
 
     ``notes``: whether it says what Connect's converters read (``connect_notes``), as formats that have a use for it do.
     ``note``: of the whole value. ``kinds``: path → Avro's primitive type that the topic's records have had so far.
+    ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own schemas have none.
     """
 
     notes: bool = True
     note: Note = PLAIN
     kinds: Mapping[str, str] | None = None
+    micros: bool = True
 
 
 def avro_schema(type: pa.DataType, name: str, namespace: str | None, outer: Outer = Outer(notes=False)) -> str:
@@ -249,7 +251,7 @@ def _of_connect(
         return {"type": "long", "logicalType": "timestamp-millis", **_properties(note)}
     if note.name in (DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP):
         return {"type": "long", **_properties(note)}
-    if note.logical == "timestamp-micros" or (outer.kinds or {}).get(path) == "long":
+    if (outer.micros and note.logical == "timestamp-micros") or (outer.kinds or {}).get(path) == "long":
         return {"type": "long", "logicalType": "timestamp-micros"}
     return {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
 

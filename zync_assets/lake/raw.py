@@ -95,9 +95,9 @@ class RawState:
     times: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
     ``times.highest_times`` is the whole answer."""
-    expected: pa.Schema | None = field(default=None, repr=False)
+    expected: pa.Schema | None = field(default=None, repr=False, kw_only=True)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
-    with_ids: bool = False
+    with_ids: bool = field(default=False, kw_only=True)
     """Whether a reader of records wants the registry ids of their schemas, in ``kafka``."""
 
     @property

@@ -75,8 +75,9 @@ def record_types(state: RawState) -> StructType:
 
     known = {item.name: item for item in spark_schema(state.schema)}
     if state.with_ids:
-        ids = [known[name] for name in SCHEMA_IDS]
-        known["kafka"] = StructField("kafka", StructType([*known["kafka"].dataType, *ids]))
+        kafka = known["kafka"].dataType
+        assert isinstance(kafka, StructType)
+        known["kafka"] = StructField("kafka", StructType([*kafka, *(known[name] for name in SCHEMA_IDS)]))
     return StructType([known.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
 
 

@@ -224,9 +224,14 @@ class _Earlier:
     def kinds(self, side: str) -> dict[str, str]:
         return {path: kind for schema in self.sides[side] for path, kind in number_kinds(schema, side.capitalize())}
 
-    def key(self, kind: pa.DataType) -> Any:
-        """A schema that keys of this type have had: they must go on having the same bytes."""
-        return next((schema for schema in self.sides["key"] if lake_type(parse(json.dumps(schema))) == kind), None)
+    def key(self, kind: pa.DataType, notes: Mapping[FieldPath, Note]) -> Any:
+        """A schema that keys of this type have had: they must go on having the same bytes. None if there is none, or one
+        requires a field that may be null by now."""
+        for schema in self.sides["key"]:
+            sure = all(notes.get(path, PLAIN).required for path in required_fields(schema))
+            if sure and lake_type(parse(json.dumps(schema))) == kind:
+                return schema
+        return None
 
 
 def _schema_texts(
@@ -275,10 +280,10 @@ def _schema_text(
             space = item.namespace or namespace(item.topic)
             plain = to_arrow_type(kind)
             noted = asked.format in ("avro", "connect-json")
-            outer = Outer(noted, notes[side].get((), PLAIN), earlier.kinds(side))
+            outer = Outer(noted, notes[side].get((), PLAIN), earlier.kinds(side), asked.format == "avro")
             try:
                 check_fits(asked.format, plain)
-                schema = earlier.key(plain) if side == "key" else None
+                schema = earlier.key(plain, notes[side]) if side == "key" else None
                 if schema is None:
                     schema = json.loads(avro_schema(with_notes(plain, notes[side]), side.capitalize(), space, outer))
             except SchemaError as error:
