@@ -1,4 +1,4 @@
-"""The eight checks as Dagster's asset checks: one result each, every time, over the ranges that the run materialised.
+"""The nine checks as Dagster's asset checks: one result each, every time, over the ranges that the run materialised.
 
 They are ops of their own: a result that an asset's function yields comes before the IO manager has written anything.
 """
@@ -37,6 +37,7 @@ def build_checks(pipeline: Pipeline) -> list[AssetChecksDefinition]:
     """All checks of a pipeline."""
     found: list[AssetChecksDefinition] = []
     for item in pipeline.inputs:
+        found.append(_reachable(pipeline, item.topic))
         found += _raw(pipeline, item.topic)
     for pool in pipeline.staging_pools:
         found += _staging(pipeline, pool)
@@ -106,6 +107,17 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
             False,
             waiting,
         )
+
+
+def _reachable(pipeline: Pipeline, topic: str) -> AssetChecksDefinition:
+    return _check(
+        names.topic_key(topic),
+        topic_checks.REACHABLE,
+        "The broker knows the topic, the pipeline may look at it, and every partition has a leader. The sensor reports it"
+        " too, when it changed.",
+        False,
+        lambda _: topic_checks.reachable(pipeline, topic),
+    )
 
 
 def _published(pipeline: Pipeline, topic: str) -> AssetChecksDefinition:

@@ -26,6 +26,20 @@ class Step:
     """The offsets that wait, where they are known."""
     upstream: tuple[AssetKey, ...]
     """Raw tables whose failed checks hold it back."""
+    selection: tuple[AssetKey, ...] | None = None
+    """The assets of the job to run; None for all of them."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranges of a partitions definition. ``keys``: those that there are by now, each partition's open one included;
+    ``partitions``: the partitions that Kafka has; ``job`` and ``assets``: who runs ranges of it."""
+
+    definition: str
+    keys: tuple[OffsetRange, ...]
+    partitions: frozenset[int]
+    job: str
+    assets: frozenset[AssetKey]
 
 
 def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
@@ -47,42 +61,59 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         )
     for pool, plan in facts.etl.items():
         outputs = [item.topic for item in pipeline.outputs_of(pool)]
-        late = [name for name in outputs if name in facts.publish and not facts.publish[name].nothing_to_do]
-        if plan.nothing_to_do and not late:
+        sound = [name for name in outputs if name in facts.publish]
+        if plan.nothing_to_do and all(facts.publish[name].nothing_to_do for name in sound):
             continue
         # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
         ends = [(partition, item.next) for (_, partition), item in plan.head.outputs.items()]
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
+        assets = names.staging_job_assets(pipeline, pool)
+        # A topic with a problem would fail the run, and the other topics would wait with it.
+        left_out = {names.topic_key(name) for name in outputs if name not in sound}
+        selection = tuple(key for key in assets if key not in left_out)
+        if not selection:
+            continue
         yield Step(
             names.staging_job(pool),
-            frozenset(names.staging_job_assets(pipeline, pool)),
+            frozenset(assets),
             names.staging_partitions(pipeline.name, pool),
             (first,),
             (),
             tuple(names.pool_key(pipeline.input(topic).pool, topic) for topic in inputs_of(pipeline, pool)),
+            selection if left_out else None,
         )
 
 
-def keys_there(pipeline: Pipeline, facts: Facts) -> dict[str, list[OffsetRange]]:
-    """Definition → the ranges that there are by now, each Kafka partition's open one included."""
-    found: dict[str, list[OffsetRange]] = {}
+def grids(pipeline: Pipeline, facts: Facts) -> Iterator[Grid]:
+    """The partitions definitions whose ranges are known."""
     for topic, plan in facts.ingest.items():
-        parts = facts.topics[topic].partitions
-        lows = {item.partition: item.low for item in parts}
+        state, pool = plan.topic_state, plan.input.pool
+        lows = {item.partition: item.low for item in state.partitions}
         first = {**lows, **plan.first, **(plan.state.first if plan.state else {})}
-        until = {item.partition: item.end for item in parts}
-        name = names.raw_partitions(pipeline.name, plan.input.pool, topic)
-        found[name] = partitions.touched(first, until)
+        until = {item.partition: item.end for item in state.partitions}
+        yield Grid(
+            names.raw_partitions(pipeline.name, pool, topic),
+            tuple(partitions.touched(first, until)),
+            frozenset([*first, *until, *state.away]),
+            names.ingest_job(topic),
+            frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
+        )
     for pool, plan in facts.etl.items():
         wanted = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
         for (_, partition), item in plan.head.outputs.items():
             wanted |= set(partitions.touched({partition: item.base}, {partition: item.next}))
-        found[names.staging_partitions(pipeline.name, pool)] = sorted(wanted)
-    return found
+        yield Grid(
+            names.staging_partitions(pipeline.name, pool),
+            tuple(sorted(wanted)),
+            frozenset(key.partition for key in wanted),
+            names.staging_job(pool),
+            frozenset(names.staging_job_assets(pipeline, pool)),
+        )
 
 
 def chosen(step: Step, known: Sequence[str]) -> list[str]:
-    """The keys of one run: those that lie together in Dagster's order and hold most of what waits."""
+    """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
+    knows none of the keys yet."""
 
     def waiting(keys: Sequence[str]) -> int:
         whole = partitions.on_grid(keys)

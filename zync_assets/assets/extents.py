@@ -96,6 +96,12 @@ def staging_schema(state: StagingState, topic: str) -> pa.Schema:
     return pa.schema([have.field(name).with_name(new) for name, new in names.items() if name in have.names])
 
 
+def topic_schema(state: StagingState, topic: str) -> pa.Schema:
+    """The columns of an output topic: of its records, not of the staging rows that they are made of."""
+    have = staging_schema(state, topic)
+    return pa.schema([field for field in have if field.name in ("key", "value")])
+
+
 def _clipped(key: OffsetRange, first: int, end: int) -> OffsetRange:
     low = min(max(key.first, first), key.end)
     return OffsetRange(key.partition, low, max(low, min(key.end, end)))

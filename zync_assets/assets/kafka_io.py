@@ -24,7 +24,7 @@ from zync_assets.steps.ingest import IngestPlan, RawBatch, plan_ingest, read_inp
 from zync_assets.steps.publish import OutputBatch, PublishCommit, publish
 
 UNLIMITED = 1 << 60
-"""A run takes all of the ranges that it was asked for, in one commit; its keys bound it."""
+"""More offsets than a topic has."""
 
 
 class KafkaIOManager(IOManager):
@@ -98,17 +98,20 @@ def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
 
 
 def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:
-    """What there is to ingest within some keys of a topic.
+    """What there is to ingest within some keys of a topic, the first batch of it.
 
     RangeUnknown for a key of a partition that the topic does not have. KafkaError for a key that lies ahead of the next
     offset; the error names the key to run first.
     """
-    plan = plan_ingest(pipeline, topic, within=normalize(keys), limit=UNLIMITED)
+    within = normalize(keys)
+    plan = plan_ingest(pipeline, topic, within=within, limit=UNLIMITED)
     reached = {**(plan.state.next if plan.state else {}), **plan.first}
     reached |= {part.partition: part.end for part in plan.lost}
     reached |= {part.partition: part.end for part in plan.ranges}
     pool = pipeline.input(topic).pool
     for key in sorted(keys):
+        if key.partition in plan.topic_state.away:
+            raise plan.topic_state.away[key.partition]
         if key.partition not in reached:
             there = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(reached.items()))
             raise RangeUnknown(
@@ -121,4 +124,4 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
                 f"{pool}/{topic}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
                 f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
             )
-    return plan
+    return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})

@@ -1,16 +1,25 @@
 """What is there and was never reported: done by ``zync`` outside Dagster, or before this instance existed.
 
-The cursor keeps, for each asset, each partition's position when it was last looked at. Where one moved, Dagster's own
-last event of the range tells whether a run has reported it.
+The cursor keeps, for each asset, each partition's position up to which it is reported. Where one moved, Dagster's own
+last event of the range tells whether a run has reported it. A tick reports a bounded number of ranges, and a later tick
+goes on. Ranges that still grow are reported at a bounded rate, however many records come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
-from dagster import AssetKey, AssetMaterialization, AssetRecordsFilter, DagsterInstance
+from dagster import (
+    AssetKey,
+    AssetMaterialization,
+    AssetObservation,
+    AssetRecordsFilter,
+    DagsterEventType,
+    DagsterInstance,
+)
 
 from zync_assets.assets import metadata, names
 from zync_assets.assets.extents import Extent, raw_extents, staging_extents, staging_schema, topic_extents
@@ -19,6 +28,14 @@ from zync_assets.offsets import OffsetRange, format_key, keys_over
 from zync_assets.pipeline import Pipeline
 
 Positions = Mapping[int, int]
+News = AssetMaterialization | AssetObservation
+
+RANGES = 50
+"""Ranges of one asset that one tick looks at. A tick has 60 s; an event takes some 20 ms."""
+EVENT_SECONDS = 60.0
+"""Each event of a range that still grows, or of a lag, uses up so many seconds of an asset's time."""
+SAVED_SECONDS = 600.0
+"""Unused time that an asset keeps: so many events come at once after a quiet time."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +49,20 @@ class Standing:
     next: Positions
     lag: int | None = None
 
+    @property
+    def place(self) -> str:
+        """The asset's path, as the cursor and the problems have it."""
+        return "/".join(self.key.path)
+
+    def moved(self, before: Mapping[str, Any]) -> bool:
+        """Whether the asset stands elsewhere than the cursor says."""
+        return before.get("next") != _as_json(self.next) or before.get("lag") != self.lag
+
 
 def standings(pipeline: Pipeline, facts: Facts) -> Iterator[Standing]:
     """Where each asset stands, upstream first."""
     for topic, plan in facts.ingest.items():
-        parts = facts.topics[topic].partitions
+        parts = plan.topic_state.partitions
         lows, ends = {p.partition: p.low for p in parts}, {p.partition: p.end for p in parts}
         yield Standing(names.topic_key(topic), None, lows, ends, plan.lag)
         if plan.state is not None:
@@ -60,37 +86,95 @@ def standings(pipeline: Pipeline, facts: Facts) -> Iterator[Standing]:
             )
 
 
-def unreported(
-    pipeline: Pipeline, facts: Facts, instance: DagsterInstance, standing: Standing, before: Positions
-) -> list[AssetMaterialization]:
-    """Events for the ranges in which an asset moved since ``before`` and which no run has reported as they are now."""
-    moved = [
-        OffsetRange(p, min(before.get(p, standing.first.get(p, end)), end), end)
-        for p, end in standing.next.items()
-        if before.get(p, standing.first.get(p, end)) != end
-    ]
-    keys = [key for key in keys_over(moved) if not _told(instance, standing, key)]
-    if not keys:
-        return []
+def news(
+    facts: Facts, instance: DagsterInstance, standing: Standing, before: Mapping[str, Any], now: float
+) -> tuple[list[News], dict[str, Any]]:
+    """Events of the ranges in which an asset moved since ``before`` and which no run has reported as they are now; and
+    what the cursor says of the asset after them.
+
+    ``before`` and the second result: ``next`` (partition → offset up to which all is reported), ``lag``, ``turn`` (the
+    partition whose turn is first), ``used`` (seconds since the epoch up to which the asset's time is used up).
+    """
+    used = max(float(before.get("used", 0.0)), now - SAVED_SECONDS)
+    growing = used <= now
+    position, keys, turn = _turn(standing, before, growing)
+    fresh = [key for key in keys if key not in _reported(instance, standing, keys)]
     more = {} if standing.lag is None else {"lag": standing.lag}
-    extents, schema = _extents(facts, standing, keys)
-    return [metadata.materialization(standing.key, extent, schema, more) for extent in extents]
+    extents, schema = _extents(facts, standing, fresh)
+    events: list[News] = [metadata.materialization(standing.key, extent, schema, more) for extent in extents]
+    spent = sum(not extent.complete for extent in extents)
+    lag = standing.lag if events else before.get("lag")
+    if growing and lag != standing.lag:
+        events.append(AssetObservation(standing.key, metadata=more))
+        spent, lag = spent + 1, standing.lag
+    after: dict[str, Any] = {"next": _as_json(position), "lag": lag}
+    if turn is not None:
+        after["turn"] = turn
+    if spent or used > now - SAVED_SECONDS:
+        after["used"] = round(used + spent * EVENT_SECONDS, 1)
+    return events, after
 
 
-def _told(instance: DagsterInstance, standing: Standing, key: OffsetRange) -> bool:
-    """Whether the last event of a range says where the range ends now."""
-    records = instance.fetch_materializations(
-        AssetRecordsFilter(asset_key=standing.key, asset_partitions=[format_key(key)]), limit=1
-    ).records
-    event = records[0].asset_materialization if records else None
-    said = event.metadata.get("last") if event else None
-    return said is not None and said.value == min(standing.next[key.partition], key.end) - 1
+def _as_json(position: Positions) -> dict[str, int]:
+    return {str(partition): end for partition, end in sorted(position.items())}
+
+
+def _turn(
+    standing: Standing, before: Mapping[str, Any], growing: bool
+) -> tuple[dict[int, int], list[OffsetRange], int | None]:
+    """Each partition's position after this tick, the ranges of this tick, and the partition whose turn is first in the
+    next one (None: any). ``growing``: whether ranges that still grow have their turn."""
+    old = {int(p): end for p, end in before.get("next", {}).items()}
+    first = before.get("turn", -1)
+    position: dict[int, int] = {}
+    keys: list[OffsetRange] = []
+    turn: int | None = None
+    for partition in sorted(standing.next, key=lambda p: (p < first, p)):
+        end = standing.next[partition]
+        at = min(old.get(partition, standing.first.get(partition, end)), end)
+        for key in keys_over([OffsetRange(partition, at, end)]):
+            if key.end > end and not growing:
+                break
+            if len(keys) == RANGES:
+                turn = partition if turn is None else turn
+                break
+            keys.append(key)
+            at = min(key.end, end)
+        position[partition] = at
+    return position, keys, turn
+
+
+def _reported(instance: DagsterInstance, standing: Standing, keys: Iterable[OffsetRange]) -> set[OffsetRange]:
+    """Those ranges whose last event says where the range ends now. Two queries, however many ranges there are."""
+    wanted = {format_key(key): key for key in keys}
+    if not wanted:
+        return set()
+    kind = DagsterEventType.ASSET_MATERIALIZATION
+    latest = instance.get_latest_storage_id_by_partition(standing.key, kind, set(wanted))
+    if not latest:
+        return set()
+    asked = AssetRecordsFilter(asset_key=standing.key, storage_ids=list(latest.values()))
+    found: set[OffsetRange] = set()
+    for record in instance.fetch_materializations(asked, limit=len(latest)).records:
+        event = record.asset_materialization
+        key = wanted.get(event.partition or "") if event is not None else None
+        if event is None or key is None:
+            continue
+        last = event.metadata.get("last")
+        if last is not None and last.value == min(standing.next[key.partition], key.end) - 1:
+            found.add(key)
+    return found
 
 
 def _extents(facts: Facts, standing: Standing, keys: Sequence[OffsetRange]) -> tuple[list[Extent], pa.Schema | None]:
     place, topic = standing.key.path
+    if not keys:
+        return [], None
     if place == names.KAFKA:
-        return topic_extents(facts.topics[topic], keys, gapless=topic in facts.publish), None
+        if topic in facts.publish:
+            state = facts.publish[topic].topic_state
+            return (topic_extents(state, keys, gapless=True), None) if state else ([], None)
+        return topic_extents(facts.ingest[topic].topic_state, keys), None
     if place in facts.etl:
         state = facts.etl[place].state
         return staging_extents(state, topic, keys), staging_schema(state, topic) if state else None

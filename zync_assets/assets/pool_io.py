@@ -13,10 +13,10 @@ from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import spoken
 from zync_assets.assets.resources import session
 from zync_assets.errors import CommitConflict, ZyncError
-from zync_assets.offsets import format_key
+from zync_assets.offsets import format_key, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
-from zync_assets.steps.ingest import RawBatch, RawCommit, commit_raw, plan_ingest
+from zync_assets.steps.ingest import RawBatch, RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.publish import OutputBatch, plan_publish, read_staging
 
 STAGING_POOL = "zync/staging_pool"
@@ -72,18 +72,33 @@ class PoolIOManager(IOManager):
                 )
 
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
-        done = self._commit_raw(context, batch)
-        if done is not None:
+        """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
+        its keys."""
+        within = normalize(partitions.served(context.asset_partition_keys, context.asset_key.to_user_string()))
+        known = {batch.topic: batch.plan.topic_state}
+        done: list[RawCommit] = []
+        while True:
+            made = self._commit_raw(context, batch)
+            if made is None:
+                break
+            done.append(made)
+            plan = plan_ingest(self._pipeline, batch.topic, within=within, known=known)
+            if plan.nothing_to_do:
+                break
+            batch = read_input(self._session, self._pipeline, plan)
+        if done:
             context.add_output_metadata(
                 {
-                    "ingested": done.records,
-                    "quarantined": done.quarantined,
-                    "left out": done.left_out,
-                    "schema changes": "\n".join(map(str, done.schema_changes)) or "none",
-                    "seconds": round(done.seconds, 3),
+                    "ingested": sum(made.records for made in done),
+                    "quarantined": sum(made.quarantined for made in done),
+                    "left out": sum(made.left_out for made in done),
+                    "schema changes": "\n".join(str(change) for made in done for change in made.schema_changes)
+                    or "none",
+                    "commits": len(done),
+                    "seconds": round(sum(made.seconds for made in done), 3),
                 }
             )
-        report.ingested(self._pipeline, context, batch.topic, done.ranges if done else ())
+        report.ingested(self._pipeline, context, batch.topic, [part for made in done for part in made.ranges])
 
     def _commit_raw(self, context: OutputContext, batch: RawBatch) -> RawCommit | None:
         """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
@@ -110,7 +125,7 @@ class PoolIOManager(IOManager):
             context.add_output_metadata(
                 {
                     "batch": done.batch,
-                    **done.counts,
+                    **{name: count for name, count in done.counts.items() if name != report.PENDING},
                     report.CONSUMED: json.dumps(consumed),
                     "seconds": round(done.seconds, 3),
                 }

@@ -9,7 +9,7 @@ import pyarrow as pa
 from dagster import OutputContext
 
 from zync_assets.assets import metadata, partitions
-from zync_assets.assets.extents import Extent, raw_extents, staging_extents, staging_schema, topic_extents
+from zync_assets.assets.extents import Extent, raw_extents, staging_extents, staging_schema, topic_extents, topic_schema
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
@@ -17,6 +17,8 @@ from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
 from zync_assets.pipeline import Pipeline
 
+PENDING = "pending"
+"""Metadata of a staging topic's ranges: the input records of the whole pool that wait for their counterparts now."""
 CONSUMED = "consumed"
 """Metadata of a staging topic's ranges: the input offsets that the run's ETL batch took, as JSON (topic → keys)."""
 
@@ -36,6 +38,8 @@ def staged(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Itera
     state = staging.open_staging(pipeline.lake, pool)
     own, more = _keys(context, ranges)
     refuse_ahead(pool, state, own)
+    counts = state.head.counts if state else {}
+    context.add_output_metadata({PENDING: sum(n for (_, _, kind), n in counts.items() if kind == PENDING)})
     schema = staging_schema(state, topic) if state else None
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 
@@ -45,7 +49,7 @@ def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: Offs
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     state = staging.open_staging(pipeline.lake, pipeline.output(topic).pool)
     own, more = _keys(context, [sent])
-    schema = staging_schema(state, topic) if state else None
+    schema = topic_schema(state, topic) if state else None
     if found is None:
         _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
         return

@@ -7,15 +7,17 @@ key: Dagster would never again start a run with a key that it has seen, a failed
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dagster import (
     AddDynamicPartitionsRequest,
-    AssetMaterialization,
-    AssetObservation,
+    AssetCheckEvaluation,
     DagsterInstance,
     DefaultSensorStatus,
+    DeleteDynamicPartitionsRequest,
     RunRecord,
     RunRequest,
     SensorDefinition,
@@ -30,17 +32,23 @@ from dagster._core.storage.tags import (
 )
 
 from zync_assets.assets import names, partitions, runs
-from zync_assets.assets.due import Step, chosen, due, keys_there
-from zync_assets.assets.facts import Facts, gather
-from zync_assets.assets.outside import standings, unreported
-from zync_assets.errors import BrokerUnavailable, SetupError, TrustError
+from zync_assets.assets.due import Grid, Step, chosen, due, grids
+from zync_assets.assets.facts import gather
+from zync_assets.assets.failure import TickFailed, said
+from zync_assets.assets.outside import News, news, standings
+from zync_assets.assets.partitions import range_of
+from zync_assets.assets.trouble import CHECKED, PROBLEMS, reachability, troubles
 from zync_assets.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 4
 """A tick every 5 s: that is how often Dagster's daemon looks, and at 5 it finds the interval not quite over every second
 time."""
 MOST_RUNS = 2
 """Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own."""
+MOST_KEYS = 500
+"""Partition keys that one tick adds to a definition; Dagster's daemon looks each of them up."""
 
 
 def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> SensorDefinition:
@@ -57,45 +65,94 @@ def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> S
         default_status=DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED,
     )
     def tick(context: SensorEvaluationContext) -> SensorResult:
-        return evaluate(pipeline, context.instance, context.cursor)
+        try:
+            return evaluate(pipeline, context.instance, context.cursor, time.time())
+        except TickFailed:
+            raise
+        except Exception as error:
+            _log.exception("the tick of pipeline %s ended early", pipeline.name)
+            raise TickFailed(
+                f"Pipeline {pipeline.name}: {said(error)}. The tick ended early and nothing is lost: the next tick looks"
+                " again. If this stays, the log of the code server has the details."
+            ) from None
 
     return tick
 
 
-def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None) -> SensorResult:
-    """One tick. The cursor holds each asset's position and lag when it was last looked at."""
-    try:
-        facts = gather(pipeline)
-    except (BrokerUnavailable, SetupError, TrustError) as error:
-        return SensorResult(skip_reason=f"No broker, so nothing is known of the topics: {error}", cursor=cursor)
-    added: list[AddDynamicPartitionsRequest] = []
-    known: dict[str, list[str]] = {}
-    for name, wanted in keys_there(pipeline, facts).items():
-        known[name] = list(instance.get_dynamic_partitions(name))
-        new = partitions.lacking(known[name], wanted)
-        if new:
-            added.append(AddDynamicPartitionsRequest(name, new))
-            known[name] += new
+def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, now: float) -> SensorResult:
+    """One tick, at ``now`` (seconds since the epoch). The cursor holds what was reported of each asset, and since when
+    there are which problems.
+
+    Raises TickFailed for problems that last: in turns with ticks that keep the rest going (see ``trouble``).
+    """
+    before: dict[str, Any] = json.loads(cursor) if cursor else {}
+    facts = gather(pipeline)
+    texts = dict(facts.problems)
     active = runs.Active(instance)
-    events, position = _moved(pipeline, facts, instance, active, json.loads(cursor) if cursor else {})
+    changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
+    known: dict[str, list[str]] = {}
+    for grid in grids(pipeline, facts):
+        known[grid.definition], more = _keys(instance, active, grid)
+        changes += more
+    events: list[News | AssetCheckEvaluation] = []
+    after = dict(before)
+    for standing in standings(pipeline, facts):
+        old = before.get(standing.place, {})
+        if not standing.moved(old):
+            continue
+        if standing.job is not None and active.holds(standing.job, [standing.key]):
+            # Its run reports it.
+            continue
+        try:
+            found, after[standing.place] = news(facts, instance, standing, old, now)
+        except Exception as error:
+            # Whatever it is, the other assets are reported.
+            texts.setdefault(standing.place, said(error))
+            continue
+        events += found
     requests: list[RunRequest] = []
-    notes = [f"{place}: {problem}" for place, problem in facts.problems.items()]
+    notes: list[str] = []
     for step, last in _in_turn(pipeline, instance, due(pipeline, facts)):
-        held = active.holds(step.job, step.assets) or runs.backing_off(last)
-        held = held or runs.held_back(instance, step.upstream)
-        if not held and active.count(pipeline.name) + len(requests) >= MOST_RUNS:
-            held = f"waits, for {MOST_RUNS} runs are under way"
-        if held:
-            notes.append(f"{step.job}: {held}")
-        else:
-            requests.append(_request(pipeline, step, chosen(step, known[step.partitions])))
+        if under_way := active.holds(step.job, step.assets):
+            notes.append(f"{step.job}: {under_way}")
+        elif held := runs.backing_off(last) or runs.held_back(instance, step.upstream):
+            texts[step.job] = held
+        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
+            notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
+        elif keys := chosen(step, known[step.partitions]):
+            requests.append(_request(pipeline, step, keys))
+    found = troubles(texts, before, now)
+    results, after[CHECKED] = reachability(pipeline, facts, found, before)
+    events += results
+    after[PROBLEMS] = found.since
+    if found.red(idle=not (requests or events or changes)):
+        raise TickFailed("\n".join([f"Pipeline {pipeline.name} has problems that last:", *found.lines]))
     return SensorResult(
         run_requests=requests,
-        skip_reason=None if requests else _said(notes),
-        cursor=json.dumps(position, sort_keys=True),
-        dynamic_partitions_requests=added,
+        skip_reason=None if requests else "; ".join([*found.lines, *notes]) or "Everything is up to date.",
+        cursor=json.dumps(after, sort_keys=True),
+        dynamic_partitions_requests=changes,
         asset_events=events,
     )
+
+
+def _keys(
+    instance: DagsterInstance, active: runs.Active, grid: Grid
+) -> tuple[list[str], list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest]]:
+    """The keys of a definition as they are after this tick, in Dagster's order, and what has to be changed for that.
+
+    Keys that somebody added and that name no range are deleted, unless a run may be on its way to refuse them.
+    """
+    there = list(instance.get_dynamic_partitions(grid.definition))
+    changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
+    strange = [key for key in there if (part := range_of(key)) is None or part.partition not in grid.partitions]
+    if strange and not active.holds(grid.job, grid.assets):
+        changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange))
+        there = [key for key in there if key not in strange]
+    if new := partitions.lacking(there, grid.keys)[:MOST_KEYS]:
+        changes.append(AddDynamicPartitionsRequest(grid.definition, new))
+        there += new
+    return there, changes
 
 
 def _in_turn(
@@ -112,30 +169,4 @@ def _request(pipeline: Pipeline, step: Step, keys: Sequence[str]) -> RunRequest:
         tags[PARTITION_NAME_TAG] = keys[0]
     else:
         tags |= {ASSET_PARTITION_RANGE_START_TAG: keys[0], ASSET_PARTITION_RANGE_END_TAG: keys[-1]}
-    return RunRequest(job_name=step.job, tags=tags)
-
-
-def _moved(
-    pipeline: Pipeline, facts: Facts, instance: DagsterInstance, active: runs.Active, before: dict[str, Any]
-) -> tuple[list[AssetMaterialization | AssetObservation], dict[str, Any]]:
-    """The events of this tick, and the new cursor. While a job runs its assets wait: it reports them itself."""
-    events: list[AssetMaterialization | AssetObservation] = []
-    after: dict[str, Any] = dict(before)
-    for standing in standings(pipeline, facts):
-        place = "/".join(standing.key.path)
-        old = before.get(place, {})
-        now = {"next": {str(p): end for p, end in sorted(standing.next.items())}, "lag": standing.lag}
-        if now == old:
-            continue
-        if standing.job is not None and active.holds(standing.job, [standing.key]):
-            continue
-        found = unreported(pipeline, facts, instance, standing, {int(p): end for p, end in old.get("next", {}).items()})
-        events += found
-        if not found and standing.lag is not None and old.get("lag") != standing.lag:
-            events.append(AssetObservation(standing.key, metadata={"lag": standing.lag}))
-        after[place] = now
-    return events, after
-
-
-def _said(notes: Iterable[str]) -> str:
-    return "; ".join(notes) or "Everything is up to date."
+    return RunRequest(job_name=step.job, tags=tags, asset_selection=step.selection)

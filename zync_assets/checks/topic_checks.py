@@ -11,7 +11,7 @@ import pyarrow as pa
 from zync_assets.checks.columns import integers
 from zync_assets.checks.result import CheckResult, Number, conclude
 from zync_assets.compute import pc
-from zync_assets.errors import LakeError, SchemaError, TableDamaged
+from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import staging
@@ -23,6 +23,22 @@ from zync_assets.steps.encoding import ENCODED_SCHEMA, encoded_rows, staged_topi
 from zync_assets.steps.headers import differing
 
 STAGING_EQUALS_TOPIC = "staging_equals_topic"
+REACHABLE = "reachable"
+
+
+def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
+    """The broker knows an input topic, lets this pipeline look at it, and every partition has a leader."""
+    subject = f"kafka/{topic}"
+    try:
+        found = topic_states(pipeline.kafka, [topic]).get(topic)
+    except KafkaError as error:
+        return conclude(REACHABLE, subject, "error", [str(error)], "", {})
+    if found is None:
+        problem = f"topic {topic} is not there. Create it, or take it out of inputs."
+        return conclude(REACHABLE, subject, "error", [problem], "", {})
+    records = sum(item.end - item.low for item in found.partitions)
+    numbers = {"partitions": len(found.partitions), "offsets": records}
+    return conclude(REACHABLE, subject, "error", [], f"all {len(found.partitions)} partitions have leaders", numbers)
 
 
 def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:

@@ -27,6 +27,7 @@ from zync_assets.assets.build import build_definitions
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
+from zync_assets.steps import ingest
 from zync_assets.steps.etl import EtlPlan
 from zync_assets.steps.ingest import RawBatch
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
@@ -133,6 +134,15 @@ def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(r
         raise_on_error=False,
     )
     assert STRANGE[key] in failures(alone)[0]
+
+
+def test_a_run_over_many_offsets_is_several_commits(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.send(rig.orders, orders(1, 2, 3, 4, 5))
+    rig.send(rig.orders, orders(6), partition=1)
+    monkeypatch.setitem(ingest.plan_ingest.__kwdefaults__, "limit", 4)
+    said = told(rig.ingest(rig.orders, OPEN, SECOND), names.pool_key("Raw", rig.orders))
+    assert (said[OPEN]["rows"], said[SECOND]["rows"]) == (5, 1)
+    assert (said[OPEN]["ingested"], said[OPEN]["commits"]) == (6, 3)
 
 
 def test_a_run_with_nothing_to_do_asks_for_no_spark_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
 from dagster import (
+    AddDynamicPartitionsRequest,
     AssetCheckEvaluation,
     AssetMaterialization,
     AssetObservation,
+    DagsterEventType,
     DagsterRunStatus,
     DefaultSensorStatus,
     SensorResult,
@@ -20,9 +26,10 @@ from dagster import (
 )
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
-from zync_assets.assets import facts, names, sensor
+from zync_assets.assets import facts, names, outside, sensor
 from zync_assets.assets.build import build_definitions
-from zync_assets.kafka.topics import topic_states
+from zync_assets.assets.failure import TickFailed
+from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
 from zync_assets.lake import raw
 from zync_assets.local.services import Services
 from zync_assets.steps import ingest
@@ -30,6 +37,7 @@ from zync_assets.steps.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, make_rig, orders, payments
 from zync_assets_tests.checks.chain import run_steps
 from zync_assets_tests.lake.rows import SCHEMA
+from zync_assets_tests.odd_topics import until
 
 
 @pytest.fixture
@@ -53,7 +61,11 @@ class Ticks:
         for event in result.asset_events:
             self.rig.instance.report_runless_asset_event(event)
         for request in result.dynamic_partitions_requests or ():
-            self.rig.instance.add_dynamic_partitions(request.partitions_def_name, list(request.partition_keys))
+            if isinstance(request, AddDynamicPartitionsRequest):
+                self.rig.instance.add_dynamic_partitions(request.partitions_def_name, list(request.partition_keys))
+            else:
+                for key in request.partition_keys:
+                    self.rig.instance.delete_dynamic_partition(request.partitions_def_name, key)
         self.cursor = result.cursor
         return result
 
@@ -61,7 +73,11 @@ class Ticks:
         """Do what a tick asked for."""
         for request in result.run_requests or ():
             job = self.rig.definitions.resolve_job_def(request.job_name or "")
-            assert job.execute_in_process(instance=self.rig.instance, tags=dict(request.tags)).success
+            selection = list(request.asset_selection) if request.asset_selection else None
+            done = job.execute_in_process(
+                instance=self.rig.instance, tags=dict(request.tags), asset_selection=selection
+            )
+            assert done.success
 
 
 @pytest.fixture
@@ -218,6 +234,162 @@ def test_without_a_broker_it_skips_and_says_so(rig: Rig, monkeypatch: pytest.Mon
     assert result.skip_reason is not None
     assert "No broker" in (result.skip_reason.skip_message or "")
     assert "127.0.0.1:1" in (result.skip_reason.skip_message or "")
+
+
+def test_a_broker_that_stays_away_turns_the_tick_red_and_the_topics_out_of_reach(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "BROKER_SECONDS", 1.0)
+    nowhere = replace(rig.pipeline, kafka={"bootstrap.servers": "127.0.0.1:1"})
+    away = sensor.evaluate(nowhere, rig.instance, None, 1000.0)
+    assert away.asset_events == []
+    lasting = sensor.evaluate(nowhere, rig.instance, away.cursor, 1035.0)
+    assert reached(lasting) == {f"kafka/{item.topic}": False for item in rig.pipeline.inputs}
+    with pytest.raises(TickFailed, match=r"broker: No broker.*127\.0\.0\.1:1"):
+        sensor.evaluate(nowhere, rig.instance, lasting.cursor, 1040.0)
+    back = sensor.evaluate(rig.pipeline, rig.instance, lasting.cursor, 1045.0)
+    assert reached(back) == {f"kafka/{item.topic}": True for item in rig.pipeline.inputs}
+
+
+def reached(result: SensorResult) -> dict[str, bool]:
+    return {
+        event.asset_key.to_user_string(): event.passed
+        for event in result.asset_events
+        if isinstance(event, AssetCheckEvaluation) and event.check_name == "reachable"
+    }
+
+
+def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig: Rig, ticks: Ticks) -> None:
+    settled(rig, ticks)
+    rig.send(rig.orders, orders(1))
+    rig.ingest(rig.orders)
+    state = raw.open_raw(rig.pipeline.lake, "Raw", rig.orders)
+    assert state is not None
+    lost = Path(state.opened.uri) / raw.raw_files(state)[0].path
+    lost.unlink()
+    rig.send(rig.orders, orders(2))
+    plan = ingest.plan_ingest(rig.pipeline, rig.orders)
+    ingest.commit_raw(rig.pipeline, ingest.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
+    rig.send(rig.payments, payments(-3))
+
+    now = time.time()
+    first = sensor.evaluate(rig.pipeline, rig.instance, ticks.cursor, now)
+    assert names.ingest_job(rig.payments) in jobs(first)
+    # While there is work, the red ticks are a few of all.
+    seen: list[str] = []
+    for second in range(31, 151, 5):
+        try:
+            result = sensor.evaluate(rig.pipeline, rig.instance, first.cursor, now + second)
+            assert names.ingest_job(rig.payments) in jobs(result)
+            seen.append("green")
+        except TickFailed as failed:
+            assert f"Raw/{rig.orders}: " in str(failed)
+            assert f"{lost} is not there" in str(failed)
+            seen.append("red")
+    assert 2 <= seen.count("red") <= len(seen) // 4
+
+
+def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, ticks: Ticks) -> None:
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+    delete_topic(rig.pipeline.kafka, rig.sales)
+    create_topic(rig.pipeline.kafka, rig.sales, 1, 1, {})
+    rig.send(rig.payments, payments(-5))
+    settled(rig, ticks)
+    refunds = rig.pipeline.outputs[1].topic
+    assert topic_states(rig.pipeline.kafka, [refunds])[refunds].partitions[0].end == 1
+    rest = ticks()
+    assert rest.skip_reason is not None
+    assert f"kafka/{rig.sales}: topic {rig.sales} is another topic" in (rest.skip_reason.skip_message or "")
+    checked = rig.instance.fetch_materializations(names.pool_key("Staging", refunds), limit=1).records[0]
+    run = checked.event_log_entry.run_id
+    evaluations = rig.instance.get_records_for_run(run, of_type=DagsterEventType.ASSET_CHECK_EVALUATION).records
+    assert len(evaluations) == 2 * 3 + 1
+
+
+def test_keys_that_name_no_range_are_deleted(rig: Rig, ticks: Ticks) -> None:
+    definition = names.raw_partitions(rig.pipeline.name, "Raw", rig.payments)
+    rig.add_keys(definition, "june", "0:0-499999", "7:0-999999")
+    ticks()
+    assert rig.instance.get_dynamic_partitions(definition) == [OPEN]
+
+
+def test_a_topic_that_grew_since_it_was_looked_at_is_ingested(
+    services: Services, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process ingests, and adds a partition, between the look at the topics and the look at the tables."""
+    with make_rig(services, tmp_path, unique, keys=False) as rig:
+        early = facts.survey(rig.pipeline.kafka, [item.topic for item in rig.pipeline.inputs])
+        rig.send(rig.payments, payments(1))
+        run_steps(rig.pipeline)
+        admin = AdminClient({"bootstrap.servers": rig.pipeline.kafka["bootstrap.servers"]})
+        for future in admin.create_partitions([NewPartitions(rig.payments, 2)]).values():
+            future.result(10)
+        until(f"{rig.payments} has 2 partitions", lambda: partitions_of(rig, rig.payments) == 2)
+        rig.send(rig.payments, payments(2), partition=1)
+        monkeypatch.setattr(facts, "survey", lambda *_: early)
+        assert names.ingest_job(rig.payments) in jobs(Ticks(rig)())
+
+
+def partitions_of(rig: Rig, topic: str) -> int:
+    return len(topic_states(rig.pipeline.kafka, [topic])[topic].partitions)
+
+
+def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, outside.Standing]:
+    """The orders' topic as it would be with these ends of its partitions."""
+    plan = ingest.plan_ingest(rig.pipeline, rig.orders)
+    parts = tuple(PartitionState(partition, 0, end) for partition, end in enumerate(ends))
+    plan = replace(plan, topic_state=replace(plan.topic_state, partitions=parts))
+    made = facts.Facts({rig.orders: plan}, {}, {})
+    return made, next(outside.standings(rig.pipeline, made))
+
+
+def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two partitions of 200 million offsets."""
+    made, standing = grown(rig, [200_000_005, 200_000_005])
+    queries: list[object] = []
+    fetch = rig.instance.fetch_materializations
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        queries.append(arguments)
+        return fetch(*arguments, **named)
+
+    monkeypatch.setattr(rig.instance, "fetch_materializations", counted)
+    cursor: dict[str, Any] = {}
+    reported: list[str | None] = []
+    for turn in range(12):
+        events, cursor = outside.news(made, rig.instance, standing, cursor, 1e9 + 5 * turn)
+        assert len(events) <= outside.RANGES
+        assert len(queries) <= turn + 1
+        reported += [event.partition for event in events if isinstance(event, AssetMaterialization)]
+    assert len(set(reported)) == len(reported) == 402
+    assert cursor["next"] == {"0": 200_000_005, "1": 200_000_005}
+
+
+def test_what_runs_reported_is_looked_up_at_once(rig: Rig) -> None:
+    made, standing = grown(rig, [20_000_005])
+    events, _ = outside.news(made, rig.instance, standing, {}, 1e9)
+    for event in events[1:]:
+        rig.instance.report_runless_asset_event(event)
+    again, cursor = outside.news(made, rig.instance, standing, {}, 1e9)
+    assert [event.partition for event in again] == [OPEN]
+    assert cursor["next"] == {"0": 20_000_005}
+
+
+def test_a_day_of_a_live_topic_makes_a_bounded_number_of_events(rig: Rig) -> None:
+    counts = Counter[str | None]()
+    cursor: dict[str, Any] = {}
+    start, made, standing = 1e9, *grown(rig, [0] * 7)
+    plan = made.ingest[rig.orders]
+    for tick in range(24 * 3600 // 5):
+        ends = {partition: (tick + 1) * (partition + 1) for partition in range(7)}
+        parts = tuple(PartitionState(partition, 0, end) for partition, end in ends.items())
+        now = facts.Facts({rig.orders: replace(plan, topic_state=replace(plan.topic_state, partitions=parts))}, {}, {})
+        events, cursor = outside.news(now, rig.instance, replace(standing, next=ends), cursor, start + 5 * tick)
+        counts.update(event.partition for event in events)
+    assert counts.total() <= 24 * 60 + 20
+    assert len(counts) == 7 and max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: Rig, ticks: Ticks) -> None:
