@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dagster import (
+    AssetChecksDefinition,
     AssetSelection,
     BetaWarning,
     Definitions,
@@ -49,10 +50,11 @@ def build_definitions(
     with warnings.catch_warnings():
         # Single-run backfills are what a range run needs; Dagster calls the parameter beta.
         warnings.simplefilter("ignore", BetaWarning)
-        jobs = build_jobs(pipeline)
+        checks = build_checks(pipeline)
+        jobs = [*build_jobs(pipeline), _checks_job(pipeline, checks)]
         return Definitions(
             assets=build_assets(pipeline),
-            asset_checks=build_checks(pipeline),
+            asset_checks=checks,
             jobs=jobs,
             sensors=[build_sensor(pipeline, jobs, running=sensor_running)],
             resources={**_resources(pipeline), **shown, **resources},
@@ -82,6 +84,15 @@ def build_jobs(pipeline: Pipeline) -> list[Any]:
         for pool in pipeline.staging_pools
     ]
     return [*ingest, *staging]
+
+
+def _checks_job(pipeline: Pipeline, checks: Sequence[AssetChecksDefinition]) -> Any:
+    return define_asset_job(
+        names.checks_job(pipeline.name),
+        AssetSelection.checks(*(key for definition in checks for key in definition.check_keys)),
+        description=f"Every check of pipeline {pipeline.name}, over everything. No JVM.",
+        tags={names.PIPELINE_TAG: pipeline.name},
+    )
 
 
 def _resources(pipeline: Pipeline) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dagster import AssetKey
 
@@ -28,6 +28,19 @@ class Step:
     """Raw tables whose failed checks hold it back."""
     selection: tuple[AssetKey, ...] | None = None
     """The assets of the job to run; None for all of them."""
+    work: frozenset[AssetKey] = frozenset()
+    """The assets that have something to do, of a job that does without some of them."""
+    spared: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
+    """Op → the asset that it makes, which the job can do without."""
+
+    def rest(self, failed: Collection[str]) -> Step | None:
+        """The job without what these ops make; None where it can't do without, or has nothing else to do."""
+        without = {self.spared[op] for op in failed if op in self.spared}
+        if len(without) < len(failed) or not self.work - without:
+            return None
+        return replace(
+            self, selection=tuple(key for key in self.selection or sorted(self.assets) if key not in without)
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,8 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
     for pool, plan in facts.etl.items():
         outputs = [item.topic for item in pipeline.outputs_of(pool)]
         sound = [name for name in outputs if name in facts.publish]
-        if plan.nothing_to_do and all(facts.publish[name].nothing_to_do for name in sound):
+        late = [names.topic_key(name) for name in sound if not facts.publish[name].nothing_to_do]
+        if plan.nothing_to_do and not late:
             continue
         # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
         ends = [(partition, item.next) for (_, partition), item in plan.head.outputs.items()]
@@ -81,6 +95,8 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
             (),
             tuple(names.pool_key(pipeline.input(topic).pool, topic) for topic in inputs_of(pipeline, pool)),
             selection if left_out else None,
+            frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pipeline, pool))]),
+            {names.publish_op(name): names.topic_key(name) for name in sound},
         )
 
 

@@ -19,6 +19,8 @@ PIPELINE_TAG = "zync/pipeline"
 """On every job and so on every run of it: the pipeline's name."""
 STEP_TAG = "zync/step"
 """On the runs that the sensor asked for: the job that was asked for."""
+REST = "rest of "
+"""Before the job in STEP_TAG: without the assets whose ops failed in the job's last run."""
 
 _SPELLED = {"_": "__", ".": "_dot_", "-": "_dash_"}
 
@@ -61,11 +63,18 @@ def staging_job(pool: str) -> str:
     return f"etl_and_publish_{pool}"
 
 
+def staged_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
+    """The topics of a staging pool; none where another file has their rules."""
+    return [pool_key(pool, item.topic) for item in pipeline.outputs_of(pool)] if pipeline.rules_of(pool) else []
+
+
 def staging_job_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
     """What the job of a staging pool makes: the pool's topics, unless another file has their rules, and ``kafka/*``."""
-    topics = [item.topic for item in pipeline.outputs_of(pool)]
-    staged = [pool_key(pool, topic) for topic in topics] if pipeline.rules_of(pool) else []
-    return [*staged, *map(topic_key, topics)]
+    return [*staged_assets(pipeline, pool), *(topic_key(item.topic) for item in pipeline.outputs_of(pool))]
+
+
+def checks_job(pipeline: str) -> str:
+    return f"check_{identifier(pipeline)}"
 
 
 def sensor_name(pipeline: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
+from dagster._core.execution.stats import StepEventStatus
 from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
@@ -71,11 +72,18 @@ def _abandoned(run: DagsterRun) -> bool:
     return False
 
 
-def asked_for(instance: DagsterInstance, pipeline: str, job: str) -> Sequence[RunRecord]:
-    """The last runs of a job that the sensor asked for, latest first; enough to know how long to wait."""
+def asked_for(instance: DagsterInstance, pipeline: str, job: str, step: str | None = None) -> Sequence[RunRecord]:
+    """The last runs of a job that the sensor asked for, latest first; enough to know how long to wait. ``step``: the tag
+    of the runs, the job's name by default."""
     return instance.get_run_records(
-        RunsFilter(job_name=job, tags={names.PIPELINE_TAG: pipeline, names.STEP_TAG: job}), limit=8
+        RunsFilter(job_name=job, tags={names.PIPELINE_TAG: pipeline, names.STEP_TAG: step or job}), limit=8
     )
+
+
+def failed_ops(instance: DagsterInstance, run_id: str) -> set[str]:
+    """The ops of a run that failed."""
+    found = instance.get_run_step_stats(run_id)
+    return {stats.step_key for stats in found if stats.status == StepEventStatus.FAILURE}
 
 
 def backing_off(records: Sequence[RunRecord]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 from dagster import (
     AddDynamicPartitionsRequest,
     AssetCheckEvaluation,
+    AssetCheckKey,
     DagsterInstance,
     DefaultSensorStatus,
     DeleteDynamicPartitionsRequest,
@@ -32,8 +33,9 @@ from dagster._core.storage.tags import (
 )
 
 from zync_assets.assets import names, partitions, runs
+from zync_assets.assets.checks import blocking_raw_checks
 from zync_assets.assets.due import Grid, Step, chosen, due, grids
-from zync_assets.assets.facts import gather
+from zync_assets.assets.facts import Facts, gather
 from zync_assets.assets.failure import TickFailed, said
 from zync_assets.assets.outside import News, news, standings
 from zync_assets.assets.partitions import range_of
@@ -47,6 +49,10 @@ INTERVAL_SECONDS = 4
 time."""
 MOST_RUNS = 2
 """Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own."""
+FIRST_CHECKS = "checked"
+"""Key of the cursor: whether it is settled that everything is checked that was there before this instance."""
+FIRST_OFFSETS = 1_000_000
+"""Offsets that the sensor has checked unasked."""
 MOST_KEYS = 500
 """Partition keys that one tick adds to a definition; Dagster's daemon looks each of them up."""
 
@@ -113,14 +119,29 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
     requests: list[RunRequest] = []
     notes: list[str] = []
     for step, last in _in_turn(pipeline, instance, due(pipeline, facts)):
+        keys = chosen(step, known[step.partitions])
+        if not keys:
+            # Dagster does not know them yet: a later tick adds them.
+            continue
         if under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
-        elif held := runs.backing_off(last) or runs.held_back(instance, step.upstream):
+        elif held := runs.held_back(instance, step.upstream):
             texts[step.job] = held
+        elif held := runs.backing_off(last):
+            texts[step.job] = held
+            rest = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
+            tag = names.REST + step.job
+            again = runs.asked_for(instance, pipeline.name, step.job, tag)
+            free = active.count(pipeline.name) + len(requests) < MOST_RUNS
+            if rest is not None and free and not runs.backing_off(again):
+                requests.append(_request(pipeline, rest, keys, tag))
         elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
             notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
-        elif keys := chosen(step, known[step.partitions]):
+        else:
             requests.append(_request(pipeline, step, keys))
+    idle = not (requests or events or changes or notes or texts)
+    if idle and not before.get(FIRST_CHECKS) and not active.count(pipeline.name):
+        requests, after[FIRST_CHECKS] = _first_checks(pipeline, facts, instance)
     found = troubles(texts, before, now)
     results, after[CHECKED] = reachability(pipeline, facts, found, before)
     events += results
@@ -163,8 +184,29 @@ def _in_turn(
     return sorted(found, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
 
 
-def _request(pipeline: Pipeline, step: Step, keys: Sequence[str]) -> RunRequest:
-    tags = {names.PIPELINE_TAG: pipeline.name, names.STEP_TAG: step.job}
+def _first_checks(pipeline: Pipeline, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:
+    """A run of all checks, once, where ``zync`` did the work before this instance existed: no run has checked it, so the
+    checks' pages would be empty. None for a lot of records, since the checks read all of them. And whether that is settled.
+    """
+    states = [plan.state for plan in facts.ingest.values() if plan.state is not None]
+    if not states:
+        return [], False
+    offsets = sum(sum(state.next.values()) - sum(state.first.values()) for state in states)
+    keys = [
+        AssetCheckKey(names.pool_key(plan.input.pool, topic), check)
+        for topic, plan in facts.ingest.items()
+        if plan.state is not None
+        for check in blocking_raw_checks()
+    ]
+    missing = any(instance.get_latest_asset_check_evaluation_record(key) is None for key in keys)
+    if not missing or offsets > FIRST_OFFSETS:
+        return [], True
+    job = names.checks_job(pipeline.name)
+    return [RunRequest(job_name=job, tags={names.PIPELINE_TAG: pipeline.name, names.STEP_TAG: job})], True
+
+
+def _request(pipeline: Pipeline, step: Step, keys: Sequence[str], tag: str | None = None) -> RunRequest:
+    tags = {names.PIPELINE_TAG: pipeline.name, names.STEP_TAG: tag or step.job}
     if len(keys) == 1:
         tags[PARTITION_NAME_TAG] = keys[0]
     else:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from dagster import DefaultSensorStatus, Definitions
+import yaml
+from dagster import DagsterInstance, DefaultSensorStatus, Definitions
+from dagster._core.workspace.load_target import PyProjectFileTarget
 
 from zync_assets.definitions import load_definitions
 from zync_assets.errors import PipelineFileError, SetupError
@@ -35,6 +37,7 @@ def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path
     Definitions.validate_loadable(definitions)
     assert not (file.parent / "lake").exists()
     assert [item.name for item in definitions.resolve_all_job_defs() if not item.name.startswith("__")] == [
+        "check_unreachable",
         "etl_and_publish_Staging",
         "ingest_a",
     ]
@@ -43,8 +46,8 @@ def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path
 @pytest.mark.parametrize(
     ("kept", "assets", "jobs"),
     [
-        ("inputs", {"kafka/a", "Raw/a"}, ["ingest_a"]),
-        ("outputs", {"Staging/b", "kafka/b"}, ["etl_and_publish_Staging"]),
+        ("inputs", {"kafka/a", "Raw/a"}, ["check_unreachable", "ingest_a"]),
+        ("outputs", {"Staging/b", "kafka/b"}, ["check_unreachable", "etl_and_publish_Staging"]),
     ],
 )
 def test_a_file_of_inputs_alone_or_of_outputs_alone_is_a_graph(
@@ -112,3 +115,20 @@ def test_without_a_name_it_is_the_demo_with_its_sensor_on(tmp_path: Path) -> Non
         == "Raw/InvoiceStatus Raw/Invoices Staging/NewInvoices kafka/InvoiceStatus kafka/Invoices kafka/NewInvoices"
     )
     assert status == "RUNNING"
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_folder_is_a_project_of_dagster_and_of_dg() -> None:
+    (origin,) = PyProjectFileTarget(str(ROOT / "pyproject.toml")).create_origins()
+    assert (origin.location_name, origin.loadable_target_origin.module_name) == (
+        "zync_assets",
+        "zync_assets.definitions",
+    )
+
+
+def test_no_dialog_lies_over_the_graph_of_a_new_user() -> None:
+    with DagsterInstance.ephemeral(settings=yaml.safe_load((ROOT / "dagster.yaml").read_text())) as instance:
+        assert not instance.nux_enabled
+        assert not instance.telemetry_enabled

@@ -68,12 +68,17 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     said = told(done, names.pool_key("Staging", rig.sales))[OPEN]
     assert (said["rows"], said["last"], said["batch"]) == (2, 1, 1)
     assert json.loads(said["consumed"])[rig.orders] == ["0:0-2", "1:0-0"]
-    assert told(done, names.topic_key(rig.sales))[OPEN]["dagster/partition_row_count"] == 2
+    assert said["pending"] == 2
+    of_topic = told(done, names.topic_key(rig.sales))[OPEN]
+    assert of_topic["dagster/partition_row_count"] == 2
+    assert [column.name for column in of_topic["dagster/column_schema"].columns] == ["key", "value"]
     assert all(check.passed for check in done.get_asset_check_evaluations())
     assert len(done.get_asset_check_evaluations()) == 2 * 3 + 2
 
     again = rig.stage()
-    assert "batch" not in told(again, names.pool_key("Staging", rig.sales))[OPEN]
+    said = told(again, names.pool_key("Staging", rig.sales))[OPEN]
+    assert "batch" not in said
+    assert said["pending"] == 2
     assert told(again, names.topic_key(rig.sales))[OPEN]["published"] == 0
 
 

@@ -33,6 +33,7 @@ from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic,
 from zync_assets.lake import raw
 from zync_assets.local.services import Services
 from zync_assets.steps import ingest
+from zync_assets.steps.loops import etl_all
 from zync_assets.steps.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, make_rig, orders, payments
 from zync_assets_tests.checks.chain import run_steps
@@ -161,6 +162,20 @@ def test_what_zync_did_outside_is_reported_and_what_a_run_did_is_not_again(rig: 
     assert found[f"Staging/{rig.sales}", OPEN] == 1
     assert found[f"kafka/{rig.sales}", OPEN] == 1
     assert reported(ticks()) == {}
+
+
+def test_what_zync_did_before_the_instance_is_checked_once(rig: Rig, ticks: Ticks) -> None:
+    rig.send(rig.orders, orders(1, 2))
+    rig.send(rig.payments, payments(1, 2))
+    run_steps(rig.pipeline)
+    ticks()
+    ticks()
+    asked = ticks()
+    assert jobs(asked) == [names.checks_job(rig.pipeline.name)]
+    ticks.run(asked)
+    for check in rig.definitions.resolve_asset_graph().asset_check_keys:
+        assert rig.instance.get_latest_asset_check_evaluation_record(check) is not None
+    assert jobs(ticks()) == []
 
 
 def test_one_step_outside_and_the_sensor_does_the_rest(rig: Rig, ticks: Ticks) -> None:
@@ -306,6 +321,39 @@ def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, t
     run = checked.event_log_entry.run_id
     evaluations = rig.instance.get_records_for_run(run, of_type=DagsterEventType.ASSET_CHECK_EVALUATION).records
     assert len(evaluations) == 2 * 3 + 1
+
+
+def test_an_output_that_fails_in_runs_lets_the_other_outputs_go_on(rig: Rig, ticks: Ticks) -> None:
+    settled(rig, ticks)
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1, -5))
+    rig.ingest(rig.orders)
+    rig.ingest(rig.payments)
+    list(etl_all(rig.pipeline, lambda: spark_session(rig.pipeline.spark)))
+    create_topic(rig.pipeline.kafka, rig.sales, 1, 1, {})
+    rig.send(rig.sales, [{"id": 0, "by": "another program"}])
+
+    (request,) = ticks().run_requests or ()
+    assert request.asset_selection is None
+    job = rig.definitions.resolve_job_def(request.job_name or "")
+    failed = job.execute_in_process(instance=rig.instance, tags=dict(request.tags), raise_on_error=False)
+    assert [event.step_key for event in failed.get_step_failure_events()] == [names.publish_op(rig.sales)]
+    assert ends(rig) == [1, 1]
+
+    rig.send(rig.payments, payments(-6))
+    rig.ingest(rig.payments)
+    rest = ticks()
+    (request,) = rest.run_requests or ()
+    assert names.topic_key(rig.sales) not in (request.asset_selection or [])
+    ticks.run(rest)
+    assert ends(rig) == [1, 2]
+    assert ticks().run_requests == []
+
+
+def ends(rig: Rig) -> list[int]:
+    """Where the output topics end."""
+    found = topic_states(rig.pipeline.kafka, [item.topic for item in rig.pipeline.outputs])
+    return [state.partitions[0].end for state in found.values()]
 
 
 def test_keys_that_name_no_range_are_deleted(rig: Rig, ticks: Ticks) -> None:
