@@ -19,7 +19,7 @@ import pytest
 
 from zync_assets import pipeline_file
 from zync_assets.errors import ForeignRecord
-from zync_assets.kafka.topics import high_watermark
+from zync_assets.kafka.topics import high_watermark, survey
 from zync_assets.lake.published import open_published
 from zync_assets.local.services import Services
 from zync_assets.steps.publish import recreate_topic
@@ -28,6 +28,7 @@ from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.cluster import BROKERS, Cluster, start_cluster
+from zync_assets_tests.odd_topics import until
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.shop_rules import shop_topics
 from zync_assets_tests.test_chain import ingest, publish, transform
@@ -212,3 +213,26 @@ def test_what_surfaces_later_than_the_settle_time_is_found_and_the_way_back_work
     recreate_topic(rig.shop.pipeline, rig.shop.new)
     publish(rig.shop, rig.spark)
     rig.assert_exactly_once()
+
+
+def test_a_partition_whose_only_broker_died_hides_nothing_else(cluster: Cluster, unique: str) -> None:
+    """At first its broker is still taken for its leader; then it has none. It is back with its broker."""
+    topic, other = f"{unique}.two", f"{unique}.other"
+    cluster.create(topic, [[LEADER], [NEXT]])
+    cluster.create(other, [[LAST]])
+    kafka = {"bootstrap.servers": cluster.servers}
+
+    def known() -> tuple[list[int], list[int]]:
+        found = survey(kafka, [topic, other], patience=0.0)
+        assert [part.partition for part in found.states[other].partitions] == [0]
+        return [part.partition for part in found.states[topic].partitions], list(found.states[topic].away)
+
+    assert known() == ([0, 1], [])
+    cluster.signal(signal.SIGKILL, NEXT)
+    try:
+        assert known() == ([0], [1])
+        until(f"{topic} has no leader", lambda: "has no leader" in str(survey(kafka, [topic]).errors[topic]))
+        assert known() == ([0], [1])
+    finally:
+        cluster.restart(NEXT)
+    until(f"{topic} is whole", lambda: known() == ([0, 1], []))

@@ -18,7 +18,7 @@ from zync_assets.assets.facts import BROKER, Facts
 from zync_assets.checks.topic_checks import REACHABLE
 from zync_assets.pipeline import Pipeline
 
-LASTS_SECONDS = 30.0
+LASTS_SECONDS = 20.0
 """A problem that is there for so long lasts. A broker starts again in less."""
 PERIOD_SECONDS = 60.0
 RED_SECONDS = 10.0

@@ -13,12 +13,13 @@ from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.cli.ways import input_way, output_way, quick_registry
 from zync_assets.errors import BrokerUnavailable, LakeError, TrustError
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import PartitionState, TopicState, topic_states
+from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, raw, staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.pipeline import Input, Output, Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets.steps.ingest import LEADER_SECONDS
 
 TIMEOUT = 5.0
 """Seconds that the broker has to answer; without it the rest is shown."""
@@ -142,10 +143,15 @@ def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingSt
 def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
     topics = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
     try:
-        states = topic_states(pipeline.kafka, topics, TIMEOUT)
+        found = survey(pipeline.kafka, topics, TIMEOUT, LEADER_SECONDS)
     except (BrokerUnavailable, TrustError) as error:
         click.echo(f"note: {error}", err=True)
         return {}
+    for error in found.problems.values():
+        raise error
+    for error in found.errors.values():
+        click.echo(f"note: {error}", err=True)
+    states = dict(found.states)
     for item in pipeline.inputs:
         if item.topic not in states:
             click.echo(f"note: topic {item.topic} is not there", err=True)

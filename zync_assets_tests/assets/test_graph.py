@@ -144,7 +144,7 @@ def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(r
 def test_a_run_over_many_offsets_is_several_commits(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.send(rig.orders, orders(1, 2, 3, 4, 5))
     rig.send(rig.orders, orders(6), partition=1)
-    monkeypatch.setitem(ingest.plan_ingest.__kwdefaults__, "limit", 4)
+    monkeypatch.setitem(ingest.plan_ingest.__kwdefaults__, "limit", 2)
     said = told(rig.ingest(rig.orders, OPEN, SECOND), names.pool_key("Raw", rig.orders))
     assert (said[OPEN]["rows"], said[SECOND]["rows"]) == (5, 1)
     assert (said[OPEN]["ingested"], said[OPEN]["commits"]) == (6, 3)
