@@ -1,22 +1,43 @@
-"""Take away files that no one needs: those that a commit replaced long ago, and those that no commit ever named.
+"""Take away what no one needs: old entries of a table's log, files that a commit replaced long ago, and files that no
+commit ever named.
+
+delta-rs looks through the whole log at each commit, and whoever opens a table lists it. Here the log is cleaned every
+COMMITS commits, and keeps LOG_VERSIONS versions: then a commit costs the same after a week as in the first minute.
 
 A reader may still be at a version whose files were replaced since, and a writer's files lie there before its commit names
 them. Both have RETENTION_HOURS for it: seven days, Delta's own default (Delta protocol, "Vacuum";
-``deletedFileRetentionDuration``).
+``deletedFileRetentionDuration``). A young file has them from the time when it was written (``tables.YOUNG_HOURS``).
 A writer that took longer is refused by ``tables.commit``, a day before, so that no commit names a file that is gone.
 """
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
 from pyarrow import fs
 
-from zync_assets.lake import storage, tables
+from zync_assets.lake import foreign, log_entries, storage, tables
 from zync_assets.lake.tables import Opened
 
 RETENTION_HOURS = tables.UNCOMMITTED_HOURS + 24
 COMMITS = 100
-"""Commits of a table between two cleanings."""
+"""Commits of a table between two cleanings of its log; as many as between two checkpoints."""
+LOG_VERSIONS = 1_000
+"""Versions that a cleaned log keeps at the least, to be restored or read. A commit may be that many versions late."""
+SWEEP_HOURS = 1
+"""Time between two looks at all files of a table, which take the longer the more there are."""
+MOST = 20_000
+"""Files and log entries that one cleaning removes at the most."""
 _NUMBER = "zync:cleaned"
+_SWEPT = "zync:swept"
+_ENTRY = re.compile(r"(\d{20})\.(json|crc|checkpoint\..*)")
+_DELETERS = 16
+_OWN_FOLDER = re.compile(r"(batch|compact)-[0-9a-f-]+")
 
 
 def is_due(opened: Opened) -> bool:
@@ -24,20 +45,104 @@ def is_due(opened: Opened) -> bool:
 
 
 def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
-    """Remove what is older than ``hours`` and no longer, or not, in the table. Returns the paths, relative to the table.
+    """Remove old entries of the log, and once in SWEEP_HOURS files that are older than ``hours`` and no longer, or not, in
+    the table. Returns the paths of these files, relative to the table.
 
-    Raises CommitConflict if another writer cleans the table at the same moment.
+    Raises CommitConflict if another writer cleans the table at the same moment, TableDamaged if another program changed the
+    table: its older versions may be needed.
     """
-    partition_by = opened.table.metadata().partition_columns
-    tables.commit(opened, [], {_NUMBER: opened.version // COMMITS}, partition_by=partition_by)
+    foreign.check(opened)
+    now = time.time()
+    sweeps = now - (opened.number(_SWEPT) or 0) >= SWEEP_HOURS * 3600
+    numbers = {_NUMBER: opened.version // COMMITS} | ({_SWEPT: int(now)} if sweeps else {})
+    tables.commit(opened, [], numbers, partition_by=opened.table.metadata().partition_columns)
     found = tables.open_table(opened.uri)
     if found is None:
         return []
+    clean_log(found)
+    if not sweeps:
+        return []
     system, base = storage.filesystem(opened.uri)
-    gone = [path for path in tables.unneeded(found, hours) if not _of_another_table(system, base, path)]
-    for path in gone:
-        system.delete_file(f"{base.rstrip('/')}/{path}")
+    gone = [path for path in unneeded(found, hours) if not _of_another_table(system, base, path)][:MOST]
+    _each(opened.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), gone)
+    if not storage.is_store(opened.uri):
+        _remove_folders(base, gone)
     return gone
+
+
+def clean_log(opened: Opened) -> int:
+    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions; how many there were.
+
+    ``delta.logRetentionDuration`` keeps more of them where the table sets it, ``delta.enableExpiredLogCleanup`` all.
+    """
+    properties = opened.table.metadata().configuration
+    if properties.get("delta.enableExpiredLogCleanup", "").lower() == "false":
+        return 0
+    system, log = storage.filesystem(storage.join(opened.uri, "_delta_log"))
+    entries = [
+        (match, info)
+        for info in system.get_file_info(fs.FileSelector(log))
+        if (match := _ENTRY.fullmatch(info.base_name))
+    ]
+    whole = [match for match, _ in entries if match[2] == "checkpoint.parquet"]
+    limit = max((int(match[1]) for match in whole if int(match[1]) <= opened.version - LOG_VERSIONS), default=0)
+    kept_from = _kept_from(properties.get("delta.logRetentionDuration"))
+    # The oldest first: a log that begins late is whole, a log with a hole is not.
+    old = sorted((match[0], info) for match, info in entries if int(match[1]) < limit)
+    gone = [name for name, info in old if (info.mtime_ns or 0) / 1e9 <= kept_from][:MOST]
+    _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
+    return len(gone)
+
+
+def unneeded(opened: Opened, hours: float) -> list[str]:
+    """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
+    ago, or none names them. Paths relative to the table, the oldest first."""
+    limit = time.time() - hours * 3600
+    kept = {item.path for item in opened.files}
+    kept |= {
+        path for path, removed in log_entries.removed(opened.uri, opened.version).items() if removed / 1000 > limit
+    }
+    found = storage.files_with_times(opened.uri, ".parquet")
+    return [path for path, written in sorted(found, key=lambda each: each[1]) if written <= limit and path not in kept]
+
+
+def _each(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:
+    """Delete files; what is gone already is no error. A store answers each request after a while, so it gets many at once."""
+
+    def gone(name: str) -> None:
+        with suppress(FileNotFoundError):
+            delete(name)
+
+    if not storage.is_store(uri):
+        for name in names:
+            gone(name)
+        return
+    with ThreadPoolExecutor(_DELETERS) as pool:
+        list(pool.map(gone, names))
+
+
+def _remove_folders(base: str, paths: Iterable[str]) -> None:
+    """Remove the folders of batches and compactions that are empty now. Nobody writes to them again."""
+    folders = {
+        folder
+        for path in paths
+        for folder in Path(path).parents
+        if _OWN_FOLDER.fullmatch(folder.parts[0] if folder.parts else "")
+    }
+    for folder in sorted(folders, key=lambda each: -len(each.parts)):
+        with suppress(OSError):
+            Path(base, folder).rmdir()
+
+
+def _kept_from(retention: str | None) -> float:
+    """The time up to which entries may go, by ``interval <number> <unit>`` of the table; now where that is not set."""
+    found = re.fullmatch(r"\s*interval\s+(\d+)\s+(second|minute|hour|day|week)s?\s*", retention or "", re.IGNORECASE)
+    if retention is None:
+        return time.time() + 1
+    if found is None:
+        return 0
+    unit = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800}[found[2].lower()]
+    return time.time() - int(found[1]) * unit
 
 
 def _of_another_table(system: fs.FileSystem, base: str, path: str) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import TableDamaged
-from zync_assets.lake import tables
-from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.lake import sums
+from zync_assets.lake.opened import TOKEN, DataFile, Opened
 
 _OWN = re.compile(
     r"(part|replay-\d+|attempt-[0-9a-f]+)-\d{5}-[0-9a-f]{32}\.parquet"  # ingest, replay
@@ -33,11 +33,11 @@ def commits(opened: Opened) -> str:
         history = opened.table.history(_RECENT)
     except (DeltaError, OSError):
         return ""
-    others = [item for item in history if tables.TOKEN not in item and item.get("operation") not in _HARMLESS]
+    others = [item for item in history if TOKEN not in item and item.get("operation") not in _HARMLESS]
     if not others:
         return ""
     # From the newest back to the last of ours before them: what we committed after them would be lost by a restore too.
-    before = [item["version"] for item in history if item["version"] < others[0]["version"] and tables.TOKEN in item]
+    before = [item["version"] for item in history if item["version"] < others[0]["version"] and TOKEN in item]
     since = [item for item in others if not before or item["version"] > before[0]]
     told = ", ".join(_told(item) for item in reversed(since))
     back = f" Restore version {before[0]}." if before else ""
@@ -59,3 +59,9 @@ def changed(opened: Opened, what: str) -> TableDamaged:
     told = commits(opened)
     cure = "" if "Restore" in told else " Restore it to a version, or from a copy, from before that."
     return TableDamaged(f"table {opened.uri} was changed by another program: {what}. Nothing was done.{told}{cure}")
+
+
+def check(opened: Opened) -> None:
+    """TableDamaged if another program changed the files of a table since our last commit to it."""
+    if not sums.is_untouched(opened):
+        raise changed(opened, "its files are others than those that zync committed")

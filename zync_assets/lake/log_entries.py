@@ -1,25 +1,41 @@
-"""The entries of a Delta log by themselves: whether a version is still the newest, and the numbers that versions set.
+"""The entries of a Delta log by themselves: whether a version is still the newest, and the numbers and tombstones
+that versions set.
 
-To open a table is to read its log from the last checkpoint on, and to ask it for one number is to read it again. A small
-batch would spend half of its time on that.
+To open a table is to read its log from the last checkpoint on, and to ask delta-rs for one number is to read it again. Here
+one reading gives all numbers: a table has several of them for each partition of its topic.
 
-Delta protocol: "Delta Log Entries", "Transaction Identifiers".
+Delta protocol: "Delta Log Entries", "Checkpoints", "Last Checkpoint File", "Transaction Identifiers".
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import unquote
 
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from zync_assets.compute import pc
+from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 
 Mark = tuple[int | None, int | None]
 """What tells a version's entry from another's at its place: its size, and when it was written."""
+CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.\d{10}\.\d{10})?\.parquet")
+"""The names of a checkpoint's files: one file, or several parts."""
+_READERS = 16
+"""Entries that are read at the same time from a store, where each of them is a round trip."""
 
 
 def newest_mark(uri: str, version: int) -> Mark | None:
     """The mark of a version; None if it is not the newest, or has no entry (any more)."""
-    system, path = storage.filesystem(storage.join(uri, "_delta_log"))
-    entry, following = system.get_file_info([storage.join(path, _name(n)) for n in (version, version + 1)])
+    system, path = _log(uri)
+    entry, following = system.get_file_info([storage.join(path, name(n)) for n in (version, version + 1)])
     if not entry.is_file or following.is_file:
         return None
     return entry.size, entry.mtime_ns
@@ -27,24 +43,105 @@ def newest_mark(uri: str, version: int) -> Mark | None:
 
 def mark(uri: str, version: int) -> Mark | None:
     """The mark of a version; None if it has no entry (any more)."""
-    system, path = storage.filesystem(storage.join(uri, "_delta_log"))
-    entry = system.get_file_info(storage.join(path, _name(version)))
+    system, path = _log(uri)
+    entry = system.get_file_info(storage.join(path, name(version)))
     return (entry.size, entry.mtime_ns) if entry.is_file else None
+
+
+def numbers(uri: str, version: int) -> dict[str, int]:
+    """Application id → its last number, as of a version. LakeError where the log does not reach back to that version."""
+    with _reaching(uri, version):
+        checkpoint = _checkpoint(uri, version)
+        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "txn", "appId", "version")
+        return found | numbers_set(uri, 0 if checkpoint is None else checkpoint[0] + 1, version)
 
 
 def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
     """Application ids that the versions from ``first`` to ``last`` set, each with its last number. FileNotFoundError if one
     of them has no entry (any more)."""
-    system, path = storage.filesystem(storage.join(uri, "_delta_log"))
     found: dict[str, int] = {}
-    for version in range(first, last + 1):
-        with system.open_input_file(storage.join(path, _name(version))) as file:
-            for line in file.read().decode().splitlines():
-                action = json.loads(line) if '"txn"' in line else {}
-                if "txn" in action:
-                    found[action["txn"]["appId"]] = action["txn"]["version"]
+    for action in _actions(uri, "txn", first, last):
+        found[action["appId"]] = action["version"]
     return found
 
 
-def _name(version: int) -> str:
+def removed(uri: str, version: int) -> dict[str, int]:
+    """Path → when a commit removed the file, in milliseconds since the epoch, of the tombstones that the log still has.
+    LakeError where the log does not reach back to that version."""
+    with _reaching(uri, version):
+        checkpoint = _checkpoint(uri, version)
+        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
+        for action in _actions(uri, "remove", 0 if checkpoint is None else checkpoint[0] + 1, version):
+            found[action["path"]] = action.get("deletionTimestamp") or 0
+    return {unquote(path): at or 0 for path, at in found.items()}
+
+
+def name(version: int) -> str:
+    """The name of a version's entry."""
     return f"{version:020d}.json"
+
+
+def _actions(uri: str, kind: str, first: int, last: int) -> Iterator[Any]:
+    """The actions of a kind of some versions' entries, in their order."""
+    system, path = _log(uri)
+
+    def read(version: int) -> list[Any]:
+        with system.open_input_file(storage.join(path, name(version))) as file:
+            lines = file.read().decode().splitlines()
+        return [action[kind] for line in lines if f'"{kind}"' in line and kind in (action := json.loads(line))]
+
+    versions = range(first, last + 1)
+    if not storage.is_store(uri) or len(versions) < 2:
+        for version in versions:
+            yield from read(version)
+        return
+    with ThreadPoolExecutor(_READERS) as pool:
+        for actions in pool.map(read, versions):
+            yield from actions
+
+
+@contextmanager
+def _reaching(uri: str, version: int) -> Generator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise LakeError(
+            f"table {uri}: the Delta log lacks an entry that version {version} needs ({error}). Run again: the table may have"
+            " newer versions. If the error comes again, restore the log's files from a copy."
+        ) from None
+
+
+def _checkpoint(uri: str, version: int) -> tuple[int, list[str]] | None:
+    """The newest checkpoint at or before a version, and the names of its files; None where there is none."""
+    system, path = _log(uri)
+    # Without a listing, which takes the longer the more entries there are.
+    with suppress(FileNotFoundError, ValueError, KeyError):
+        with system.open_input_file(storage.join(path, "_last_checkpoint")) as file:
+            told = json.loads(file.read())
+        single = f"{int(told['version']):020d}.checkpoint.parquet"
+        usable = told["version"] <= version and not told.get("parts")
+        if usable and system.get_file_info(storage.join(path, single)).is_file:
+            return int(told["version"]), [single]
+    found: dict[int, list[str]] = {}
+    for info in system.get_file_info(fs.FileSelector(path)):
+        match = CHECKPOINT.fullmatch(info.base_name)
+        if match is not None and int(match[1]) <= version:
+            found.setdefault(int(match[1]), []).append(info.base_name)
+    return max(found.items(), default=None)
+
+
+def _in_checkpoint(uri: str, names: Iterable[str], kind: str, key: str, number: str) -> dict[str, int]:
+    system, path = _log(uri)
+    found: dict[str, int] = {}
+    for each in names:
+        table = pq.ParquetFile(storage.join(path, each), filesystem=system).read(
+            columns=[f"{kind}.{key}", f"{kind}.{number}"]
+        )
+        if kind in table.column_names:
+            rows = table[kind].filter(pc.is_valid(pc.struct_field(table[kind], key)))
+            found |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))
+    return found
+
+
+def _log(uri: str) -> tuple[fs.FileSystem, str]:
+    return storage.filesystem(storage.join(uri, "_delta_log"))

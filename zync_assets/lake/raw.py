@@ -151,9 +151,12 @@ def _state(opened: Opened) -> RawState:
 
 
 def check_whole(state: RawState) -> None:
-    """LakeError if the files don't hold as many records as were ingested and not removed, by the log's statistics alone."""
+    """TableDamaged if another program changed the files of the table, by the log alone: a file has no statistics, the files
+    don't hold as many records as were ingested and not removed, or their sum is another one."""
     held = Counter[int]()
     for item in state.opened.files:
+        if item.partition is None or item.first is None or item.last is None:
+            raise foreign.changed(state.opened, f"the Delta log has no statistics of file {item.path}")
         if not is_replay(item):
             held[item.partition or 0] += item.records
     for partition, counted in sorted(state.records.items()):
@@ -162,6 +165,7 @@ def check_whole(state: RawState) -> None:
             raise foreign.changed(
                 state.opened, f"it holds {held[partition]} records of partition {partition}, and {wanted} were ingested"
             )
+    foreign.check(state.opened)
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:

@@ -213,12 +213,14 @@ def _read_head(opened: Opened, path: str) -> list[dict[str, Any]]:
 
 
 def check_whole(state: StagingState) -> None:
-    """LakeError if the files of an output don't hold as many records as were numbered, by the log's statistics alone."""
+    """TableDamaged if another program changed the files of the table, by the log alone: those of an output don't hold as many
+    records as were numbered, or the sum of all is another one."""
     for topic in sorted({topic for topic, _ in state.head.outputs}):
         numbered = sum(item.next - item.base for (name, _), item in state.head.outputs.items() if name == topic)
         held = sum(item.records for item in state.output_files(topic))
         if held != numbered:
             raise foreign.changed(state.opened, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
+    foreign.check(state.opened)
 
 
 def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:

@@ -227,12 +227,17 @@ def list_files(uri: str, suffix: str) -> list[str]:
     Without what Hadoop hides (names that begin with ``_`` or a dot): a Spark task that is no longer waited for, as a
     speculative one, may still write below ``_temporary``.
     """
+    return sorted(path for path, _ in files_with_times(uri, suffix))
+
+
+def files_with_times(uri: str, suffix: str) -> list[tuple[str, float]]:
+    """The same paths in no order, each with the time when the file was written, in seconds since the epoch."""
     system, path = filesystem(uri)
     selector = fs.FileSelector(path, allow_not_found=True, recursive=True)
     base = path.rstrip("/") + "/"
     found = [
-        info.path.removeprefix(base)
+        (info.path.removeprefix(base), (info.mtime_ns or 0) / 1e9)
         for info in system.get_file_info(selector)
         if info.type == fs.FileType.File and info.path.endswith(suffix)
     ]
-    return sorted(path for path in found if not any(part.startswith(("_", ".")) for part in path.split("/")))
+    return [each for each in found if not any(part.startswith(("_", ".")) for part in each[0].split("/"))]

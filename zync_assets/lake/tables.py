@@ -13,21 +13,18 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
-from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
-from zync_assets.compute import pc
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import log_entries, refusals, storage, widening
+from zync_assets.lake import foreign, log_entries, refusals, storage, sums, widening
+from zync_assets.lake.opened import TOKEN, DataFile, Opened, list_files
+
+__all__ = ["TOKEN", "DataFile", "Opened", "commit", "create_table", "forget", "list_files", "open_table", "widen"]
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
@@ -37,8 +34,6 @@ _known: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
 _newest: dict[str, tuple[Opened, log_entries.Mark]] = {}
 """Place → its table as it was opened last, and what tells that version."""
-_CARRIED = 20
-"""Over how many versions at the most numbers are carried from one opened table to the next."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
@@ -47,68 +42,10 @@ _WITHOUT = (
 UNCOMMITTED_HOURS = 6 * 24
 """How long files may wait for their commit. ``cleaning`` takes files that no commit names a day later: clocks differ, and a
 commit takes its time."""
-TOKEN = "zync.commit"
-"""What a commit's log entry says to be told from another's, while its writer asks whether it happened; no state."""
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """One Parquet file of a table, with the statistics that its log entry carries.
-
-    ``path`` is relative to the table; ``first`` and ``last`` are the lowest and highest offset in it; times are
-    milliseconds since the epoch. ``partition``, ``first``, ``last`` and the times are None where the log has none.
-    """
-
-    path: str
-    size: int
-    records: int
-    partition: int | None = None
-    first: int | None = None
-    last: int | None = None
-    min_time: int | None = None
-    max_time: int | None = None
-    group: str | None = None
-    """The value of the table's partition column ``topic``; None for a table without one."""
-    made: float = field(default_factory=time.time, compare=False, repr=False)
-    """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
-
-
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """A table as it was at one version. Commits are made on this object, so that they conflict with what came since.
-
-    It may have several holders: nothing changes the version that ``table`` is at.
-    """
-
-    uri: str
-    table: DeltaTable
-    _numbers: dict[str, int | None] = field(default_factory=dict[str, "int | None"], repr=False)
-
-    @property
-    def version(self) -> int:
-        return self.table.version()
-
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema(self.table.schema().to_arrow())
-
-    @cached_property
-    def files(self) -> tuple[DataFile, ...]:
-        """Every file of this version, in no particular order; the log is asked once."""
-        return tuple(list_files(self))
-
-    def number(self, name: str) -> int | None:
-        """The last version that was committed with an application id, or None."""
-        if name not in self._numbers:
-            self._numbers[name] = self.table.transaction_version(name)
-        return self._numbers[name]
-
-    def carry(self, before: Opened) -> None:
-        """Take over the numbers that an older version of the same table was asked for, and those set since."""
-        if 0 <= self.version - before.version <= _CARRIED:
-            with suppress(FileNotFoundError):
-                since = log_entries.numbers_set(self.uri, before.version + 1, self.version)
-                self._numbers.update({**before._numbers, **since})
+YOUNG_HOURS = 24
+"""Age of a file up to which its removal leaves no lasting tombstone: ``cleaning`` goes by the time when it was written."""
+_HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
+"""What delta-rs does after a commit. Its clean-up of the log lists all entries at each commit; ``cleaning`` does that."""
 
 
 def open_table(uri: str, version: int | None = None) -> Opened | None:
@@ -214,35 +151,6 @@ def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
         )
 
 
-def list_files(opened: Opened) -> list[DataFile]:
-    """Every file of the table as of the opened version, in no particular order."""
-    # Not by pa.table, which imports pandas to see whether it is given one of its frames: a quarter of what a command takes.
-    actions = pa.RecordBatchReader.from_stream(opened.table.get_add_actions(flatten=True)).read_all()
-    count = actions.num_rows
-
-    def column(name: str) -> list[Any]:
-        if name not in actions.column_names:
-            return [None] * count
-        found = actions[name]
-        return (_millis(found) if pa.types.is_timestamp(found.type) else found).to_pylist()
-
-    return [
-        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group)
-        for path, size, records, partition, first, last, low, high, group in zip(
-            column("path"),
-            column("size_bytes"),
-            column("num_records"),
-            column("min.kafka.partition"),
-            column("min.kafka.offset"),
-            column("max.kafka.offset"),
-            column("min.kafka.time"),
-            column("max.kafka.time"),
-            column("partition.topic"),
-            strict=True,
-        )
-    ]
-
-
 def create_table(
     uri: str,
     schema: pa.Schema,
@@ -266,7 +174,8 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            commit_properties=_properties(numbers, token, retries=0),
+            commit_properties=_properties({**numbers, **sums.begun(files)}, token, retries=0),
+            post_commithook_properties=_HOOKS,
             storage_options=storage.delta_options(uri),
         )
     except (DeltaError, OSError) as error:
@@ -289,20 +198,28 @@ def commit(
     """Add and remove files and set numbers, in one atomic commit on the opened object.
 
     ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
-    committed one of the numbers since the table was opened, or if files waited longer than UNCOMMITTED_HOURS.
+    committed one of the numbers since the table was opened, or if files waited longer than UNCOMMITTED_HOURS;
+    TableDamaged if another program changed the table's files.
     """
     _check_writable(opened)
     _check_fresh(opened.uri, files)
+    if files or removed:
+        foreign.check(opened)
     now = int(time.time() * 1000)
+    numbers = {**numbers, **sums.carried(opened, numbers, files, removed)}
     before, token = opened.version, uuid.uuid4().hex
     try:
         opened.table.create_write_transaction(
-            [RemoveAction(item.path, not rewritten, now, partition_values=_group(item)) for item in removed]
+            [
+                RemoveAction(item.path, not rewritten, _removed_at(item, now), partition_values=_group(item))
+                for item in removed
+            ]
             + [_add(item, not rewritten) for item in files],
             mode="append",
             schema=opened.table.schema(),
             partition_by=list(partition_by),
             commit_properties=_properties(numbers, token),
+            post_commithook_properties=_HOOKS,
         )
     except (DeltaError, OSError) as error:
         found = open_table(opened.uri)
@@ -335,6 +252,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
             predicate="false",
             partition_by=opened.table.metadata().partition_columns or None,
             commit_properties=_properties({}, token),
+            post_commithook_properties=_HOOKS,
         )
     except (DeltaError, OSError) as error:
         found = open_table(opened.uri)
@@ -348,22 +266,6 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     if found is None:
         raise LakeError(f"table {opened.uri} vanished")
     return found
-
-
-def unneeded(opened: Opened, hours: float) -> list[str]:
-    """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
-    ago, or none names them. Paths relative to the table.
-
-    A file of the table is never among them, whatever delta-rs says.
-    """
-    try:
-        found = opened.table.vacuum(
-            retention_hours=int(hours), dry_run=True, enforce_retention_duration=False, full=True
-        )
-    except (DeltaError, OSError) as error:
-        raise _failed(opened.uri, error, "what is not needed can't be listed") from None
-    live = {item.path for item in opened.files}
-    return [path for path in found if path not in live and unquote(path) not in live]
 
 
 def _failed(uri: str, error: Exception, what: str, cure: str = "") -> LakeError:
@@ -393,6 +295,13 @@ def _properties(numbers: Mapping[str, int], token: str, retries: int | None = No
     )
 
 
+def _removed_at(item: DataFile, now: int) -> int:
+    """The time of a tombstone. At one commit a second a week of tombstones would be in each checkpoint of the log: 0 makes
+    the next checkpoint leave out the tombstone of a young file."""
+    young = item.added is not None and now - item.added < YOUNG_HOURS * 3_600_000
+    return 0 if young else now
+
+
 def _group(item: DataFile) -> dict[str, str | None]:
     return {} if item.group is None else {"topic": item.group}
 
@@ -414,8 +323,3 @@ def _add(item: DataFile, changes_data: bool = True) -> AddAction:
 def _iso(millis: int) -> str:
     moment = _EPOCH + timedelta(milliseconds=millis)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{millis % 1000:03d}Z"
-
-
-def _millis(moments: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Since the epoch. A thousand of them as Python's times take as long as all else of a thousand files."""
-    return pc.floor_temporal(moments, unit="millisecond").cast(pa.timestamp("ms", "UTC")).cast(pa.int64())

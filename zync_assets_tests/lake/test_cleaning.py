@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from zync_assets.errors import CommitConflict
-from zync_assets.lake import cleaning, tables
+from zync_assets.errors import CommitConflict, TableDamaged
+from zync_assets.lake import cleaning, log_entries, tables
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
 OLD = time.time() - 30 * 24 * 3600
@@ -127,3 +127,81 @@ def test_it_is_due_every_so_many_commits(opened: tables.Opened, monkeypatch: pyt
         else:
             tables.commit(found, [], {"mine": found.version})
     assert due == [False, True, False, True]
+
+
+def log(opened: tables.Opened) -> list[str]:
+    return sorted(path.name for path in Path(opened.uri, "_delta_log").iterdir() if path.name[0] == "0")
+
+
+def again(opened: tables.Opened) -> tables.Opened:
+    found = tables.open_table(opened.uri)
+    assert found is not None
+    return found
+
+
+def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
+    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleaning, "LOG_VERSIONS", 20)
+    monkeypatch.setattr(cleaning, "COMMITS", 10)
+    sizes: list[int] = []
+    for number in range(10, 260):
+        now = again(opened)
+        last = max(now.files, key=lambda item: item.first or 0)
+        replaced = [last] if last.first else []
+        tables.commit(now, [file(opened.uri, records([number]))], {"mine": number}, removed=replaced)
+        if cleaning.is_due(again(opened)):
+            cleaning.clean(again(opened))
+            sizes.append(len(log(opened)))
+    assert max(sizes) <= 20 + 100 + 20
+    assert sizes[-1] < 100
+    found = again(opened)
+    assert found.number("mine") == 259
+    assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 2
+    tombstones = log_entries.removed(opened.uri, found.version)
+    assert len(tombstones) > 20
+    found.table.create_checkpoint()
+    # The fixture's own removal gives no age of the file: that tombstone lasts.
+    assert len(log_entries.removed(opened.uri, found.version)) == 1
+
+
+def test_a_log_that_shall_be_kept_is_kept(opened: tables.Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "LOG_VERSIONS", 0)
+    opened.table.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 hour"})
+    again(opened).table.create_checkpoint()
+    assert cleaning.clean_log(again(opened)) == 0
+    for name in log(opened):
+        aged(Path(opened.uri, "_delta_log", name))
+    assert cleaning.clean_log(again(opened)) == 2
+    assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 1
+
+
+def test_an_old_file_that_was_replaced_just_now_stays_though_a_checkpoint_was_made(
+    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written long ago, but a reader may have opened the version before a moment ago."""
+    monkeypatch.setattr(tables, "YOUNG_HOURS", 0)
+    [old] = opened.files
+    tables.commit(again(opened), [file(opened.uri, records([0]))], {"mine": 1}, removed=[old])
+    again(opened).table.create_checkpoint()
+    aged(Path(opened.uri, old.path))
+    assert old.path not in cleaning.clean(again(opened))
+    assert (Path(opened.uri) / old.path).exists()
+
+
+def test_files_are_listed_once_in_a_while_and_empty_folders_of_batches_go(opened: tables.Opened) -> None:
+    folder = Path(opened.uri, "batch-000000000001-0123456789ab", "topic=t")
+    folder.mkdir(parents=True)
+    orphan = Path(opened.uri, file(opened.uri, records([7])).path).rename(folder / "part-0.parquet")
+    aged(orphan)
+    assert cleaning.clean(again(opened)) == ["batch-000000000001-0123456789ab/topic=t/part-0.parquet"]
+    assert not folder.parent.exists()
+    aged(Path(opened.uri, file(opened.uri, records([8])).path))
+    assert cleaning.clean(again(opened)) == []
+
+
+def test_nothing_is_cleaned_of_a_table_that_another_program_changed(opened: tables.Opened) -> None:
+    DeltaTable(opened.uri).delete()
+    with pytest.raises(TableDamaged):
+        cleaning.clean(again(opened), hours=0)
+    assert len(list(Path(opened.uri).glob("*.parquet"))) == 2

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
 
-from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import tables
+from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableDamaged, TableUnsupported
+from zync_assets.lake import log_entries, sums, tables
 from zync_assets.lake.tables import Opened, commit, create_table, list_files, open_table, widen
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
@@ -117,6 +117,107 @@ def test_the_newest_version_is_read_once(table: str) -> None:
     assert now is opened(table) and now is not before
     assert [now.number(name) for name in "mno"] == [now.table.transaction_version(name) for name in "mno"] == [1, 4, 5]
     assert before.number("n") == 3
+
+
+def test_all_numbers_come_from_one_replay_of_the_log(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic of a hundred partitions has a thousand numbers. They are in a checkpoint and in entries after it."""
+    commit(opened(table), [], {f"next:{n}": n for n in range(500)})
+    opened(table).table.create_checkpoint()
+    commit(opened(table), [], {f"next:{n}": 1000 + n for n in range(0, 500, 2)})
+    tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
+    reads: list[str] = []
+    real = log_entries.storage.filesystem
+    monkeypatch.setattr(log_entries.storage, "filesystem", lambda uri: (reads.append(uri), real(uri))[1])
+    now = opened(table)
+    reads.clear()
+    assert [now.number(f"next:{n}") for n in range(500)] == [n + 1000 * (n % 2 == 0) for n in range(500)]
+    assert now.number("n") == 3 and now.number("m") is None
+    assert len(reads) <= 5
+    assert all(now.table.transaction_version(f"next:{n}") == now.number(f"next:{n}") for n in (0, 1, 499))
+
+
+@pytest.mark.parametrize("last", ["", "{", '{"version": 99}', None])
+def test_numbers_are_read_without_a_right_last_checkpoint(table: str, last: str | None) -> None:
+    opened(table).table.create_checkpoint()
+    commit(opened(table), [], {"m": 1})
+    told = Path(table, "_delta_log", "_last_checkpoint")
+    told.unlink() if last is None else told.write_text(last)
+    assert log_entries.numbers(table, 1) | {"zync:files": 0} == {"n": 3, "m": 1, "zync:files": 0}
+
+
+def test_a_commit_does_not_clean_the_log_up(table: str) -> None:
+    """It would list the whole log. The clean-up is upkeep's."""
+    opened(table).table.alter.set_table_properties({"delta.logRetentionDuration": "interval 0 seconds"})
+    opened(table).table.create_checkpoint()
+    for number in range(4, 6):
+        commit(opened(table), [], {"n": number})
+        widen(opened(table), wider(*((f"c{n}", pa.string()) for n in range(4, number + 1))))
+    assert Path(table, "_delta_log", f"{0:020d}.json").exists()
+
+
+def foreign_changes() -> dict[str, Callable[[str], object]]:
+    return {
+        "delete": lambda uri: DeltaTable(uri).delete("kafka.offset = 1"),
+        "update": lambda uri: DeltaTable(uri).update({"key": "'other'"}, predicate="kafka.offset = 1"),
+        "append": lambda uri: write_deltalake(uri, DeltaTable(uri).to_pyarrow_table(), mode="append"),
+        "optimize": lambda uri: DeltaTable(uri).optimize.compact(),
+        "restore": lambda uri: DeltaTable(uri).restore(0),
+    }
+
+
+@pytest.mark.parametrize("change", foreign_changes())
+def test_nothing_is_committed_onto_files_that_another_program_changed(table: str, change: str) -> None:
+    """Also after the log forgot who committed, and after a commit of ours that rebased onto the change."""
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    late = opened(table)
+    own = late.version
+    foreign_changes()[change](table)
+    if change == "append":
+        commit(late, [file(table, records([0], partition=1))], {"p": 1})
+    opened(table).table.create_checkpoint()
+    for entry in sorted(Path(table, "_delta_log").glob("*.json"))[:-1]:
+        entry.unlink()
+    tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
+    before = rows(table)
+    with pytest.raises(TableDamaged, match="its files are others than those that zync committed"):
+        commit(opened(table), [file(table, records([4]))], {"n": 5})
+    assert rows(table) == before
+    assert own == 1
+
+
+def test_a_table_that_is_restored_to_our_last_version_goes_on(table: str) -> None:
+    own = opened(table).version
+    DeltaTable(table).delete("kafka.offset = 1")
+    with pytest.raises(TableDamaged, match=f"version 1 .DELETE. to it. Restore version {own}"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
+    DeltaTable(table).restore(own)
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2, 3]
+
+
+def test_commits_of_ours_that_rebase_onto_each_other_change_nothing_that_is_foreign(table: str) -> None:
+    old = opened(table).files
+    ingest, compaction, replay = opened(table), opened(table), opened(table)
+    commit(ingest, [file(table, records([3]))], {"next:0": 4, "began:0": 3})
+    commit(compaction, [file(table, records([0, 1, 2]))], {"compacted": 1}, removed=old, rewritten=True)
+    commit(replay, [file(table, records([9]))], {"replay": 1})
+    widen(opened(table), wider(("city", pa.string())))
+    commit(opened(table), [file(table, records([4]))], {"next:0": 5})
+    assert rows(table) == [0, 1, 2, 3, 4, 9]
+
+
+def test_a_table_from_before_sums_were_kept_goes_on_and_has_one_from_then_on(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sums, "begun", lambda files: {})
+        create_table(uri, SCHEMA, "test", [file(uri, records([0, 1, 2]))], {"n": 3})
+    DeltaTable(uri).optimize.compact()
+    commit(opened(uri), [file(uri, records([3]))], {"n": 4})
+    commit(opened(uri), [file(uri, records([4]))], {"n": 5})
+    DeltaTable(uri).delete("kafka.offset = 3")
+    with pytest.raises(TableDamaged):
+        commit(opened(uri), [file(uri, records([5]))], {"n": 6})
 
 
 def test_another_table_at_the_same_place_and_version_is_read(table: str) -> None:
