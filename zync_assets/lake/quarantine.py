@@ -3,15 +3,17 @@ input's shape left out.
 
 It is committed before the raw table, each file under the number of the attempt that wrote it (``attempt-<number>-…``). An
 entry counts once the raw table's next offset has passed it, and while the raw table has no record at its offset: that is
-one that was replayed. Of the offsets of a partition's last batch only the files of the attempt that was committed count,
-which the raw table names in that same commit: others were left by writers that came second or died, and what they say
-of a record is the same or out of date. The next attempt, whoever makes it, takes them out before it commits itself, so that none
-is below an older batch. Nobody takes out what has not been passed yet: its writer may be about to commit.
+one that was replayed. An attempt that adds a file for a partition sets ``zync:sealed:<partition>`` in the same commit, to
+the next offset that the attempt was planned on. It removes the files below that offset that count no more. So all files
+below the sealed offset count. From there on one committed batch at the most has files here, and the raw table names
+the attempt of that batch. The other files were left by writers that came second, were paused or died. Nobody removes a
+file that has not been passed yet: its writer may be about to commit.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -20,14 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.compute import pc
-from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import raw, storage, tables
+from zync_assets.errors import CommitConflict, LakeError, TableDamaged
+from zync_assets.lake import foreign, raw, storage, tables
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.tables import DataFile
+from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.records import BAD_SCHEMA, RANGE_STAGES
 
 _NUMBER = "zync:quarantine"
 _ATTEMPT = "attempt-"
+_SEALED = "zync:sealed:"
 
 
 def new_attempt() -> int:
@@ -51,13 +54,15 @@ def add(
     uri = storage.quarantine_uri(lake, pool, topic)
     opened = tables.open_table(uri)
     check()
+    planned = state.next if state else {}
+    sealed = {f"{_SEALED}{p}": planned.get(p, 0) for p in sorted({item.partition or 0 for item in files})}
     if opened is None:
         if files:
-            tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1})
+            tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1, **sealed})
         return
-    left = [item for item in opened.files if _is_left_over(item, state)]
+    left = [item for item in opened.files if _is_left_over(opened, item, state)]
     if files or left:
-        tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=left)
+        tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1, **sealed}, removed=left)
 
 
 def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> None:
@@ -73,25 +78,56 @@ def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> Non
             return
 
 
-def _is_left_over(item: DataFile, state: RawState | None) -> bool:
-    """Whether a file lies within a partition's last batch and another attempt than its own was committed."""
+def _is_left_over(opened: Opened, item: DataFile, state: RawState | None) -> bool:
+    """Whether the raw table has passed a file, and the file is not of the attempt that was committed."""
     partition, first = item.partition or 0, item.first or 0
-    if state is None or partition not in state.began or not state.began[partition] <= first < state.next[partition]:
+    if state is None or partition not in state.next:
         return False
-    return not item.path.startswith(file_name(state.attempt[partition]))
+    sealed = opened.number(f"{_SEALED}{partition}")
+    # A side table from before there were sealed offsets.
+    start = state.began.get(partition, state.next[partition]) if sealed is None else sealed
+    if not start <= first < state.next[partition]:
+        return False
+    return not item.path.startswith(file_name(state.attempt.get(partition, 0)))
+
+
+def check_whole(state: RawState, opened: Opened | None) -> None:
+    """TableDamaged if another program changed the side table: its files, or it holds fewer entries than were ever put there,
+    or it is gone. ``opened`` is not older than ``state``."""
+    if opened is None:
+        if any(state.bad.values()) or any(state.left_out.values()):
+            raise TableDamaged(
+                f"table {state.opened.uri}: records of it are in quarantine, and the quarantine table is gone. Nothing was"
+                " done. Restore the folder ~quarantine of the lake from a copy."
+            )
+        return
+    held = Counter[int]()
+    for item in opened.files:
+        held[item.partition or 0] += item.records
+    for partition, wanted in sorted(state.bad.items()):
+        if held[partition] < wanted:
+            raise foreign.changed(
+                opened, f"it holds {held[partition]} entries of partition {partition}, and {wanted} were put there"
+            )
+    foreign.check(opened)
 
 
 def quarantine_files(lake: str, pool: str, topic: str, upcoming: Mapping[int, int]) -> list[DataFile]:
-    """The files whose entries count, where the raw table's next offsets are ``upcoming``; sorted by partition and offset."""
+    """The files whose entries count, where the raw table's next offsets are ``upcoming``; sorted by partition and offset.
+
+    Raises TableDamaged if another program changed the side table.
+    """
     # The raw table first: what is left over of its last batches is then told from what came after.
     state = raw.open_raw(lake, pool, topic)
     opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
+    if state is not None:
+        check_whole(state, opened)
     if opened is None:
         return []
     counted = [
         item
         for item in opened.files
-        if (item.first or 0) < upcoming.get(item.partition or 0, 0) and not _is_left_over(item, state)
+        if (item.first or 0) < upcoming.get(item.partition or 0, 0) and not _is_left_over(opened, item, state)
     ]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))
 

@@ -7,8 +7,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:bad:<partition>     how many records of it were quarantined, ever
     zync:left-out:<partition>  how many records of it an input's shape left out, ever
     zync:began:<partition>   where the last batch that took offsets of it began
-    zync:attempt:<partition> which attempt at that batch was committed, of those in the quarantine (``quarantine``); 0: one
-                             that put nothing there
+    zync:attempt:<partition> the last committed attempt at a batch that put entries of it into the quarantine (``quarantine``)
     zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
     zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
                              in milliseconds since the epoch; tables of older versions lack it (``times``)
@@ -83,7 +82,7 @@ class RawState:
     began: Mapping[int, int] = field(default_factory=dict)
     """Partition → where its last batch began."""
     attempt: Mapping[int, int] = field(default_factory=dict)
-    """Partition → the attempt that was its last batch."""
+    """Partition → the last committed attempt that put entries of it into the side table."""
     kept: Mapping[int, int] = field(default_factory=dict)
     """Partition → the first offset that retention left, where it took some."""
     removed: Mapping[int, int] = field(default_factory=dict)
@@ -259,15 +258,16 @@ def commit_raw(
     bad: Mapping[int, int],
     writers: Sequence[WriterSchema] = (),
     left_out: Mapping[int, int] | None = None,
-    attempt: int = 0,
+    attempts: Mapping[int, int] | None = None,
     times: Mapping[int, int] | None = None,
 ) -> None:
     """Commit files and next offsets together.
 
     ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
     each partition's next offset after this batch; ``bad`` and ``left_out`` how many records of it were quarantined,
-    and left out by a shape, in this batch; ``writers`` the writer schemas that are new; ``attempt`` the one whose files in
-    the side table count from now on, 0 if it has none; ``times`` the highest time of each partition, in milliseconds.
+    and left out by a shape, in this batch; ``writers`` the writer schemas that are new; ``attempts``: partition → the
+    attempt whose files in the side table count from now on, for the partitions that have some; ``times`` the highest time
+    of each partition, in milliseconds.
     Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
     """
     uri = storage.raw_uri(lake, pool, topic)
@@ -279,7 +279,8 @@ def commit_raw(
     old_bad = before.bad if before else {}
     numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
     position = {**(before.next if before else {}), **first}
-    numbers |= {f"zync:began:{p}": position[p] for p in until} | {f"zync:attempt:{p}": attempt for p in until}
+    numbers |= {f"zync:began:{p}": position[p] for p in until}
+    numbers |= {f"zync:attempt:{p}": attempt for p, attempt in (attempts or {}).items()}
     for partition in until:
         counted = before.records.get(partition) if before and partition in before.next else 0
         if counted is not None:

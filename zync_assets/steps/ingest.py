@@ -263,7 +263,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
             bad_counts,
             writers,
             made.left_out,
-            attempt if bad else 0,
+            {found.partition or 0: attempt for found in bad},
             reached,
         )
     except CommitConflict:

@@ -34,7 +34,7 @@ class RawFile:
 class Raw:
     """A raw table. ``first`` and ``next``: partition → where ingest began, and the next offset to ingest.
 
-    ``quarantine``: entries of the side table that count: below the next offset; in the last batch's offsets, of the attempt
+    ``quarantine``: entries of the side table that count: below the next offset; from the sealed offset on, of the attempt
     that the raw table names; and not replayed, which is to be in a
     data file named ``replay-…`` by now. ``entered``: partition → how many there were ever.
     """
@@ -125,8 +125,10 @@ def _raw(lake: Path, pool: str, topic: str) -> Raw | None:
     for item in aside.files if aside else ():
         rows = item.rows()
         partition, low = rows[0]["kafka"]["partition"], rows[0]["kafka"]["offset"]
-        last = partition in began and began[partition] <= low < upcoming[partition]
-        if not last or item.path.name.startswith(f"attempt-{attempt[partition]:016x}-"):
+        # Below the sealed offset all entries count; a side table from before that has them sealed up to the last batch.
+        sealed = aside.numbers.get(f"zync:sealed:{partition}", began.get(partition)) if aside else None
+        last = sealed is not None and sealed <= low < upcoming.get(partition, 0)
+        if not last or item.path.name.startswith(f"attempt-{attempt.get(partition, 0):016x}-"):
             counted += [row for row in rows if row["kafka"]["offset"] < upcoming.get(partition, 0)]
     files = [RawFile(item, item.rows()) for item in table.files]
     files.sort(key=lambda item: (item.rows[0]["kafka"]["partition"], item.rows[0]["kafka"]["offset"]))

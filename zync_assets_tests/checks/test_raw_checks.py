@@ -183,7 +183,7 @@ def ingest_by_hand(pipeline: Pipeline, offsets: list[int], lost: OffsetRange | N
     topic_id = topic_state(pipeline.kafka, topic).topic_id
     bad = {0: 1 if lost else 0}
     files = [found for found, _ in writer.files]
-    raw.commit_raw(lake, "Raw", topic, topic_id, None, schema, files, {0: 0}, {0: 10}, bad, attempt=7)
+    raw.commit_raw(lake, "Raw", topic, topic_id, None, schema, files, {0: 0}, {0: 10}, bad, attempts={0: 7})
     return topic
 
 

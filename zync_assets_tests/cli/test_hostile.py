@@ -67,7 +67,7 @@ def make_pipeline(folder: Path) -> Path:
     bad = file(storage.quarantine_uri(lake, "Raw", "a"), bad_records([1]), quarantine.file_name(1))
     quarantine.add(lake, "Raw", "a", None, [bad], lambda: None)
     good = file(storage.raw_uri(lake, "Raw", "a"), records([0]))
-    raw.commit_raw(lake, "Raw", "a", "id", None, SCHEMA, [good], {0: 0}, {0: 2}, {0: 1}, attempt=1)
+    raw.commit_raw(lake, "Raw", "a", "id", None, SCHEMA, [good], {0: 0}, {0: 2}, {0: 1}, attempts={0: 1})
     uri, name = storage.staging_uri(lake, "Staging"), "batch-000000000001-000000000000/topic=o/part-0.parquet"
     storage.make_folder(storage.join(uri, name.rsplit("/", 1)[0]))
     place = {"topic": "o", "partition": 0, "offset": 0}

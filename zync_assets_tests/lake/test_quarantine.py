@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 
-from zync_assets.errors import CommitConflict
+from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
 from zync_assets.lake.raw import RawState, commit_raw, open_raw
 from zync_assets.lake.storage import quarantine_uri, raw_uri
-from zync_assets.lake.tables import DataFile, list_files, open_table
+from zync_assets.lake.tables import DataFile, forget, list_files, open_table
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 PLACE = ("Raw", "shop.public.orders")
@@ -29,7 +30,7 @@ def put(lake: Path, *files: DataFile) -> None:
     add(str(lake), *PLACE, state(lake), files, lambda: None)
 
 
-def commit(lake: Path, attempt: int, until: dict[int, int]) -> None:
+def commit(lake: Path, attempt: int, until: dict[int, int], bad: dict[int, int] | None = None) -> None:
     """The second half: the raw table goes on up to ``until``."""
     before = state(lake)
     known = before.next if before else {}
@@ -37,7 +38,18 @@ def commit(lake: Path, attempt: int, until: dict[int, int]) -> None:
     data = [
         file(raw_uri(str(lake), *PLACE), records([known.get(partition, 0)], partition=partition)) for partition in until
     ]
-    commit_raw(str(lake), *PLACE, "id-1", before, SCHEMA, data, first, until, {}, attempt=attempt)
+    commit_raw(
+        str(lake),
+        *PLACE,
+        "id-1",
+        before,
+        SCHEMA,
+        data,
+        first,
+        until,
+        bad or {},
+        attempts=dict.fromkeys(until, attempt) if attempt else {},
+    )
 
 
 def counted(lake: Path, upcoming: dict[int, int] | None = None) -> list[tuple[int | None, int | None]]:
@@ -123,3 +135,43 @@ def test_of_two_that_add_at_once_one_is_refused(tmp_path: Path) -> None:
         add(str(tmp_path), *PLACE, None, [written(tmp_path, 2, 4)], lambda: put(tmp_path, written(tmp_path, 3, 4)))
     commit(tmp_path, 1, {0: 10})
     assert counted(tmp_path) == [(0, 3)]
+
+
+@pytest.mark.parametrize("earlier", [None, 7])
+def test_what_a_paused_writer_adds_after_others_went_on_never_counts(tmp_path: Path, earlier: int | None) -> None:
+    """It was paused between its look at the raw table and its commit, and is killed after it."""
+    if earlier:
+        put(tmp_path, written(tmp_path, earlier, 1))
+    before = state(tmp_path)
+
+    def others() -> None:
+        commit(tmp_path, earlier or 0, {0: 10})
+        commit(tmp_path, 0, {0: 20})
+
+    add(str(tmp_path), *PLACE, before, [written(tmp_path, 2, 3)], others)
+    assert counted(tmp_path) == ([(0, 1)] if earlier else [])
+    put(tmp_path, written(tmp_path, 3, 25))
+    assert listed(tmp_path) == ([1, 25] if earlier else [25])
+    commit(tmp_path, 3, {0: 30})
+    commit(tmp_path, 0, {0: 40})
+    assert counted(tmp_path) == ([(0, 1), (0, 25)] if earlier else [(0, 25)])
+
+
+def test_what_another_program_does_to_the_side_table_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path, written(tmp_path, 1, 3), written(tmp_path, 1, 4))
+    commit(tmp_path, 1, {0: 10}, {0: 2})
+    uri = quarantine_uri(str(tmp_path), *PLACE)
+    ours = DeltaTable(uri).version()
+    DeltaTable(uri).delete("kafka.offset = 3")
+    with pytest.raises(TableDamaged, match=r"it holds 1 entries of partition 0, and 2 were put there.*DELETE"):
+        counted(tmp_path)
+    DeltaTable(uri).restore(ours)
+    assert counted(tmp_path) == [(0, 3), (0, 4)]
+    DeltaTable(uri).update({"error": "'other'"}, predicate="kafka.offset = 3")
+    with pytest.raises(TableDamaged, match=r"its files are others.*UPDATE.*Restore version"):
+        counted(tmp_path)
+    DeltaTable(uri).restore(ours)
+    Path(uri).rename(tmp_path / "away")
+    forget(uri)
+    with pytest.raises(TableDamaged, match="the quarantine table is gone"):
+        counted(tmp_path)
