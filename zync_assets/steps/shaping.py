@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -33,6 +34,7 @@ from zync_assets.sql_text import shape_sql
 from zync_assets.steps import schema_changes
 from zync_assets.steps.failures import is_of_data, said, spark_failures
 from zync_assets.steps.ingest_files import BatchFiles, Reading
+from zync_assets.steps.overflow import MOST, TEXT, culprits, is_overflow
 from zync_assets.steps.raw_columns import table_schema
 from zync_assets.steps.shaping_task import CONTROL, KEPT, Reader, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.steps.tasks import run_tasks, task_frame
@@ -207,6 +209,10 @@ class _FailsOnData(Exception):
     """An expression failed on a record; the text is what Spark says."""
 
 
+class _Overflows(_FailsOnData):
+    """An expression overflowed Java's stack on a record."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """One attempt at a batch, or at a part of it."""
@@ -250,6 +256,14 @@ class _Job:
             return str(error)
         return None
 
+    def overflows(self, part: OffsetRange) -> bool:
+        """Whether an expression overflows Java's stack on a record of this part. Nothing is written."""
+        try:
+            replace(self, reading=replace(self.reading, parts=[part])).failing()
+        except _Overflows:
+            return True
+        return False
+
     def schema(self) -> pa.Schema:
         """The raw table's columns, with what the shape makes."""
         empty = replace(self.reading, parts=[])
@@ -267,6 +281,8 @@ class _Job:
             try:
                 return frame.collect()  # type: ignore[return-value]
             except (PySparkException, Py4JError) as error:
+                if is_overflow(error):
+                    raise _Overflows(TEXT) from error
                 if is_of_data(error):
                     raise _FailsOnData(said(error)) from error
                 raise
@@ -283,7 +299,10 @@ def _failing(job: _Job) -> dict[tuple[int, int], str]:
     SchemaError if there are more than MOST_FAILURES; it tells of the first alone.
     """
     found: dict[tuple[int, int], str] = {}
-    failing = job.failing()
+    try:
+        failing = job.failing()
+    except _Overflows:
+        return _overflowing(job)
     told = TEXTS if len(failing) <= MOST_FAILURES else 1
     for partition, offset in failing:
         words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < told else None
@@ -294,6 +313,22 @@ def _failing(job: _Job) -> dict[tuple[int, int], str]:
             f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
             f" {offset}: {text} Nothing was committed; mend the shape (try_cast gives NULL where cast fails)."
         )
+    return found
+
+
+def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
+    """(partition, offset) of the records on which the shape overflows Java's stack, with the reason. SchemaError if there are
+    more than MOST."""
+    found: dict[tuple[int, int], str] = {}
+    for part in job.reading.parts:
+        for one in islice(culprits(part, job.overflows), MOST + 1):
+            found[one.partition, one.first] = TEXT
+        if len(found) > MOST:
+            partition, offset = min(found)
+            raise SchemaError(
+                f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition},"
+                f" offset {offset}: {TEXT} Nothing was committed; mend the shape."
+            )
     return found
 
 

@@ -151,6 +151,16 @@ def test_a_record_that_the_shape_fails_on_costs_only_itself(make: Make) -> None:
     assert all(item.passed for item in run_all(it.pipeline) if item.severity == "error")
 
 
+def test_a_record_on_which_the_shape_overflows_java_s_stack_costs_only_itself(make: Make) -> None:
+    it = make("{where: \"value.v rlike '^(a|b)*$$'\", value: {id: value.id}}")
+    it.send(it.left, row(1, "ab"), row(2, "ab" * 200_000), row(3, "c"), row(4))
+    done = it.ingest()[it.left]
+    assert (done.records, done.left_out, done.quarantined) == (2, 1, 1)
+    [entry] = quarantine(it)
+    assert entry["kafka"]["offset"] == 1
+    assert "more stack than Java has" in entry["error"]
+
+
 def test_many_failures_among_many_records_take_few_jobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields that nest and repeat, nulls, and conditions that fail: all are found at once."""
     monkeypatch.setattr(shaping, "TEXTS", 3)
