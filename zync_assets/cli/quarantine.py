@@ -12,6 +12,7 @@ import click
 
 from zync_assets.cli.arguments import MAX_OFFSET, MAX_PARTITION, OFFSET, PARTITION, TOPIC, shown, whole
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.codecs.python_rows import python_rows
 from zync_assets.errors import ZyncError
 from zync_assets.lake import quarantine as side
 from zync_assets.lake import raw
@@ -174,7 +175,7 @@ def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
         found: Mapping[str, Any] = row.get(record.offset, {})
         sides = {name: found.get(name) for name in columns}
     else:
-        rows = side.held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]).to_pylist()
+        rows = python_rows(side.held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]))
         found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
         sides = {}
         for name in ("key", "value"):

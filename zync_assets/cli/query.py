@@ -20,6 +20,7 @@ from sqlglot.errors import SqlglotError
 
 from zync_assets.cli.arguments import shown
 from zync_assets.cli.output import Format, format_option, print_rows
+from zync_assets.codecs.python_rows import python_rows
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.etl.shapes import short
 from zync_assets.lake import raw, reading, staging
@@ -153,7 +154,7 @@ def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
         for row in frame.mapInArrow(_packed, "batch binary").toLocalIterator():
             with pa.ipc.open_stream(bytes(row["batch"])) as stream:
                 for batch in stream:
-                    yield from batch.to_pylist(maps_as_pydicts="lossy")
+                    yield from python_rows(batch)
     except PySparkException as error:
         raise ZyncError(f"query: {short(error)}") from None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from zync_assets.codecs.python_rows import python_rows
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
@@ -43,7 +44,7 @@ def _read(uri: str, wanted: Sequence[int], columns: Sequence[str]) -> dict[int, 
         found: dict[int, dict[str, Any]] = {}
         for batch in storage.read_batches(file, 20_000, present, groups):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
-            for row in batch.filter(pc.is_in(offsets, places)).to_pylist(maps_as_pydicts="lossy"):
+            for row in python_rows(batch.filter(pc.is_in(offsets, places))):
                 found[row["kafka"]["offset"]] = row
         return found
 
