@@ -44,7 +44,7 @@ def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], sche
         return spark.createDataFrame([], kind)
     frames: list[DataFrame] = []
     for own, paths in by_own_types(uri, [item.path for item in files], schema):
-        places = [storage.spark_path(storage.join(uri, path)) for path in paths]
+        places = [storage.spark_pattern(storage.join(uri, path)) for path in paths]
         try:
             frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
         except AnalysisException as error:

@@ -12,6 +12,7 @@ legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -170,6 +171,11 @@ def spark_options(uri: str) -> dict[str, str]:
 def spark_path(uri: str) -> str:
     """The place as Hadoop's file systems call it."""
     return "s3a" + uri[2:] if uri.startswith("s3://") else str(uri)
+
+
+def spark_pattern(uri: str) -> str:
+    """The place as Spark reads it. Spark takes a path for a pattern, in which a backslash makes a character mean itself."""
+    return re.sub(r"([][{}*?\\])", r"\\\1", spark_path(uri))
 
 
 def make_folder(uri: str) -> None:
