@@ -3,6 +3,8 @@
     ZyncError
     ├── PipelineFileError      the pipeline file; carries every problem of the file
     ├── SetupError             this machine: Java, ports, jars, local services
+    │   ├── SparkUnavailable       no answer from a Spark Connect server; trying again may help
+    │   └── SparkLost              a server, or a Python worker, ended in the middle of a step; trying again may help
     ├── KafkaError             the broker or a topic
     │   ├── BrokerUnavailable      no answer; trying again may help
     │   │   └── LeaderMissing          a partition has no leader; the others have
@@ -21,6 +23,7 @@
     ├── SchemaError            a schema that can't be parsed, mapped or merged
     │   └── SchemaChanged          a writer's schema is new, and the pipeline file accepts none
     ├── LakeError              a table of the lake
+    │   ├── LakeUnavailable        no answer from the object store, or it has trouble; trying again may help
     │   ├── CommitConflict         another writer committed first
     │   ├── TableDamaged           another program took or changed what the table's log says; a finding of a check
     │   └── TableUnsupported       the table asks for a feature that is not known here
@@ -65,6 +68,14 @@ class PipelineFileError(ZyncError):
 
 class SetupError(ZyncError):
     """This machine lacks something, or something is in the way."""
+
+
+class SparkUnavailable(SetupError):
+    """A Spark Connect server did not answer."""
+
+
+class SparkLost(SetupError):
+    """A part of Spark ended in the middle of a step: a Spark Connect server, or a task's Python worker."""
 
 
 class KafkaError(ZyncError):
@@ -137,6 +148,10 @@ class SchemaChanged(SchemaError):
 
 class LakeError(ZyncError):
     """A table of the lake."""
+
+
+class LakeUnavailable(LakeError):
+    """The object store did not answer, or said that it has trouble of its own."""
 
 
 class CommitConflict(LakeError):

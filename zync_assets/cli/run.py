@@ -5,25 +5,25 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
 from zync_assets.cli.arguments import DURATION, TOPIC, shown
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
-from zync_assets.errors import BrokerUnavailable, CheckFailed, LeaderMissing, RegistryUnavailable, ZyncError
+from zync_assets.errors import CheckFailed, LeaderMissing, SparkLost, ZyncError
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.etl import EtlCommit
 from zync_assets.steps.ingest import LEADER_SECONDS, RawCommit
+from zync_assets.steps.loops import PASSING, etl_all, ingest_all, publish_all
 from zync_assets.steps.loops import Progress as Told
-from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets.steps.publish import PublishCommit, PublishPlan
 from zync_assets.steps.reopened import Retry
 from zync_assets.steps.session import spark_session
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 COLUMNS = ("step", "target", "offsets", "records", "pending", "quarantined", "seconds")
-INGEST_COLUMNS = (*COLUMNS, "schema_changes")
+INGEST_COLUMNS = (*COLUMNS, "left_out", "schema_changes")
 POLL_SECONDS = 0.5
 MAX_BACK_OFF = 30.0
-PASSING = (BrokerUnavailable, RegistryUnavailable)
-"""Errors that ``zync run`` waits out."""
+MOST_LOSSES = 5
+"""How often in a row Spark may end in the middle of a step: then the step itself ends it."""
+
+Commit: TypeAlias = RawCommit | EtlCommit | PublishCommit
 
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 
@@ -51,7 +53,7 @@ def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
     loaded = load(pipeline)
     chosen = _chosen(topics, [item.topic for item in loaded.inputs], "input")
     with _progress() as progress:
-        _report([_row(made) for made in ingest_all(loaded, _session(loaded), chosen, progress)], fmt, INGEST_COLUMNS)
+        _report(ingest_all(loaded, _session(loaded), chosen, progress), fmt, INGEST_COLUMNS)
 
 
 @click.command()
@@ -91,7 +93,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
                 " To look at what waits for a rule that is no more: " + loaded.command("etl", "--retry-unmatched")
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
-    _report([_row(made) for made in etl_all(loaded, _session(loaded), retry)], fmt)
+    _report(etl_all(loaded, _session(loaded), retry), fmt)
 
 
 @click.command()
@@ -101,7 +103,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     "--recreate",
     metavar="TOPIC",
     type=TOPIC,
-    help="Delete this output topic, create it anew, publish all of staging to it.",
+    help="Delete this output topic, create it anew, publish all of staging to it; beside the topics of --topic.",
 )
 @format_option
 def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt: Format) -> None:
@@ -111,12 +113,14 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
     if recreate is not None:
         from zync_assets.steps.publish import recreate_topic
 
-        topics = tuple(_chosen((recreate,), names, "output"))
+        # Of a topic that is asked for beside, nothing is deleted.
+        topics = (*topics, *_chosen((recreate,), names, "output"))
+        _chosen(topics, names, "output")
         _refuse_damaged(loaded, recreate, None)
         recreate_topic(loaded, recreate)
     chosen = _chosen(topics, names, "output")
     with _progress() as progress:
-        _report([_row(made) for made in publish_all(loaded, _session(loaded), chosen, guard, progress)], fmt)
+        _report(publish_all(loaded, _session(loaded), chosen, guard, progress), fmt)
 
 
 @click.command()
@@ -136,7 +140,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
     inputs = [item.topic for item in loaded.inputs]
     outputs = [item.topic for item in loaded.outputs]
     patience = None if until_idle else LEADER_SECONDS
-    back_off, warned = POLL_SECONDS, -MAX_BACK_OFF
+    back_off, warned, losses = POLL_SECONDS, -MAX_BACK_OFF, 0
     while not stopping() and (deadline is None or time.monotonic() < deadline):
         busy = False
         troubles: list[ZyncError] = []
@@ -147,7 +151,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         ):
             try:
                 for made in step():
-                    busy = True
+                    busy, losses = True, 0
                     _report_one(made, fmt)
                     if stopping():
                         return
@@ -155,7 +159,8 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
                 troubles.append(error)
         for error in troubles:
             # The steps after a failed one have had their turn by now.
-            if until_idle or not isinstance(error, PASSING):
+            losses += isinstance(error, SparkLost)
+            if until_idle or not isinstance(error, PASSING) or losses >= MOST_LOSSES:
                 raise error
         if all(isinstance(error, LeaderMissing) for error in troubles):
             # What has a leader goes on at its own pace.
@@ -208,7 +213,7 @@ def _chosen(asked: tuple[str, ...], names: list[str], kind: str) -> list[str]:
     return [name for name in names if name in asked] if asked else names
 
 
-def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
+def _row(made: Commit) -> dict[str, object]:
     if isinstance(made, RawCommit):
         return {
             "step": "ingest",
@@ -239,17 +244,17 @@ def _row(made: RawCommit | EtlCommit | PublishCommit) -> dict[str, object]:
     }
 
 
-def _report(rows: list[dict[str, object]], fmt: Format, columns: Sequence[str] = COLUMNS) -> None:
-    if fmt == "json":
-        print_rows(rows, columns, fmt)
-        return
-    if not rows:
+def _report(commits: Iterable[Commit], fmt: Format, columns: Sequence[str] = COLUMNS) -> None:
+    """Print each commit when it is made."""
+    idle = True
+    for made in commits:
+        idle = False
+        if fmt == "json":
+            print_rows([_row(made)], columns, fmt)
+        else:
+            _report_one(made, fmt)
+    if idle and fmt != "json":
         click.echo("nothing to do")
-        return
-    print_rows(rows, COLUMNS, fmt)
-    for row in rows:
-        for change in _changes(row):
-            click.echo(f"schema change in {row['target']}: {change}")
 
 
 def _changes(row: Mapping[str, object]) -> Sequence[object]:
@@ -257,7 +262,7 @@ def _changes(row: Mapping[str, object]) -> Sequence[object]:
     return found if isinstance(found, list) else []
 
 
-def _report_one(made: RawCommit | EtlCommit | PublishCommit, fmt: Format) -> None:
+def _report_one(made: Commit, fmt: Format) -> None:
     row = {name: value for name, value in _row(made).items() if value not in ("", [])}
     if fmt == "json":
         print_json(row)
@@ -285,7 +290,10 @@ def _progress() -> Generator[Told]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    # Where stdout is a terminal too, its lines go above the bar.
+    both = sys.stdout.isatty()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=both) as bar:
         tasks: dict[str, TaskID] = {}
         started = time.monotonic()
 

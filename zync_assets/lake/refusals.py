@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from zync_assets.errors import LakeError
+from zync_assets.errors import LakeError, LakeUnavailable
 from zync_assets.stores import kind_of
 
 _TRACE = re.compile(r"(stack backtrace|\d+: |at )", re.IGNORECASE)
@@ -20,7 +20,26 @@ _UNANSWERED = (
     "timed out",
     "Connection refused",
     "connection closed",
+    "NETWORK_CONNECTION",
 )
+_TROUBLE = (
+    "429",
+    "500",
+    "502",
+    "503",
+    "504",
+    "InternalError",
+    "RequestTimeout",
+    "ServerBusy",
+    "ServiceUnavailable",
+    "SlowDown",
+)
+"""Codes of a store that has trouble of its own, or too much to do."""
+_OF_HADOOP = re.compile(
+    r"AWSClientIOException|AWSNoResponseException|AWSServiceThrottledException|AWSStatus500Exception|ApiCallTimeout"
+    r"|ConnectTimeoutException|NoHttpResponseException"
+)
+"""Exceptions of Hadoop's S3 client, which Spark reads with, for the same."""
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _NO_LOGIN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "AuthenticationFailed")
 _NO_CREDENTIALS = ("credentials provider", "CredentialsNotLoaded", "no providers in chain", "169.254.169.254")
@@ -54,11 +73,24 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
             f" list, read, write and delete objects below {uri}."
         )
     if any(sign in text for sign in _UNANSWERED):
-        return LakeError(
+        return LakeUnavailable(
             f"lake {uri}: no answer from the store {where}. Nothing is lost: run again when it is up, or correct endpoint"
             " and region of lake: in the pipeline file."
         )
+    if code in _TROUBLE:
+        return LakeUnavailable(f"lake {uri}: the store {where} has trouble ({code}). Nothing is lost: run again later.")
     return None
+
+
+def no_answer(text: str) -> LakeUnavailable | None:
+    """The error for an object store that did not answer Spark; None where Spark's text is of something else."""
+    found = _OF_HADOOP.search(text)
+    if found is None or any(sign in text for sign in _NO_CREDENTIALS):
+        return None
+    return LakeUnavailable(
+        f"the lake's store does not answer Spark ({found[0]}). Nothing is lost: run again when it is up, or correct endpoint and"
+        " region of lake: in the pipeline file."
+    )
 
 
 _DISK = (

@@ -136,8 +136,7 @@ def _fetch(bundle: Bundle, java: Path, cache: Path, home: Path, finish: Callable
     prefix = f"fetching-{bundle.name}-"
     for leftover in cache.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    if sys.stderr.isatty():
-        print(f"fetching {bundle.label} …", file=sys.stderr)
+    print(f"fetching {bundle.label} …", file=sys.stderr)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
     try:
         _run_ivy(bundle, java, work)

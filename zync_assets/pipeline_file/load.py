@@ -46,8 +46,9 @@ _WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
-def load(path: Path, env: Mapping[str, str] = os.environ) -> Pipeline:
+def load(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
     """The pipeline of a file. Raises PipelineFileError with all problems, in the order of their lines."""
+    path = Path(path)
     node, problems = read(path, env)
     if isinstance(node, Table):
         pipeline = _pipeline(Fields(node, "", problems, _KEYS, _HINTS), path, env)

@@ -95,8 +95,7 @@ def _jars() -> Path | None:
 
 def _make(folder: Path, name: str) -> None:
     """Write the archive, whole or not at all; a marker in its place says that this can't be done here."""
-    if sys.stderr.isatty():
-        print("Archiving Spark's classes, once on this machine (about 20 seconds) …", file=sys.stderr)
+    print("Archiving Spark's classes, once on this machine (about 20 seconds) …", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "made.jsa"
         options = f"-XX:ArchiveClassesAtExit={made} -Xlog:disable"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zync_assets.errors import SetupError
+from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local import spark_servers
 from zync_assets.pipeline import SHARED
 from zync_assets.steps.failures import said
@@ -78,8 +78,7 @@ def shared_server(settings: Mapping[str, str]) -> spark_servers.Server:
     folder = spark_servers.folder_of(settings)
     found = spark_servers.find(folder)
     if found is None:
-        if sys.stderr.isatty():
-            print("Starting a Spark server, which stays for the next commands (about 10 seconds) …", file=sys.stderr)
+        print("Starting a Spark server, which stays for the next commands (about 10 seconds) …", file=sys.stderr)
         # Here, so that who waits is told what is missing; the server inherits what was found.
         use_this_machine()
         found = spark_servers.start(folder, settings)
@@ -145,7 +144,7 @@ def _connected(target: _Target) -> SparkSession:
         grpc.channel_ready_future(client._channel).result(timeout=ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         client.close()
-        raise SetupError(f"The {target.said} does not answer. {target.cure}") from None
+        raise SparkUnavailable(f"The {target.said} does not answer. {target.cure}") from None
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     return session
 

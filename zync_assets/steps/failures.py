@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
-from zync_assets.errors import SetupError, ZyncError
+from zync_assets.errors import SetupError, SparkLost, ZyncError
 from zync_assets.lake import refusals
 
 
@@ -70,18 +70,21 @@ _GONE = {
         r"Python worker exited unexpectedly|Python worker failed to connect back|reading the port number from \S+'s stdout"
     ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
     " committed before is kept: run it again.",
-    re.compile(
-        r"java\.lang\.OutOfMemoryError"
-    ): "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is"
-    " kept. Give it more and run it again: spark: {spark.driver.memory: 3g}.",
 }
 """What Spark says of a part of it that ended, and what we say: of a Connect server; of a Python worker in a task, before it,
-or with the daemon that was about to fork it; of memory."""
+or with the daemon that was about to fork it."""
+
+_OUT_OF_MEMORY = (
+    "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is kept."
+    " Give it more and run it again: spark: {spark.driver.memory: 3g}."
+)
 
 
 def _part_gone(text: str) -> ZyncError | None:
     """The error for a part of Spark that ended, or that can't be reached any more; None for another text."""
-    return next((SetupError(ours) for pattern, ours in _GONE.items() if pattern.search(text)), None)
+    if "java.lang.OutOfMemoryError" in text:
+        return SetupError(_OUT_OF_MEMORY)
+    return next((SparkLost(ours) for pattern, ours in _GONE.items() if pattern.search(text)), None)
 
 
 def said(error: Exception) -> str:

@@ -10,8 +10,11 @@ from zync_assets.errors import (
     BrokerUnavailable,
     CommitConflict,
     DataLoss,
+    LakeUnavailable,
     RegistryUnavailable,
     SetupError,
+    SparkLost,
+    SparkUnavailable,
     TrustError,
     ZyncError,
 )
@@ -39,6 +42,9 @@ LOSSES = 5
 
 EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
 """Errors that every topic would have."""
+
+PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost)
+"""Errors that may pass by themselves: ``zync run`` waits them out."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -189,7 +195,7 @@ def publish_all(
 def _raise_first(troubles: Sequence[ZyncError]) -> None:
     """The first of several topics' errors, one that stays before one that may pass; the others are logged."""
     if troubles:
-        lasting = [error for error in troubles if not isinstance(error, BrokerUnavailable)]
+        lasting = [error for error in troubles if not isinstance(error, PASSING)]
         first = (lasting or list(troubles))[0]
         for error in dict.fromkeys(map(str, troubles)):
             if error != str(first):

@@ -1,8 +1,9 @@
-"""The commands that run the steps: what is asked for wrongly."""
+"""The commands that run the steps: what they print and when, what is asked for wrongly, and what is waited out."""
 
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
+from zync_assets.cli import run
 from zync_assets.cli.main import main
+from zync_assets.errors import LakeError, LakeUnavailable, SparkLost, SparkUnavailable, ZyncError
 from zync_assets.kafka import topics
 from zync_assets.local.services import Services
 from zync_assets_tests.shop import read_topic
@@ -115,3 +118,83 @@ def test_a_partition_without_a_leader_stops_neither_other_records_nor_etl_nor_pu
     result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
     assert result.exit_code == 0
     assert records() == [("ingest", 1), ("etl", 0)]
+
+
+TWO = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string",
+     shape: {where: value.id > 1}}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string",
+     on-bad-record: fail}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+  - {topic: $out.b, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: a, type: stateless, in: $left, where: value.id = 2, out: $out, key: in.key, value: {id: in.value.id}}
+  - {name: b, type: stateless, in: $left, out: $out.b, key: in.key, value: {id: in.value.id}}
+"""
+
+
+def test_commits_are_printed_when_they_are_made_and_no_later_error_hides_them(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a[b]{c,d}*?"
+    folder.mkdir()
+    it = mini(services, spark, folder, unique, TWO)
+    it.send(it.left, row(1), row(2), row(3))
+    it.send(it.right, b"no JSON")
+
+    def zync(command: str, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], str]:
+        result = CliRunner().invoke(main, [command, str(it.pipeline.path), *arguments, "--format", "json"])
+        assert result.exit_code == code, result.output
+        return [json.loads(line) for line in result.stdout.splitlines()], result.stderr
+
+    [made], error = zync("from-kafka", code=1)
+    assert (made["target"], made["records"], made["left_out"]) == (it.left, 2, 1)
+    assert "on-bad-record is fail" in error
+    assert [row["records"] for row in zync("etl")[0]] == [2]
+
+    printed: list[str] = []
+    real = run.publish_all
+
+    def watched(*given: Any, **named: Any) -> Any:
+        for made in real(*given, **named):
+            printed.append(sys.stdout.buffer.getvalue().decode())  # type: ignore[attr-defined]  # CliRunner's
+            yield made
+
+    monkeypatch.setattr(run, "publish_all", watched)
+    rows, _ = zync("to-kafka")
+    assert [row["target"] for row in rows] == [it.out, f"{it.out}.b"]
+    assert [text.count("\n") for text in printed] == [0, 1]
+    it.send(it.left, row(2))
+    zync("from-kafka", "--topic", it.left)
+    zync("etl")
+    rows, _ = zync("to-kafka", "--topic", it.out, "--recreate", f"{it.out}.b")
+    assert [(row["target"], row["records"]) for row in rows] == [(it.out, 1), (f"{it.out}.b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("errors", "attempts"),
+    [
+        ([LakeUnavailable("away"), SparkUnavailable("away"), LakeError("lasting")], 3),
+        ([LakeUnavailable("away")] * 20 + [LakeError("lasting")], 21),
+        ([SparkLost("lost")] * 20, run.MOST_LOSSES),
+    ],
+)
+def test_a_run_waits_out_errors_that_may_pass_and_no_others(
+    errors: list[ZyncError], attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(errors)
+
+    def ingest(*given: object, **named: object) -> Any:
+        raise next(left)
+        yield
+
+    monkeypatch.setattr(run, "ingest_all", ingest)
+    for name in ("etl_all", "publish_all"):
+        monkeypatch.setattr(run, name, lambda *given, **named: iter(()))
+    for name in ("POLL_SECONDS", "MAX_BACK_OFF"):
+        monkeypatch.setattr(run, name, 0.001)
+    result = CliRunner().invoke(main, ["run", DEMO])
+    assert (result.exit_code, result.stderr.count("Trying again")) == (1, attempts - 1)
+    assert len(list(left)) == len(errors) - attempts

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import cleaning, storage, tables
+from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable
+from zync_assets.lake import cleaning, refusals, storage, tables
 from zync_assets.local.processes import free_port
 from zync_assets.pipeline import LakeUri
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -116,8 +116,29 @@ def test_no_right_to_write(s3: S3, table: LakeUri) -> None:
 
 def test_a_store_that_is_down(s3: S3, unique: str) -> None:
     uri = place(s3, f"lakes/{unique}", endpoint=f"http://127.0.0.1:{free_port()}", max_retries="1")
-    with pytest.raises(LakeError, match=r"no answer from the store at http.*run again when it is up"):
+    with pytest.raises(LakeUnavailable, match=r"no answer from the store at http.*run again when it is up"):
         tables.open_table(uri)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Generic S3 error: Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>",
+        "Generic S3 error: 500 Internal Server Error: <Error><Code>InternalError</Code></Error>",
+        "AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 7",
+    ],
+)
+def test_a_store_in_trouble_is_one_that_may_answer_later(text: str) -> None:
+    assert isinstance(refusals.refusal("s3://bucket/lake", {}, OSError(text)), LakeUnavailable)
+
+
+def test_a_store_that_does_not_answer_spark_may_answer_later() -> None:
+    away = (
+        "org.apache.hadoop.fs.s3a.AWSClientIOException: getFileStatus on s3a://bucket/x: Unable to execute HTTP request"
+    )
+    assert refusals.no_answer(away) is not None
+    assert refusals.no_answer(f"{away}: no providers in chain") is None
+    assert refusals.no_answer("java.net.ConnectException: Connection refused") is None
 
 
 def test_a_file_that_is_not_there_is_no_failing_store(table: LakeUri) -> None:

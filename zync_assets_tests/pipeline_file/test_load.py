@@ -92,6 +92,12 @@ def test_the_demo_s_file() -> None:
     assert pickle.loads(pickle.dumps(pipeline)) == pipeline
 
 
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "shop.yaml"
+    path.write_text("inputs: [{topic: T, pool: Raw, format: string}]")
+    assert load(str(path)) == load(path)
+
+
 def test_defaults(tmp_path: Path) -> None:
     pipeline = read(tmp_path, GOOD)
     assert pipeline.name == "shop"

@@ -26,6 +26,14 @@ def test_the_jvm_of_a_session_has_the_archive_mapped(spark: SparkSession) -> Non
     assert str(archive.resolve()) in Path(f"/proc/{process.pid}/maps").read_text()
 
 
+def test_who_waits_for_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(class_archive, "_PATIENCE", 0.01)
+    class_archive._make(tmp_path, "name")
+    assert capsys.readouterr().err == "Archiving Spark's classes, once on this machine (about 20 seconds) …\n"
+
+
 def test_it_holds_what_the_steps_need(spark: SparkSession, tmp_path: Path) -> None:
     class_archive.rehearse(spark, tmp_path)
     assert spark.read.parquet(str(tmp_path / "raw")).count() == 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ class Warm:
         )
 
     def end(self, process: subprocess.Popen[str], code: int = 0) -> str:
-        output, _ = process.communicate(timeout=280)
+        said, _ = process.communicate(timeout=280)
+        output = "".join(line for line in said.splitlines(True) if not line.startswith("Starting a Spark server"))
         self.outputs.append(output)
         assert process.returncode == code, output
         return output
@@ -305,6 +307,29 @@ def test_a_server_that_is_killed_in_a_batch_costs_that_batch(warm: Warm, it: Min
     assert other == "other: True"
     assert it.classes(it.left)
     assert not processes.wait([jvm], 20)
+
+
+@pytest.mark.slow
+def test_a_run_waits_until_another_server_runs(warm: Warm, it: Mini) -> None:
+    it.send(it.left, row(1, "2", "n"))
+    run = warm.begin(*ZYNC, "run", str(it.pipeline.path), "--exit-after", "10m")
+    try:
+        await_staged(it, 1)
+        (server,) = warm.servers()
+        os.kill(server.pid, signal.SIGKILL)
+        it.send(it.left, row(2, "2", "n"))
+        await_staged(it, 2)
+        run.terminate()
+        assert "Trying again" in warm.end(run)
+    finally:
+        run.kill()
+
+
+def await_staged(it: Mini, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while len(it.staged()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 @pytest.mark.slow
