@@ -228,7 +228,8 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
         return None if sql is None else edited(sql, {"": topic})
 
     sides = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
-    key, value = (_filled(shaped(shape, sides), shape, rule) for shape in (rule.key, rule.value))
+    key = _filled(shaped(rule.key, sides), rule.key, rule, "key")
+    value = _filled(shaped(rule.value, sides), rule.value, rule, "value")
     keep = None if rule.keep is None else edited(rule.keep, sides)
     headers = rule.headers
     if headers is not None:
@@ -245,11 +246,11 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     return replace(made, where=condition(made.where, made.input))
 
 
-def _filled(shape: Shape, before: Shape, rule: Rule) -> Shape:
+def _filled(shape: Shape, before: Shape, rule: Rule, side: str) -> Shape:
     """A side must have something: a value that is nothing but a missing field would be a tombstone."""
     if shape != before and shape in _NOTHING:
         raise FieldMissing(
-            f"rule {rule.name}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has the newest"
-            " schema. Nothing was committed. Correct the names, or wait for the source."
+            f"rule {rule.name}, {side}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has"
+            " the newest schema. Nothing was committed. Correct the names, or wait for the source."
         )
     return shape
