@@ -17,6 +17,7 @@ import pyarrow as pa
 from zync_assets.checks.columns import distinct, integers, read_columns, without
 from zync_assets.compute import pc
 from zync_assets.lake.staging import StagingState
+from zync_assets.recent import Recent
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
 DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dropped", "pending", "expired"))
@@ -95,7 +96,9 @@ class _Said:
     waiting: Counter[tuple[str, str]]
 
 
-_known: dict[str, dict[str, _Said]] = {}
+_KEPT = 6_000_000
+"""Ledger entries of all staging tables that are kept in memory at the most."""
+_known: Recent[str, dict[str, _Said]] = Recent(_KEPT)
 """Place of a staging table → its ledger files' paths → what they say."""
 
 
@@ -104,10 +107,10 @@ def read_facts(state: StagingState, *, kept: bool = False) -> tuple[dict[Place, 
 
     ``kept``: a ledger file that this process has read in this way before is not read again, as none is ever changed.
     """
-    before = _known.get(state.opened.uri, {}) if kept else {}
+    before = (_known.get(state.opened.uri) or {}) if kept else {}
     each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in state.ledger_files}
     if kept:
-        _known[state.opened.uri] = each
+        _known.put(state.opened.uri, each, sum(item.records for item in state.ledger_files))
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     for said in each.values():

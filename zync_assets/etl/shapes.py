@@ -12,6 +12,7 @@ from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Shape
+from zync_assets.recent import Recent
 from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Question = tuple[Mapping[str, "DataFrame"], str]
 _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
 """Conditions of Spark's errors for a name that a record does not have."""
 _SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
-_TYPES: dict[tuple[object, ...], DataType] = {}
+_TYPES: Recent[tuple[object, ...], DataType] = Recent(10_000)
 """What expressions were found to be, by their sides' types: to ask Spark again for each batch would take longer than a
 small batch takes."""
 
@@ -44,7 +45,8 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
         except (AnalysisException, ParseException) as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
             raise kind(f"rule {rule}, {key}: {sql}: {short(error)}") from error
-        _TYPES[place] = found = _nullable(found)
+        found = _nullable(found)
+        _TYPES.put(place, found)
     return found
 
 
@@ -71,7 +73,8 @@ def learn_types(questions: Iterable[Question]) -> None:
     except (AnalysisException, ParseException):
         return
     if found.names == [f"it{number}" for number in range(len(asked))]:
-        _TYPES.update({_place(*each): _nullable(item.dataType) for each, item in zip(asked, found, strict=True)})
+        for each, item in zip(asked, found, strict=True):
+            _TYPES.put(_place(*each), _nullable(item.dataType))
 
 
 def schema_of(frame: DataFrame) -> StructType:

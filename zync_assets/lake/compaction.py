@@ -26,7 +26,7 @@ from zync_assets.lake.writer import MAX_RECORDS
 SMALL = 200_000
 """Records of a file up to which it is small."""
 FILES = 32
-"""Small files in a row before they become one: so often a record is written anew, at the most, until its file is large."""
+"""Small files in a row before they become one."""
 _NUMBER = "zync:compacted"
 _BATCH = 50_000
 _RESTORE = "Restore the table to a version before that was so."
@@ -41,7 +41,7 @@ def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFil
     own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
     own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
     for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
-        found += [run for run in _cut(list(neighbours), span) if len(run) >= FILES]
+        found += [run for cut in _cut(list(neighbours), span) if len(run := _balanced(cut)) >= FILES]
     return found
 
 
@@ -54,6 +54,17 @@ def _cut(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[Data
             run = []
         run.append(item)
     yield run
+
+
+def _balanced(run: Sequence[DataFile]) -> list[DataFile]:
+    """A run without the files at its begin that hold more records than all files after them. So the file that a record is in
+    doubles each time that the record is written anew, however small batches are."""
+    rest = sum(item.records for item in run)
+    for place, item in enumerate(run):
+        rest -= item.records
+        if item.records <= rest:
+            return list(run[place:])
+    return []
 
 
 def alike(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:

@@ -1,12 +1,14 @@
 """Keep the ledger short: many small files become one, neighbouring ranges one range, and what waited and is done is done.
 
 A batch appends a file, so that its commit never waits for history; every FILES batches a commit also replaces the small
-ones. Large files stay: what is pending in one of them is joined with a ``completed`` entry elsewhere when it is read.
+ones. What is pending in a large file is joined with a ``completed`` entry elsewhere when it is read. With each fold two
+large files are folded too, if that makes them shorter by a quarter.
 """
 
 from __future__ import annotations
 
 import uuid
+from itertools import combinations
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +17,19 @@ from zync_assets.compute import pc
 from zync_assets.lake import staging
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.lake.tables import DataFile
+from zync_assets.recent import Recent
 
 FILES = 32
 """Ledger files in the table before a commit folds them."""
 SMALL_RECORDS = 200_000
 """Entries of a file up to which it takes part."""
 MOST = 600_000
-"""Entries that are folded at once, in half a second and some 200 MB; what is left is folded with the next batch."""
+"""Entries that are folded at once, in half a second and some 200 MB; what is left is folded with the next batch. Of two large
+files twice as many."""
+GAIN = 0.75
+"""Share of its entries that two large files keep, at the most, to be replaced."""
+_vain: Recent[frozenset[str], bool] = Recent(10_000)
+"""The paths of two large files that are not worth a fold. A ledger file never changes."""
 
 _WAITING = ("pending", "completed")
 
@@ -38,9 +46,30 @@ def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
     small.sort(key=lambda item: item.path)
     reach = np.cumsum([item.records for item in small])
     chosen = small[: int(np.searchsorted(reach, MOST, side="right"))]
-    rows = fold(staging.read_entries(state, chosen))
+    added = [_written(state, fold(staging.read_entries(state, chosen)))]
+    large = _large_pair(state)
+    if large is not None:
+        rows = fold(staging.read_entries(state, large))
+        if rows.num_rows <= GAIN * sum(item.records for item in large):
+            return [*added, _written(state, rows)], [*chosen, *large]
+        _vain.put(frozenset(item.path for item in large), True)
+    return added, chosen
+
+
+def _large_pair(state: StagingState) -> list[DataFile] | None:
+    """Two large files that may be worth a fold; None if no two are."""
+    large = [item for item in state.ledger_files if item.records > SMALL_RECORDS]
+    for pair in combinations(sorted(large, key=lambda item: item.records), 2):
+        if sum(item.records for item in pair) > 2 * MOST:
+            continue
+        if frozenset(item.path for item in pair) not in _vain:
+            return list(pair)
+    return None
+
+
+def _written(state: StagingState, rows: pa.Table) -> DataFile:
     path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
-    return [staging.write_entries(state.opened.uri, path, rows)], chosen
+    return staging.write_entries(state.opened.uri, path, rows)
 
 
 def fold(rows: pa.Table) -> pa.Table:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from zync_assets.compute import pc
 from zync_assets.lake import staging, storage
 from zync_assets.lake.staging import StagingState
+from zync_assets.recent import Recent
 
 MOST = 6_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
@@ -25,7 +26,7 @@ _PLACE = ["topic", "partition", "first"]
 _PENDING = pa.schema([staging.ACCOUNT_TYPE.field(name) for name in ("rule", *_PLACE, "hash")])
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
 """What is looked up."""
-_known: dict[str, dict[str, _Waiting]] = {}
+_known: Recent[str, dict[str, _Waiting]] = Recent(MOST)
 """Place of a staging table → its ledger files' paths → what they say."""
 
 
@@ -45,12 +46,13 @@ def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
     None where the ledger is too long for this. LakeError for a file that can't be read.
     """
     files = state.ledger_files
-    if sum(item.records for item in files) > MOST:
-        _known.pop(state.opened.uri, None)
+    entries = sum(item.records for item in files)
+    if entries > MOST:
+        _known.remove(state.opened.uri)
         return None
-    before = _known.get(state.opened.uri, {})
+    before = _known.get(state.opened.uri) or {}
     each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in files}
-    _known[state.opened.uri] = each
+    _known.put(state.opened.uri, each, entries)
     hashes = np.unique(wanted["hash"].to_numpy())
     found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_PENDING.empty_table()])
     found = found.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(["rule", *_PLACE])

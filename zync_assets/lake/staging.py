@@ -188,6 +188,12 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     return StagingState(opened, _head(opened, heads[0], batch), files)
 
 
+def has_begun(lake: str, pool: str) -> bool:
+    """Whether there is a staging table, whatever state it is in."""
+    opened = tables.open_table(storage.staging_uri(lake, pool))
+    return opened is not None and "account" in opened.schema.names
+
+
 def _head(opened: Opened, item: DataFile, batch: int) -> Head:
     """The head in its file, read again where another program changed the file."""
     system, path = storage.filesystem(storage.join(opened.uri, item.path))

@@ -17,7 +17,7 @@ from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import shape_sql
 from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
-from zync_assets.steps.seen import check_seen
+from zync_assets.steps.seen import check_begins, check_seen
 from zync_assets.steps.session import Session, deferred
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
         gone = published.went_back(pool, topic, offset, position.next if position else None, recreate)
         if gone is not None:
             raise gone
+    if state is None:
+        check_begins(pipeline, pool)
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
@@ -129,17 +131,20 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
         if _is_outdated(pipeline, pool, head, topic, found):
             return plan_etl(pipeline, pool, retry, limit)
         ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
-    for topic, found in states.items():
-        if found is not None and ranges[topic]:
-            raw.check_whole(found)
-    if state is not None and any(ranges.values()):
-        staging.check_whole(state)
+    reopening = reopen(pipeline, pool, state, states, retry)
+    if any(ranges.values()) or reopening.taken:
+        # A batch reads old records of every input that wait for a new one.
+        for found in states.values():
+            if found is not None:
+                raw.check_whole(found)
+        if state is not None:
+            staging.check_whole(state)
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
         if found is not None and ranges[topic]  # a tick with nothing new lists no files
     }
-    return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopen(pipeline, pool, state, states, retry))
+    return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopening)
 
 
 def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:

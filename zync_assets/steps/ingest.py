@@ -39,7 +39,7 @@ from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.shaping import known_types, looks_at_time, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, slots, task_frame
-from zync_assets.steps.upkeep import keep_up
+from zync_assets.steps.upkeep import keep_up, tidy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -271,6 +271,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         raise
     _show_progress(pipeline, topic, until)
     keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
+    if bad:
+        tidy(storage.quarantine_uri(lake, pool, topic))
     keep_short(pipeline, item, plan.state)
     return RawCommit(
         topic,

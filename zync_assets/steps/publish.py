@@ -28,14 +28,16 @@ from zync_assets.kafka.topics import (
     topic_states,
 )
 from zync_assets.kafka.writer import InOrder, high_watermark
-from zync_assets.lake import reading, staging
+from zync_assets.lake import reading, staging, storage
 from zync_assets.lake.published import Published, commit_published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.steps.encoding import encoded_rows, first_difference, staged_topic
+from zync_assets.steps.seen import check_begins
 from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.tasks import run_tasks
+from zync_assets.steps.upkeep import tidy
 from zync_assets.steps.windows import ahead, windows
 
 if TYPE_CHECKING:
@@ -141,7 +143,9 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     gone = went_back(item.pool, topic, done.verified, position.next if position else None, recreate)
     if gone is not None:
         raise gone
-    if state is not None:
+    if state is None:
+        check_begins(pipeline, item.pool)
+    else:
         staging.check_whole(state)
     if found is None and position is not None:
         if done.topic_known() or position.topic_id is not None:
@@ -183,6 +187,7 @@ def publish(
     high = run.settle() if not plan.clean else plan.high
     verified = run.verify(plan.verified, high)
     run.send(high, plan.end, progress)
+    tidy(storage.published_uri(pipeline.lake, plan.output.pool))
     return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), verified, time.monotonic() - started)
 
 

@@ -1,11 +1,13 @@
-"""A raw table that has less than was transformed of it went back, or is gone: what is ingested again need not be what was."""
+"""A raw table that has less than was transformed of it went back, or is gone: what is ingested again need not be what was.
+So is a lake without a staging table whose output topics hold records."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from zync_assets.errors import LakeError
-from zync_assets.lake import raw, staging
+from zync_assets.errors import KafkaError, LakeError
+from zync_assets.kafka.topics import survey
+from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head
 from zync_assets.pipeline import Input, Pipeline
@@ -25,9 +27,27 @@ def check_seen(item: Input, head: Head, found: RawState | None) -> None:
             )
 
 
+def check_begins(pipeline: Pipeline, pool: str) -> None:
+    """KafkaError where an output topic of a pool without a staging table holds records: the lake vanished, or the topic is
+    somebody else's. An output with ``start-at: end`` may begin on such a topic. A topic that can't be asked tells nothing."""
+    outputs = [item for item in pipeline.outputs_of(pool) if item.start_at != "end"]
+    for topic, state in survey(pipeline.kafka, [item.topic for item in outputs]).states.items():
+        used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
+        if used:
+            raise KafkaError(
+                f"topic {topic} holds records already (its ends: {', '.join(used)}), and the lake has no table"
+                f" {storage.staging_uri(pipeline.lake, pool)}, which they came from if this pipeline ran before. Nothing was"
+                " done. If the lake was removed, moved or is not mounted, put it back. If the pipeline is new, give the"
+                " output an empty topic, or set start-at: end."
+            )
+
+
 def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None) -> None:
     """The same before a batch is added to the table."""
     heads: list[Head] = []
+    if found is None and not any(staging.has_begun(pipeline.lake, pool) for pool in pipeline.staging_pools):
+        for pool in pipeline.staging_pools:
+            check_begins(pipeline, pool)
     for pool in pipeline.staging_pools:
         # What is wrong with a staging table is for ETL to say: ingest goes on, since topics don't keep their records for ever.
         with suppress(LakeError):

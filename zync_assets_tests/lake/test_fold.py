@@ -60,3 +60,39 @@ def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
     # The first batch completes nothing: 2 entries and 6 times 4.
     assert taken == [7, 6]
     assert len(before.ledger_files) == 29
+
+
+def test_two_large_files_are_folded_where_that_makes_them_shorter_and_are_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits in one large file is completed in another. A third has nothing to do with them."""
+    lake, uri = str(tmp_path), storage.staging_uri(str(tmp_path), POOL)
+    monkeypatch.setattr(fold, "SMALL_RECORDS", 4)
+    monkeypatch.setattr(fold, "FILES", 2)
+
+    def entries(name: str, topic: str, kind: str) -> DataFile:
+        rows = [
+            {"kind": kind, "topic": topic, "partition": 0, "first": at, "end": at + 1, "rule": "r", "hash": at}
+            for at in range(0, 20, 2)
+        ]
+        return write_ledger(uri, f"batch-{name}/{staging.ACCOUNT_FOLDER}/part-0.parquet", rows)
+
+    large = [entries("1", "t", "pending"), entries("2", "t", "completed"), entries("3", "u", "pending")]
+    commit_batch(lake, POOL, None, Head(batch=1), BASE_SCHEMA, [*large, *(file(lake, batch) for batch in (7, 8))])
+    wanted = facts(state(lake))
+    reads: list[int] = []
+    real = fold.fold
+    monkeypatch.setattr(fold, "fold", lambda rows: (reads.append(rows.num_rows), real(rows))[1])
+    for batch in range(2, 6):
+        before = state(lake)
+        added, removed = fold.fold_ledger(before)
+        more = [file(lake, 10 * batch + at) for at in (1, 2)]
+        wanted |= facts(replace(before, files=tuple(more)))
+        commit_batch(lake, POOL, before, Head(batch=batch), BASE_SCHEMA, [*added, *more], removed)
+    found = state(lake)
+    assert len([item for item in found.ledger_files if item.records > 4]) == 2
+    assert sum(count == 20 for count in reads) <= 3
+    monkeypatch.setattr(fold, "fold", real)
+    assert {fact for fact in facts(found) if fact[0] == "done" or fact[1] < 20} >= {
+        ("done", at) for at in range(0, 20, 2)
+    }

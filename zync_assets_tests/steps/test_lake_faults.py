@@ -144,9 +144,13 @@ def test_what_another_program_does_to_a_raw_table(
     (tmp_path / "file").rename(file)
     goes_on(it, [0, 1, 2])
     DeltaTable(uri).optimize.compact()
+    more(it, 3)
+    assert (
+        "its files are others than those that zync committed. Nothing was done. Another program committed version"
+        in (refused(it.ingest))
+    )
     failed = [result for result in run_all(it.pipeline) if not result.passed]
     assert [result.name for result in failed] == ["monotonic_offsets"]
-    more(it, 3)
     DeltaTable(uri).restore(ours)
     goes_on(it, [0, 1, 2, 3])
 
@@ -211,3 +215,54 @@ def test_tables_that_went_back_to_a_copy(services: Services, spark: SparkSession
     assert "the staging table is not there" in refused(it.etl)
     away.rename(staging)
     goes_on(it, [0, 1, 2])
+
+
+def test_a_lake_that_vanished_is_no_new_lake(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Its outputs were published: the records of the topic came from somewhere."""
+    it = begun(services, spark, tmp_path, unique)
+    away = Path(it.lake).rename(tmp_path / "away")
+    for doing in (it.ingest, it.etl, it.publish):
+        tables.forget(it.lake)  # as a new process
+        told = refused(doing)
+        assert f"topic {it.out} holds records already (its ends: partition 0: 2)" in told
+        assert "is not mounted, put it back" in told
+    assert not Path(it.lake).exists()
+    away.rename(it.lake)
+    more(it, 2)
+    goes_on(it, [0, 1, 2])
+
+
+def test_etl_stops_at_whatever_another_program_changed_of_its_inputs(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = begun(services, spark, tmp_path, unique)
+    left, right = f"{it.lake}/Raw/{it.left}", f"{it.lake}/Raw/{it.right}"
+    it.send(it.left, row(2), b"{ no json")
+    it.ingest()
+    bad = f"{it.lake}/~quarantine/Raw/{it.left}"
+    changes: list[tuple[str, Callable[[DeltaTable], object]]] = [
+        (left, without_statistics),
+        (left, lambda table: table.update({"key": "'other'"}, predicate="kafka.offset = 2")),
+        # Nothing new is in this table, but records of it may wait.
+        (right, lambda table: table.update({"key": "'other'"}, predicate="kafka.offset = 1")),
+        (bad, lambda table: table.delete()),
+    ]
+    for uri, change in changes:
+        ours = DeltaTable(uri).version()
+        properties = DeltaTable(uri).metadata().configuration
+        change(DeltaTable(uri))
+        told = refused(it.etl)
+        assert f"table {uri} was changed by another program" in told
+        assert "Restore version" in told
+        DeltaTable(uri).restore(ours)
+        assert DeltaTable(uri).metadata().configuration == properties
+    it.send(it.right, row(2))
+    goes_on(it, [0, 1, 2])
+    assert it.classes(it.left) == {"done": 3, "quarantined": 1}
+
+
+def without_statistics(table: DeltaTable) -> None:
+    table.alter.set_table_properties({"delta.dataSkippingNumIndexedCols": "0"})
+    DeltaTable(table.table_uri).optimize.compact()
