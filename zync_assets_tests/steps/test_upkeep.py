@@ -11,7 +11,7 @@ import pytest
 from zync_assets.checks.all_checks import run_all
 from zync_assets.errors import CommitConflict
 from zync_assets.kafka.reader import read_range
-from zync_assets.lake import compaction, raw, staging, tables
+from zync_assets.lake import cleaning, compaction, raw, staging, tables
 from zync_assets.local.services import Services
 from zync_assets.steps import upkeep
 from zync_assets.steps.etl import commit_staging, plan_etl, read_raw, transform
@@ -127,3 +127,18 @@ def test_what_goes_wrong_in_upkeep_does_not_fail_the_step(
     it.send(it.left, row(4))
     assert it.ingest(it.left)[it.left].records == 1
     assert "can't be read" in caplog.text
+
+
+def test_side_tables_are_looked_after_too(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "COMMITS", 2)
+    for number in range(3):
+        it.send(it.left, row(number), b"{ no json")
+        it.send(it.right, row(number))
+        it.step()
+        it.publish()
+    for side in (f"~quarantine/Raw/{it.left}", "~published/Staging"):
+        opened = tables.open_table(f"{it.lake}/{side}")
+        assert opened is not None
+        assert opened.number("zync:cleaned")
+        assert not cleaning.is_due(opened)
+    assert all(result.passed for result in run_all(it.pipeline) if result.name != "quarantine_size")
