@@ -57,7 +57,7 @@ def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: S
     entries: dict[int, int] = {}
     left_out: list[np.ndarray] = []
     first_error = ""
-    for item in quarantine.quarantine_files(lake, pool, topic, state.next):
+    for item in quarantine.quarantine_files(lake, pool, topic, state.next, checked=False):
         columns = ["kafka.partition", "kafka.offset", "stage", "error", "end"]
         for batch in read_columns(storage.join(uri, item.path), columns):
             table = pa.Table.from_batches([batch]).flatten()
