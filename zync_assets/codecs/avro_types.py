@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,6 +59,8 @@ from zync_assets.codecs.field_notes import connect_note_of, noted
 from zync_assets.errors import SchemaError
 
 MAX_DECIMAL = 38
+_UNHELD = re.compile(r"[ ,;{}()\n\t=]")
+"""Characters that Delta and Parquet forbid in a column's name."""
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 _SHORT = {"int8": pa.int8(), "int16": pa.int16()}
 
@@ -153,13 +156,15 @@ class Outer:
 
     ``notes``: whether it says what Connect's converters read (``connect_notes``), as formats that have a use for it do.
     ``note``: of the whole value. ``kinds``: path → Avro's primitive type that the topic's records have had so far.
-    ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own schemas have none.
+    ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own schemas have none. ``any_names``: fields may
+    have names that Avro doesn't have, for formats that only describe their values so (``json``, ``connect-json``).
     """
 
     notes: bool = True
     note: Note = PLAIN
     kinds: Mapping[str, str] | None = None
     micros: bool = True
+    any_names: bool = False
 
 
 def avro_schema(type: pa.DataType, name: str, namespace: str | None, outer: Outer = Outer(notes=False)) -> str:
@@ -185,9 +190,13 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
         records.add(name)
         fields = [type.field(index) for index in range(type.num_fields)]
         for field in fields:
-            if not is_avro_name(field.name):
+            if not outer.any_names and not is_avro_name(field.name):
                 raise SchemaError(
                     f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
+                )
+            if _UNHELD.search(field.name):
+                raise SchemaError(
+                    f"{path}: Delta tables can't hold a column called {field.name!r}; give it another name"
                 )
         made = [_field(field, name, path, records, outer) for field in fields]
         return {"type": "record", "name": name, "fields": made, **_properties(note)}
@@ -217,10 +226,15 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
 
 def _field(field: pa.Field, name: str, path: str, records: set[str], outer: Outer) -> dict[str, Any]:
     note, below = connect_note_of(field), f"{path}.{field.name}"
-    made = _to_avro(field.type, f"{name}_{field.name}", below, records, outer, note)
+    made = _to_avro(field.type, f"{name}_{_record_part(field.name)}", below, records, outer, note)
     if outer.notes and note.required:
         return {"name": field.name, "type": made}
     return {"name": field.name, "type": ["null", made], "default": None}
+
+
+def _record_part(field: str) -> str:
+    """A field's name as a part of a record's name."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", field)
 
 
 def _of_connect(

@@ -119,9 +119,14 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
 
 
 def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
-    """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition."""
-    frame = parquet_frame(spark, state.opened.uri, files, state.schema)
-    return _with_carried(spark, frame, state, files)
+    """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition. A side
+    that has no type yet, since all of it was null, is a column of nulls."""
+    frame = _with_carried(spark, parquet_frame(spark, state.opened.uri, files, state.schema), state, files)
+    if {"key", "value"} <= set(state.schema.names):
+        return frame
+    sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
+    others = (name for name in state.schema.names if name not in ("kafka", "key", "value"))
+    return frame.selectExpr("kafka", *sides, *others)
 
 
 def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:

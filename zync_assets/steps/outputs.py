@@ -280,7 +280,9 @@ def _schema_text(
             space = item.namespace or namespace(item.topic)
             plain = to_arrow_type(kind)
             noted = asked.format in ("avro", "connect-json")
-            outer = Outer(noted, notes[side].get((), PLAIN), earlier.kinds(side), asked.format == "avro")
+            outer = Outer(
+                noted, notes[side].get((), PLAIN), earlier.kinds(side), asked.format == "avro", asked.format != "avro"
+            )
             try:
                 check_fits(asked.format, plain)
                 schema = earlier.key(plain, notes[side]) if side == "key" else None

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
-from zync_assets.codecs.avro_types import arrow_type, avro_schema
+from zync_assets.codecs.avro_types import Outer, arrow_type, avro_schema
 from zync_assets.codecs.ddl import parse_ddl
 from zync_assets.codecs.spark_types import spark_ddl, spark_type
 from zync_assets.errors import SchemaError
@@ -91,6 +91,20 @@ def test_branches_of_one_short_name_are_told_apart() -> None:
 def test_schemas_that_cannot_be_held_say_why(schema: str, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         arrow_type(schema)
+
+
+def test_a_format_that_is_not_avro_takes_names_that_avro_lacks() -> None:
+    type = pa.struct(
+        [("a.b", pa.struct([("ü", pa.string()), ("1", pa.int32())])), ("a_b", pa.struct([("c", pa.int32())]))]
+    )
+    schema = json.loads(avro_schema(type, "Row", None, Outer(notes=False, any_names=True)))
+    fastavro.parse_schema(
+        json.loads(json.dumps(schema).replace("a.b", "x").replace("\\u00fc", "y").replace('"1"', '"z"'))
+    )
+    assert [field["name"] for field in schema["fields"]] == ["a.b", "a_b"]
+    assert arrow_type(json.dumps(schema)) == type
+    with pytest.raises(SchemaError, match="can't hold a column called 'a b'"):
+        avro_schema(pa.struct([("a b", pa.int32())]), "Row", None, Outer(any_names=True))
 
 
 def test_a_column_that_avro_cannot_name_or_type_says_where() -> None:
