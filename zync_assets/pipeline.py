@@ -240,3 +240,8 @@ class Pipeline:
         """The rules whose output topic is in that staging pool, in the file's order."""
         topics = {item.topic for item in self.outputs_of(pool)}
         return tuple(rule for rule in self.rules if rule.out in topics)
+
+    def joins_of(self, pool: str) -> dict[tuple[str, str], Denorm]:
+        """(rule's name, input topic) → the denorm rule of that staging pool for which a record of the topic can wait."""
+        joins = [rule for rule in self.rules_of(pool) if isinstance(rule, Denorm)]
+        return {(rule.name, topic): rule for rule in joins for topic in rule.topics}

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.matching import Target, conditions, has_schema, key_types, wanted
+from zync_assets.etl.join_keys import key_types
+from zync_assets.etl.matching import Target, conditions, has_schema, wanted
 from zync_assets.etl.shapes import type_sql
 from zync_assets.pipeline import Denorm, Input, Rule
 from zync_assets.sql_text import shape_sql

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from zync_assets.errors import EtlError
 from zync_assets.etl.headers import COLUMN as HEADERS
 from zync_assets.etl.headers import headers_sql
-from zync_assets.etl.shapes import Question, expression_type, made_sql, schema_of, type_sql, wider
+from zync_assets.etl.join_keys import hash_sql
+from zync_assets.etl.shapes import Question, expression_type, made_sql, schema_of, type_sql
 from zync_assets.pipeline import Denorm, Input, Rule, Stateless
 from zync_assets.sql_text import name_sql, shape_sql, text_sql
 
@@ -197,38 +198,6 @@ def in_frame(frame: DataFrame, name: str) -> DataFrame:
     return frame.selectExpr(f"struct(kafka, key, value) AS {name_sql(name)}", "time", "old")
 
 
-def key_types(rule: Denorm, frames: Mapping[str, DataFrame]) -> list[DataType]:
-    """The type of each part of the join key: of two numbers the wider, since a source alters one of two columns first.
-
-    ``frames``: side → record frame, of those sides that have a schema by now. EtlError if an expression of ``join-on``
-    can't be resolved, or the two of an equality have different types.
-    """
-    found: list[DataType] = []
-    for pair in rule.join_on if frames else ():
-        kinds = [
-            expression_type({side: frames[side]}, f"({sql})", rule.name, "join-on")
-            for side, sql in zip(("left", "right"), pair, strict=True)
-            if side in frames
-        ]
-        one = _key_type(kinds[0], kinds[-1])
-        if one is None:
-            raise EtlError(
-                f"rule {rule.name}, join-on: {pair[0]} is {kinds[0].simpleString()} and {pair[1]} is"
-                f" {kinds[1].simpleString()}. CAST one of them."
-            )
-        found.append(one)
-    return found
-
-
-def _key_type(one: DataType, other: DataType) -> DataType | None:
-    """The type of a part of a join key; a side that is always null pairs with nothing, whatever its type."""
-    from pyspark.sql.types import NullType, StringType
-
-    if isinstance(one, NullType):
-        return StringType() if isinstance(other, NullType) else other
-    return one if isinstance(other, NullType) else wider(one, other)
-
-
 def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
     """One side of a denorm rule with its join key (``k0``, ``k1`` …, of these types) and the key's hash. A null key matches
     nothing; its records are told apart by ``lone``, so that many of them don't end up on one task.
@@ -242,24 +211,7 @@ def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) 
     missing = " OR ".join(f"{key} IS NULL" for key in keys)
     lone = f"CASE WHEN {missing} THEN {side}.kafka.offset ELSE -1 END AS lone"
     named = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
-    return frame.selectExpr("*", *named, lone).selectExpr("*", f"{_hash_sql(names, kinds)} AS hash")
-
-
-def _hash_sql(names: Sequence[str], kinds: Sequence[DataType]) -> str:
-    known = " AND ".join(f"{name} IS NOT NULL" for name in names)
-    # A column may get a wider type while records wait: their hashes must stay what they were.
-    hashed = ", ".join(f"CAST({name} AS {type_sql(_hashed(kind))})" for name, kind in zip(names, kinds, strict=True))
-    return f"CASE WHEN {known} THEN xxhash64({hashed}) END"
-
-
-def _hashed(kind: DataType) -> DataType:
-    """A key's type as it is hashed: every number is a double. Two that become one double share a hash, which is looked
-    up by only; they are compared as they are."""
-    from pyspark.sql.types import DoubleType, NumericType, StructField, StructType
-
-    if isinstance(kind, StructType):
-        return StructType([StructField(item.name, _hashed(item.dataType)) for item in kind])
-    return DoubleType() if isinstance(kind, NumericType) else kind
+    return frame.selectExpr("*", *named, lone).selectExpr("*", f"{hash_sql(names, kinds)} AS hash")
 
 
 def key_names(rule: Denorm) -> list[str]:
@@ -293,7 +245,7 @@ def paired(
     at = {"left": places[rule.left], "right": places[rule.right]}
     source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
     ords = {side: _order(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
-    hashes = {side: _hash_sql([f"{side}_{name}" for name in names], kinds) for side in sides}
+    hashes = {side: hash_sql([f"{side}_{name}" for name in names], kinds) for side in sides}
     later = f"{both} AND {_is_later(rule, places)}"
     return (
         sides["left"]

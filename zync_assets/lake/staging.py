@@ -18,6 +18,7 @@ The account column:
     waiting      input                                            rule, count: records pending for the rule
     output       output             base, next offset             text: the topic's id when numbering began, count: partitions
     schema       output                                           rule: the fingerprint, text: the output schema
+    join                                                          rule, text: how the rule's waiting records were hashed
     replayed     input, none                                      count: replays of the raw table that were looked at
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known; of a quarantined
@@ -25,7 +26,7 @@ The account column:
     pending      input              one offset                    rule, hash of the join key (null: a null key)
     completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
 
-All but the first six are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+All but the first seven are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations
@@ -138,6 +139,9 @@ class Head:
     nullable: Mapping[str, frozenset[tuple[str, ...]]] = field(default_factory=dict)
     """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
     them: later schemas must have one."""
+    joins: Mapping[str, str] = field(default_factory=dict)
+    """Denorm rule → what the hashes of the records that wait for it depend on (``join_keys.join_text``). Versions that made
+    such records before did not keep it."""
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -377,6 +381,8 @@ def _head_rows(head: Head) -> list[dict[str, object]]:
     for topic, paths in sorted(head.nullable.items()):
         for path in sorted(paths):
             rows.append({"kind": "nullable", "topic": topic, "text": json.dumps(path)})
+    for rule, text in sorted(head.joins.items()):
+        rows.append({"kind": "join", "rule": rule, "text": text})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -401,4 +407,5 @@ def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
             topic: frozenset(tuple(json.loads(r["text"])) for r in of("nullable") if r["topic"] == topic)
             for topic in {r["topic"] for r in of("nullable")}
         },
+        {r["rule"]: r["text"] for r in of("join")},
     )

@@ -13,8 +13,17 @@ import time
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
-from zync_assets.steps.etl_plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
-from zync_assets.steps.etl_run import EtlRun
+from zync_assets.steps.etl_plan import (
+    EtlBatch,
+    EtlCommit,
+    EtlPlan,
+    RawSlice,
+    looking_again,
+    plan_etl,
+    read_raw,
+    transform,
+)
+from zync_assets.steps.etl_run import EtlRun, JoinsChanged
 from zync_assets.steps.etl_search import find_failures
 from zync_assets.steps.etl_unfit import Unfit
 from zync_assets.steps.etl_waiting import Waiting
@@ -69,6 +78,9 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
                 found = _attempt(pipeline, batch, waiting, failures, started)
                 if isinstance(found, EtlCommit):
                     return found
+                if isinstance(found, EtlBatch):
+                    batch, waiting = found, Waiting(found)
+                    continue
                 failures = Failures({**failures.found, **found})
                 _admit(pipeline, batch, failures, place)
         finally:
@@ -81,8 +93,8 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
 
 def _attempt(
     pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, failures: Failures, started: float
-) -> EtlCommit | dict[Place, Failure]:
-    """The commit, or the records that stand in its way."""
+) -> EtlCommit | EtlBatch | dict[Place, Failure]:
+    """The commit, or the records that stand in its way, or the batch that has to be tried in place of this one."""
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
 
@@ -90,6 +102,8 @@ def _attempt(
         return EtlRun(pipeline, batch, waiting, failures).commit(started)
     except Unfit as found:
         return dict(found.failures)
+    except JoinsChanged as changed:
+        return looking_again(pipeline, batch, changed.rules)
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:

@@ -16,7 +16,7 @@ from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, new_ranges, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.sql_text import shape_sql
-from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen
+from zync_assets.steps.reopened import NOTHING, Reopening, Retry, reopen, with_joins
 from zync_assets.steps.seen import check_begins, check_seen
 from zync_assets.steps.session import Session, deferred
 
@@ -155,6 +155,15 @@ def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
     rules = [rule for rule in pipeline.rules if topic in rule.topics]
     whole = any(_ALL_OF_KAFKA.search(shape_sql(shape)) for rule in rules for shape in (rule.key, rule.value))
     return state if whole else replace(state, with_ids=True)
+
+
+def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) -> EtlBatch:
+    """The batch with all records that wait for ``rules`` as new ones."""
+    plan = batch.plan
+    if plan.state is None:
+        return batch
+    whole = replace(plan, reopening=with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules))
+    return replace(batch, plan=whole, slices={topic: replace(part, plan=whole) for topic, part in batch.slices.items()})
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:

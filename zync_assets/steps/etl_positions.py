@@ -58,10 +58,11 @@ def next_head(
     types: Mapping[str, OutputType],
     quarantined: Mapping[tuple[str, int], int],
     failed: Sequence[Taken],
+    joins: Mapping[str, str],
     nullable: Collection[tuple[str, tuple[str, ...]]] = (),
 ) -> Head:
     """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
-    records that waited and go into quarantine; ``nullable``: topics and fields that records have as null, or leave out,
+    records that waited and go into quarantine; ``joins``: of the rules, as in ``Head``; ``nullable``: topics and fields that records have as null, or leave out,
     though their schema has no null."""
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
@@ -103,7 +104,8 @@ def next_head(
     for topic, path in nullable:
         fields[topic].add(path)
     null = {topic: frozenset(paths) for topic, paths in fields.items()}
-    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null)
+    known = {**head.joins, **joins}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null, known)
 
 
 def _table_id(plan: EtlPlan, topic: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, matching, numbering
+from zync_assets.etl.join_keys import is_hashed_as_ever, join_text, key_types
 from zync_assets.etl.labels import labels_of
 from zync_assets.etl.shapes import learn_types, note_schema
 from zync_assets.lake import raw, reading, staging, storage
@@ -41,6 +42,14 @@ MEASURED = 1_000
 """Bytes that a record takes in its file, on the average, from which on rows are measured on their way to Python."""
 
 
+class JoinsChanged(Exception):
+    """Records wait for rules by hashes that the rules' joins no longer make. Nothing was done."""
+
+    def __init__(self, rules: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(rules)))
+        self.rules = rules
+
+
 class EtlRun:
     """One batch on its way into the table; the steps share much, so it is an object."""
 
@@ -62,6 +71,8 @@ class EtlRun:
         records = sum(item.records for item in read)
         self.small = records <= numbering.SMALL
         """Whether all of it is one task, whose account is fetched."""
+        self.joins: dict[str, str] = {}
+        """Of the rules, as in ``Head``; known with the results."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
     def commit(self, started: float) -> EtlCommit:
@@ -84,7 +95,8 @@ class EtlRun:
         topics = [
             self._staged(types[topic], position, limits.get(topic))
             for (topic, _), position in outputs.items()
-            if present.issuperset(types[topic].columns)
+            # An output that the file has no more keeps its place in the account.
+            if topic in types and present.issuperset(types[topic].columns)
         ]
         wanted = row_sql(
             topics, self.labels, suspect, self.pipeline.unavailable_value, lacking=matching.LACKING in present
@@ -105,7 +117,15 @@ class EtlRun:
             files += self._write_settled()
             crash_point("etl:ledger-written")
             done = next_head(
-                plan, found, outputs, ends, types, quarantined(bad), self.failures.waited(plan), written.nullable
+                plan,
+                found,
+                outputs,
+                ends,
+                types,
+                quarantined(bad),
+                self.failures.waited(plan),
+                self.joins,
+                written.nullable,
             )
             schema = table_schema(plan.state, types)
             folded, removed = self._tidied()
@@ -185,17 +205,31 @@ class EtlRun:
             for topic, item in taken.items()
         ]
         found = [self._new(rule, index, frames, taken) for index, rule in joins.items()]
+        self.joins = {new.rule.name: join_text(new.rule, new.kinds) for new in found if new.kinds}
+        if changed := frozenset(new.rule.name for new in found if self._is_changed(new)):
+            raise JoinsChanged(changed)
         self.waiting.look_up(found, small=self.small)
         for new in found:
             parts += self._denorm(new, types, made_by)
         return matching.without_dropped(matching.union(parts), self.rules)
+
+    def _is_changed(self, new: New) -> bool:
+        """Whether records wait for a rule by hashes that its join no longer makes."""
+        name, head, again = new.rule.name, self.plan.head, self.plan.reopening
+        waits = any(
+            head.waiting.get((name, topic), 0) and (name, topic) not in again.sides for topic in new.rule.topics
+        )
+        if not waits or not new.kinds or name in again.joins:
+            return False
+        known = head.joins.get(name)
+        return known != self.joins[name] if known is not None else not is_hashed_as_ever(new.kinds)
 
     def _new(
         self, rule: Denorm, index: int, frames: Mapping[str, DataFrame], taken: Mapping[str, matching.Taken]
     ) -> New:
         sides = {"left": rule.left, "right": rule.right}
         known = {side: topic for side, topic in sides.items() if topic in frames and matching.has_schema(frames[topic])}
-        kinds = matching.key_types(rule, {side: frames[topic] for side, topic in known.items()})
+        kinds = key_types(rule, {side: frames[topic] for side, topic in known.items()})
         made: dict[str, DataFrame] = {}
         for side, topic in known.items():
             frame = taken[topic].by(index) if topic in taken else frames[topic]

@@ -68,8 +68,9 @@ class Waiting:
             rule = new.rule
             for topic, side, other in ((rule.left, "right", rule.right), (rule.right, "left", rule.left)):
                 counted = plan.head.waiting.get((rule.name, topic), 0)
-                # All that waited for a rule which is looked at again is new.
-                if counted and side in new.frames and plan.reads(other) and rule.name not in plan.reopening.rules:
+                # What is looked at again is new, and no longer waits.
+                again = (rule.name, topic) in plan.reopening.sides
+                if counted and side in new.frames and plan.reads(other) and not again:
                     names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
                     hashes.append(new.frames[side].selectExpr(*names, "hash"))
         if not hashes or plan.state is None:

@@ -4,7 +4,7 @@ more as if they were new.
     replays          were quarantined since they could not be decoded, and are in the raw table now
     Retry.failed     were quarantined since a rule failed on them
     Retry.unmatched  no rule took them, or a rule that is no more has them wait
-    Retry.waiting    wait for a rule whose join-on was changed
+    Retry.waiting    wait for a rule that was changed
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.reopen import Taken
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.pipeline import Pipeline
 from zync_assets.steps.quarantined import Selection
 
 _log = logging.getLogger(__name__)
@@ -45,11 +45,13 @@ NOTHING = Retry()
 @dataclass(frozen=True)
 class Reopening:
     """``again``: what leaves its class and is looked at; ``gone``: what leaves it and is in the raw table no more, and so is
-    expired from now on. ``replays``: input topic → how many replays of its table were looked at then."""
+    expired from now on. ``replays``: input topic → how many replays of its table were looked at then. ``joins``: the rules
+    whose waiting records are among these since the rule's join was changed."""
 
     again: tuple[Taken, ...] = ()
     gone: tuple[Taken, ...] = ()
     replays: Mapping[str, int] | None = None
+    joins: frozenset[str] = frozenset()
 
     @property
     def taken(self) -> tuple[Taken, ...]:
@@ -60,9 +62,9 @@ class Reopening:
         return sorted(item.part for item in self.again if item.topic == topic)
 
     @property
-    def rules(self) -> frozenset[str]:
-        """The rules that records leave which waited for them."""
-        return frozenset(item.rule for item in self.taken if item.rule is not None)
+    def sides(self) -> frozenset[tuple[str, str]]:
+        """(rule, input topic) of the records that waited for the rule: all of that topic are looked at again."""
+        return frozenset((item.rule, item.topic) for item in self.taken if item.rule is not None)
 
     def records(self) -> Counter[tuple[str, int]]:
         """(topic, partition) → records that are looked at again."""
@@ -121,6 +123,28 @@ def reopen(
     return Reopening(tuple(again), tuple(gone), replays)
 
 
+def with_joins(
+    pipeline: Pipeline,
+    pool: str,
+    state: StagingState,
+    tables: Mapping[str, RawState | None],
+    before: Reopening,
+    rules: frozenset[str],
+) -> Reopening:
+    """``before``, and all records that wait for one of ``rules``, whose joins were changed. Their hashes are of no use."""
+    _log.warning(
+        "pool %s: the join of %s is another one than that which records wait by; they go through the rules again",
+        pool,
+        ", ".join(sorted(rules)),
+    )
+    more = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
+    known = {*before.again, *before.gone}
+    again, gone = (
+        tuple(item for item in items if item.rule in rules and item not in known) for items in (more.again, more.gone)
+    )
+    return replace(before, again=(*before.again, *again), gone=(*before.gone, *gone), joins=before.joins | rules)
+
+
 def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
     """Sorted offsets as ranges."""
     if not len(offsets):
@@ -137,7 +161,7 @@ def _chosen(
     brought: Mapping[tuple[str, int], npt.NDArray[np.int64]],
     retry: Retry,
 ) -> Iterator[Taken]:
-    rules = {rule.name for rule in pipeline.rules_of(pool) if isinstance(rule, Denorm)}
+    joins = pipeline.joins_of(pool)
     done = {(entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"}
     for entry in entries:
         topic, partition, kind = entry["topic"], entry["partition"], entry["kind"]
@@ -145,7 +169,7 @@ def _chosen(
         if kind == "unmatched":
             yield Taken(topic, kind, None, whole)
         elif kind == "pending" and (topic, partition, entry["first"]) not in done:
-            if entry["rule"] in retry.waiting or (retry.unmatched and entry["rule"] not in rules):
+            if entry["rule"] in retry.waiting or (retry.unmatched and (entry["rule"], topic) not in joins):
                 yield Taken(topic, kind, entry["rule"], whole)
         elif kind == "quarantined" and entry["text"] is not None:
             if retry.failed is not None and retry.failed.takes(topic, partition, entry["first"]):
