@@ -79,7 +79,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         if plan.nothing_to_do and not late:
             continue
         # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
-        ends = [(partition, item.next) for (_, partition), item in plan.head.outputs.items()]
+        ends = [(partition, item.next) for (name, partition), item in plan.head.outputs.items() if name in outputs]
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
         assets = names.staging_job_assets(pipeline, pool)
         # A topic with a problem would fail the run, and the other topics would wait with it.

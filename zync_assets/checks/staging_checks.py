@@ -116,11 +116,12 @@ def pending_age(
     problems: list[str] = []
     numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
     numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
-    rules = {rule.name for rule in pipeline.rules}
+    joins = pipeline.joins_of(pool)
     problems += [
-        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more: they wait for ever"
+        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more as a denorm rule of {topic} for"
+        f" {pool}. Run `{pipeline.command('etl', '--retry-unmatched')}` to give them to the other rules"
         for (rule, topic), n in sorted(state.head.waiting.items())
-        if n and rule not in rules
+        if n and (rule, topic) not in joins
     ]
     if numbers["pending"]:
         try:
@@ -131,8 +132,10 @@ def pending_age(
 
 
 def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> float | None:
-    """The time of a raw record, in seconds since the epoch; None where there is no such record. Raises LakeError."""
-    found = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+    """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
+    input any more. Raises LakeError."""
+    pools = {item.topic: item.pool for item in pipeline.inputs}
+    found = raw.open_raw(pipeline.lake, pools[topic], topic) if topic in pools else None
     if found is None:
         return None
     files = raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)])

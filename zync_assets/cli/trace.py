@@ -75,14 +75,14 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
         waiting = read_waiting(state).to_pylist()
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
-    rules = {rule.name: rule for rule in pipeline.rules if isinstance(rule, Denorm)}
+    joins = pipeline.joins_of(pool)
     ahead: Counter[tuple[str, str, int]] = Counter()
     now = time.time()
     for (topic, partition), group in groupby(waiting, key=lambda item: (item["topic"], item["partition"])):
         items = list(group)
         found = raw_rows(pipeline, topic, partition, [item["offset"] for item in items])
         for item in items:
-            row, rule = found.get(item["offset"], {}), rules.get(item["rule"])
+            row, rule = found.get(item["offset"], {}), joins.get((item["rule"], topic))
             when = row["kafka"]["time"] if row else None
             yield {
                 "pool": pool,
@@ -172,7 +172,7 @@ def _why(item: Mapping[str, Any], rule: Denorm | None, ahead: Counter[tuple[str,
     if item["hash"] is None:
         return "null join key: nothing matches it"
     if rule is None:
-        return f"the pipeline file has no denorm rule {item['rule']} any more: it waits for ever"
+        return f"the pipeline file has no denorm rule {item['rule']} of this topic and pool any more"
     other = rule.right if item["topic"] == rule.left else rule.left
     place = (item["topic"], item["rule"], item["hash"])
     ahead[place] += 1
