@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zync_assets.pipeline import Shape
 
@@ -15,6 +15,15 @@ def shape_sql(shape: Shape) -> str:
         return f"({shape})"
     fields = ", ".join(f"{text_sql(name)}, {shape_sql(part)}" for name, part in shape.items())
     return f"named_struct({fields})"
+
+
+def leaves(shape: Shape, path: str) -> Iterator[tuple[str, str]]:
+    """The expressions of a shape, each with its place: ``value.address.street``."""
+    if isinstance(shape, str):
+        yield path, shape
+    elif shape is not None:
+        for name, part in shape.items():
+            yield from leaves(part, f"{path}.{name}")
 
 
 def text_sql(text: str) -> str:

@@ -71,6 +71,12 @@ def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
     return [("failed", f"CASE {found} END"), ("blamed", blamed)]
 
 
+def first_failing(expressions: Sequence[tuple[str, str]]) -> str:
+    """The index of the first of a rule's expressions that fails; null where none does. ``expressions``: (place, SQL)."""
+    cases = " ".join(f"WHEN {fails(f'({sql})')} THEN {index}" for index, (_, sql) in enumerate(expressions))
+    return f"CAST(CASE {cases} END AS INT)"
+
+
 def fails_alone(sql: str, side: str) -> str:
     """Whether an expression fails with one side's record while the other's is null."""
     other = "right" if side == "left" else "left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -13,7 +14,7 @@ from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Shape
 from zync_assets.recent import Recent
-from zync_assets.sql_text import name_sql, shape_sql, text_sql
+from zync_assets.sql_text import leaves, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -48,6 +49,16 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
         found = _nullable(found)
         _TYPES.put(place, found)
     return found
+
+
+def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str) -> DataType:
+    """The type of all that a shape makes. EtlError, which names the field, if Spark can't resolve its expression."""
+    try:
+        return expression_type(sides, shape_sql(shape), rule, key)
+    except EtlError:
+        for path, sql in leaves(shape, key):
+            expression_type(sides, f"({sql})", rule, path)
+        raise
 
 
 def learn_types(questions: Iterable[Question]) -> None:
@@ -117,10 +128,18 @@ def _nullable(kind: DataType) -> DataType:
     return kind
 
 
+_ANSI_ADVICE = re.compile(r" *If necessary,? (you can )?set [^\n]*? to bypass this error\.")
+
+
 def short(error: Exception) -> str:
     """The first line of what Spark says, without its plan and its error class's link."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return without_advice(lines[0]) if lines else type(error).__name__
+
+
+def without_advice(text: str) -> str:
+    """What Spark says, without its advice to turn ANSI mode off: the mode stays on, since results depend on it."""
+    return _ANSI_ADVICE.sub("", text)
 
 
 def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: DataType | None = None) -> DataType:

@@ -62,8 +62,8 @@ def next_head(
     nullable: Collection[tuple[str, tuple[str, ...]]] = (),
 ) -> Head:
     """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
-    records that waited and go into quarantine; ``joins``: of the rules, as in ``Head``; ``nullable``: topics and fields that records have as null, or leave out,
-    though their schema has no null."""
+    records that waited and go into quarantine; ``joins``: of the rules, as in ``Head``; ``nullable``: topics and fields that
+    records have as null, or leave out, though their schema has no null."""
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
     records = Counter[tuple[str, int]](quarantined)

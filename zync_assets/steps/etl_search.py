@@ -18,7 +18,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import failing, matching
 from zync_assets.etl.headers import headers_sql
 from zync_assets.pipeline import Denorm, Pipeline, Rule
-from zync_assets.sql_text import shape_sql
+from zync_assets.sql_text import leaves
 from zync_assets.steps import etl_failures
 from zync_assets.steps.etl_failures import Failure, Failures, Place
 from zync_assets.steps.etl_overflow import Found, OverflowSearch, join_keys
@@ -154,13 +154,41 @@ class _Search:
         made: dict[Place, Failure] = {}
         for place in order:
             rule, side = self.found[place]
+            expressions = _expressions(rule, side, place[0])
+            where, sql = expressions[0] if len(expressions) == 1 else (side, "")
             words = "an expression fails on this record."
             if place in self.overflowing:
                 words = TEXT
             elif place in asked:
+                where, sql = self._expression(place, rule, side)
                 words = self._words(place, rule, side)
-            made[place] = Failure(*place, rule.name, f"{side}: {_sql(rule, side, place[0])}: {words}")
+            made[place] = Failure(*place, rule.name, f"{where}: {f'{_cut(sql)}: ' if sql else ''}{words}")
         return made
+
+    def _expression(self, place: Place, rule: Rule, side: str) -> tuple[str, str]:
+        """Which expression of a side fails on a record: its place in the rule, and its text, if that can be told."""
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        expressions = _expressions(rule, side, place[0])
+        if len(expressions) == 1:
+            return expressions[0]
+        first = failing.first_failing(expressions)
+        try:
+            with failing.looking(self.batch.spark):
+                rows = self._run(without=place).results(
+                    self.frames, self.types, lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")]
+                )
+                found = rows.where(self._is_of(place)).where("at IS NOT NULL").select("at").limit(1).collect()
+        except (PySparkException, Py4JError):
+            return side, ""
+        return expressions[found[0]["at"]] if found else (side, "")
+
+    def _is_of(self, place: Place) -> str:
+        """Whether a result row is an output of a record, as SQL."""
+        number = [item.topic for item in self.pipeline.inputs].index(place[0])
+        mine = f"of.place = {number} AND of.partition = {place[1]} AND of.offset = {place[2]}"
+        return f"kind = 'out' AND exists(source, of -> {mine})"
 
     def _words(self, place: Place, rule: Rule, side: str) -> str:
         """What Spark says when it is asked for this record alone."""
@@ -168,10 +196,9 @@ class _Search:
         from pyspark.errors import PySparkException
 
         topic, partition, offset = place
-        here = f"partition = {partition} AND {{}}.offset = {offset}"
         try:
             if side in ("where", "join-on"):
-                frame = self.frames[topic].where(f"kafka.{here.format('kafka')}")
+                frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
                 asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
                 sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
@@ -180,25 +207,25 @@ class _Search:
                 frame.selectExpr("*", *sides).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._run(without=place).results(self.frames, self.types, matching.columns)
-                number = [item.topic for item in self.pipeline.inputs].index(topic)
-                mine = f"of.place = {number} AND of.{here.format('of')}"
-                rows.where(f"kind = 'out' AND exists(source, of -> {mine})").collect()
+                rows.where(self._is_of(place)).collect()
         except (PySparkException, Py4JError) as error:
             return said(error)
         return "an expression fails on this record."
 
 
-def _sql(rule: Rule, side: str, topic: str) -> str:
-    """The expression that fails, cut where it is long."""
+def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
+    """The expressions of a rule that may be what fails, each with its place in the rule."""
     if side == "where":
-        wheres = matching.wheres(rule, topic)
-        text = (wheres[0] if wheres else None) or ""
-    elif side == "join-on":
-        text = " AND ".join(join_keys(rule, topic)) if isinstance(rule, Denorm) else ""
-    elif side == "shape":
-        text = rule.keep or ""
-    elif side == "headers":
-        text = "" if rule.headers is None else headers_sql(rule.headers)
-    else:
-        text = shape_sql({"key": rule.key, "value": rule.value}.get(side))
-    return text if len(text) <= 200 else f"{text[:200]}…"
+        return [(side, sql or "") for sql in matching.wheres(rule, topic)[:1]]
+    if side == "join-on":
+        return [(side, " AND ".join(join_keys(rule, topic)) if isinstance(rule, Denorm) else "")]
+    if side == "shape":
+        return [(side, rule.keep or "")]
+    if side == "headers":
+        return [(side, "" if rule.headers is None else headers_sql(rule.headers))]
+    return list(leaves({"key": rule.key, "value": rule.value}[side], side))
+
+
+def _cut(sql: str) -> str:
+    """The text of an expression, cut where it is long."""
+    return sql if len(sql) <= 200 else f"{sql[:200]}…"

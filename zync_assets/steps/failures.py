@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 from zync_assets.errors import SetupError, SparkLost, ZyncError
+from zync_assets.etl.shapes import without_advice
 from zync_assets.lake import refusals
 
 
@@ -91,11 +92,11 @@ def said(error: Exception) -> str:
     """The line of an exception's text that says what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if details := re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE):
-        return details[1]  # of a request to a Spark Connect server
+        return without_advice(details[1])  # of a request to a Spark Connect server
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return lines[-1]  # of a Python worker
     told = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]
     if not told:
         return type(error).__name__
     # Java's chain of causes in one line: the last is the cause.
-    return told[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0]
+    return without_advice(told[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0])

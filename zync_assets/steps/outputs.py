@@ -34,13 +34,12 @@ from zync_assets.etl.output_notes import (
     topic_notes,
     with_notes,
 )
-from zync_assets.etl.shapes import expression_type, own_type, unify, void_fields
+from zync_assets.etl.shapes import own_type, shape_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
 from zync_assets.records import HEADERS_TYPE
-from zync_assets.sql_text import shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -196,8 +195,8 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
     return (
-        expression_type(sides, shape_sql(rule.key), rule.name, "key"),
-        expression_type(sides, shape_sql(rule.value), rule.name, "value"),
+        shape_type(sides, rule.key, rule.name, "key"),
+        shape_type(sides, rule.value, rule.name, "value"),
     )
 
 

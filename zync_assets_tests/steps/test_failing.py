@@ -78,7 +78,7 @@ def test_of_50_000_records_the_one_that_fails_is_the_one_that_is_not_there(make:
     assert [value["id"] for value in it.values()] == [number for number in range(50_000) if number != 33_333]
     [record] = held(it.pipeline)
     assert (record.topic, record.offset, record.rule, record.stage) == (it.left, 33_333, "copy", "etl")
-    assert "value: " in record.error
+    assert "value.n: " in record.error
     assert 'The value \'x\' of the type "STRING" cannot be cast to "INT"' in record.error
     sound(it)
 
@@ -101,8 +101,10 @@ def test_a_record_may_fail_in_each_expression_and_its_neighbours_don_t(make: Mak
         (it.right, 2): "join",
     }
     stages = [text.partition(":")[0] for _, text in found.values()]
-    assert stages == ["where", "join-on", "value"]
+    assert stages == ["where", "join-on", "value.r"]
     assert all("CAST_INVALID_INPUT" in text for _, text in found.values())
+    assert found[it.right, 2][1].startswith("value.r: CAST(right.value.v AS INT): [CAST_INVALID_INPUT]")
+    assert not any("named_struct" in text or "ansi" in text for _, text in found.values())
     assert it.classes(it.left) == {"done": 4, "quarantined": 1}
     assert it.classes(it.right) == {"done": 2, "quarantined": 2}
     sound(it)
@@ -186,7 +188,7 @@ def test_a_rule_s_failure_stops_the_run_where_the_file_says_so(make: Make, keys:
     it.ingest()
     with pytest.raises(BadRecords, match=f"batch 1: .*{why}") as caught:
         it.etl()
-    assert "partition 0, offset 1: rule copy, value:" in str(caught.value)
+    assert "partition 0, offset 1: rule copy, value.n: CAST(in.value.v AS INT): " in str(caught.value)
     assert staging.open_staging(it.lake, "Staging") is None
 
 
