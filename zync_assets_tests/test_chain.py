@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zync_assets.checks.all_checks import run_all
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
-from zync_assets.steps.loops import etl_all, ingest_all, publish_all, quiet
+from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets_tests.model import Model, Record, without_zeros
 from zync_assets_tests.shop import Shop, changes, decoded, make_shop, read_topic
 
@@ -33,7 +33,7 @@ def transform(shop: Shop, spark: SparkSession) -> int:
 
 def publish(shop: Shop, spark: SparkSession) -> None:
     topics = [item.topic for item in shop.pipeline.outputs]
-    list(publish_all(shop.pipeline, lambda: spark, topics, lambda *_: None, quiet))
+    list(publish_all(shop.pipeline, lambda: spark, topics))
 
 
 def published(shop: Shop, topic: str) -> list[tuple[Any, Any]]:

@@ -16,10 +16,11 @@ PACKAGE = Path(zync_assets.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    "definitions": 7,
-    "cli": 6, "assets": 6,
-    "checks": 5,
-    "steps": 4,
+    "definitions": 8,
+    "cli": 7, "assets": 7,
+    "checks": 6,
+    "steps": 5,
+    "audit": 4,
     "etl": 3, "lake": 3, "kafka": 3, "local": 3, "reading": 3,
     "codecs": 2,
     "": 1,

@@ -5,7 +5,6 @@ They are ops of their own: a result that an asset's function yields comes before
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dagster import (
@@ -21,13 +20,16 @@ from dagster import (
 )
 
 from zync_assets.assets import names, partitions
-from zync_assets.assets.graph import inputs_of
-from zync_assets.assets.report import CONSUMED
+from zync_assets.audit.guard import newly_staged
+from zync_assets.audit.result import CheckResult
+from zync_assets.audit.verdict import judged
 from zync_assets.checks import raw_checks, staging_checks, topic_checks
-from zync_assets.checks.result import CheckResult
 from zync_assets.errors import ZyncError
-from zync_assets.offsets import OffsetRange, parse_key
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
+
+KEPT = "zync/kept_in_lake"
+"""Metadata of a blocking check's result: the lake keeps it, and says until when it blocks."""
 
 Ranges = Sequence[OffsetRange] | None
 Look = Callable[[AssetCheckExecutionContext], CheckResult]
@@ -46,11 +48,6 @@ def build_checks(pipeline: Pipeline) -> list[AssetChecksDefinition]:
     return found
 
 
-def blocking_raw_checks() -> tuple[str, ...]:
-    """The checks of a raw table that hold back ETL when their last result is a failure."""
-    return (raw_checks.MONOTONIC, raw_checks.NO_LOSS)
-
-
 def _raw(pipeline: Pipeline, topic: str) -> Iterator[AssetChecksDefinition]:
     asset = names.pool_key(pipeline.input(topic).pool, topic)
     told = {
@@ -63,11 +60,17 @@ def _raw(pipeline: Pipeline, topic: str) -> Iterator[AssetChecksDefinition]:
         raw_checks.QUARANTINE_SIZE: (raw_checks.quarantine_size, "Nothing is in quarantine."),
     }
     for name, (function, description) in told.items():
+        blocking = name in raw_checks.BLOCKING
 
-        def look(context: AssetCheckExecutionContext, function: _RangeCheck = function) -> CheckResult:
-            return function(pipeline, topic, run_ranges(context, asset))
+        def look(
+            context: AssetCheckExecutionContext, function: _RangeCheck = function, blocking: bool = blocking
+        ) -> CheckResult:
+            ranges = run_ranges(context, asset)
+            if blocking:
+                return judged(pipeline, pipeline.input(topic).pool, lambda: function(pipeline, topic, ranges))
+            return function(pipeline, topic, ranges)
 
-        yield _check(asset, name, description, name in blocking_raw_checks(), look)
+        yield _check(asset, name, description, blocking, look)
 
 
 def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
@@ -76,11 +79,11 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
 
     def coverage(context: AssetCheckExecutionContext) -> CheckResult:
         made = {topic: run_ranges(context, key) for topic, key in keys.items()}
-        if all(ranges is None for ranges in made.values()):
-            return staging_checks.exactly_once_done_coverage(pipeline, pool)
-        looked = {topic: ranges or () for topic, ranges in made.items()}
-        consumed = _consumed(context, keys[outputs[0]], inputs_of(pipeline, pool))
-        return staging_checks.exactly_once_done_coverage(pipeline, pool, {**looked, **consumed})
+        ranges: Mapping[str, Sequence[OffsetRange]] | None = None
+        if any(part is not None for part in made.values()):
+            # All that was committed since the check passed last: a run that died had no check.
+            ranges = newly_staged(pipeline, pool) or {topic: part or () for topic, part in made.items()}
+        return judged(pipeline, pool, lambda: staging_checks.exactly_once_done_coverage(pipeline, pool, ranges))
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: staging_checks.pending_age(pipeline, pool))
@@ -88,7 +91,8 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
     for topic, key in keys.items():
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
-            return staging_checks.contiguous_output_offsets(pipeline, topic, run_ranges(context, key))
+            ranges = run_ranges(context, key)
+            return judged(pipeline, pool, lambda: staging_checks.contiguous_output_offsets(pipeline, topic, ranges))
 
         yield _check(
             key,
@@ -146,12 +150,13 @@ def _check(asset: AssetKey, name: str, description: str, blocking: bool, look: L
             passed, severity, summary, numbers = found.passed, found.severity, found.summary, found.numbers
         except ZyncError as error:
             # A check that can't look has a result all the same: a missing one would hold nothing back.
+            # The lake keeps nothing of it: it is neither a pass nor a block.
             passed, severity, summary, numbers = False, "error" if blocking else "warn", str(error), {}
         yield AssetCheckResult(
             passed=passed,
             severity=AssetCheckSeverity.ERROR if severity == "error" else AssetCheckSeverity.WARN,
             description=summary,
-            metadata=dict(numbers),
+            metadata={**numbers, **({KEPT: True} if blocking else {})},
         )
 
     return check
@@ -175,17 +180,6 @@ def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
     (everything) where it only checks."""
     done = {item.partition for item in _events(context, asset) if item.partition}
     return partitions.on_grid(done) or None
-
-
-def _consumed(
-    context: AssetCheckExecutionContext, asset: AssetKey, topics: Sequence[str]
-) -> Mapping[str, Sequence[OffsetRange]]:
-    """Input topic → the offsets that this run's ETL batch took; none where it took nothing."""
-    for item in _events(context, asset):
-        if item.partition and CONSUMED in item.metadata:
-            said = json.loads(str(item.metadata[CONSUMED].value))
-            return {topic: [parse_key(key) for key in said.get(topic, ())] for topic in topics}
-    return dict.fromkeys(topics, ())
 
 
 def _events(context: AssetCheckExecutionContext, asset: AssetKey) -> Iterator[AssetMaterialization]:

@@ -33,6 +33,9 @@ class Step:
     spared: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
     """Op → the asset that it makes, which the job can do without."""
 
+    pool: str | None = None
+    """The staging pool of an ETL step."""
+
     def rest(self, failed: Collection[str]) -> Step | None:
         """The job without what these ops make; None where it can't do without, or has nothing else to do."""
         without = {self.spared[op] for op in failed if op in self.spared}
@@ -97,6 +100,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
             selection if left_out else None,
             frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pipeline, pool))]),
             {names.publish_op(name): names.topic_key(name) for name in sound},
+            pool,
         )
 
 

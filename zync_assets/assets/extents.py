@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,15 +71,22 @@ def staging_extents(state: StagingState | None, topic: str, keys: Iterable[Offse
     return found
 
 
-def topic_extents(state: TopicState, keys: Iterable[OffsetRange], *, gapless: bool = False) -> list[Extent]:
-    """What a topic holds of each key. ``gapless``: its offsets have no gaps, so they tell the number of records."""
+def topic_extents(
+    state: TopicState, keys: Iterable[OffsetRange], published: Mapping[int, OffsetRange] | None = None
+) -> list[Extent]:
+    """What a topic holds of each key. ``published``: of an output topic, by partition, the offsets at which it holds what
+    staging holds; other records in it are none of ours, and these offsets have no gaps: they tell the number of records."""
     places = {item.partition: item for item in state.partitions}
     found: list[Extent] = []
     for key in sorted(keys):
         place = places.get(key.partition)
-        part = _clipped(key, place.low, place.end) if place else OffsetRange(key.partition, key.first, key.first)
-        complete = place is not None and place.end >= key.end
-        found.append(Extent(key, part.first, part.end, complete, part.end - part.first if gapless else None))
+        ours = published.get(key.partition) if published is not None else None
+        if place is None or (published is not None and ours is None):
+            found.append(Extent(key, key.first, key.first, False, None if published is None else 0))
+            continue
+        low, end = (max(place.low, ours.first), min(place.end, ours.end)) if ours else (place.low, place.end)
+        part = _clipped(key, low, end)
+        found.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
     return found
 
 

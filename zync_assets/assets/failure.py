@@ -1,13 +1,20 @@
-"""Errors as Dagster shows them: the message, without the stack trace that Dagster puts around an exception."""
+"""Errors as Dagster shows them, and the check of a topic that runs although publishing to the topic fails."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from dagster import DagsterError, Failure
+from dagster import AssetCheckEvaluation, AssetCheckSeverity, DagsterError, DagsterInstance, Failure
 
+from zync_assets.assets import names
+from zync_assets.checks import topic_checks
 from zync_assets.errors import ZyncError
+from zync_assets.lake.published import open_published
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline
+
+_NO_END = 1 << 62
 
 
 class TickFailed(DagsterError):
@@ -16,7 +23,7 @@ class TickFailed(DagsterError):
 
 @contextmanager
 def spoken() -> Generator[None]:
-    """Within it an error of this package fails the step with its message."""
+    """Within it an error of this package fails the step with its message alone, without a stack trace."""
     try:
         yield
     except ZyncError as error:
@@ -29,3 +36,29 @@ def said(error: Exception) -> str:
     if isinstance(error, ZyncError):
         return text
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+@contextmanager
+def publishing(pipeline: Pipeline, instance: DagsterInstance, topic: str) -> Generator[None]:
+    """Within it, an error also runs the topic's check over all that is not verified, and reports the result.
+
+    Dagster skips the check of an asset whose step failed, and this check alone names the record that stands in the way.
+    """
+    try:
+        yield
+    except ZyncError:
+        instance.report_runless_asset_event(_look(pipeline, topic))
+        raise
+
+
+def _look(pipeline: Pipeline, topic: str) -> AssetCheckEvaluation:
+    key, name = names.topic_key(topic), topic_checks.STAGING_EQUALS_TOPIC
+    try:
+        done = open_published(pipeline.lake, pipeline.output(topic).pool, topic)
+        found = topic_checks.staging_equals_topic(pipeline, topic, [OffsetRange(0, done.verified or 0, _NO_END)])
+    except ZyncError as error:
+        return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=str(error))
+    severity = AssetCheckSeverity.ERROR if found.severity == "error" else AssetCheckSeverity.WARN
+    return AssetCheckEvaluation(
+        key, name, found.passed, metadata=dict(found.numbers), severity=severity, description=found.summary
+    )

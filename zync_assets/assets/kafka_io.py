@@ -11,7 +11,7 @@ from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import frames, partitions, report
-from zync_assets.assets.failure import spoken
+from zync_assets.assets.failure import publishing, spoken
 from zync_assets.assets.resources import session
 from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError, RangeUnknown
@@ -58,7 +58,8 @@ class KafkaIOManager(IOManager):
             plan = obj.plan
             done = PublishCommit(obj.topic, OffsetRange(0, plan.end, plan.end), 0, 0.0)
             if not plan.nothing_to_do:
-                done = publish(self._pipeline, obj)
+                with publishing(self._pipeline, context.step_context.instance, obj.topic):
+                    done = publish(self._pipeline, obj)
             numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
             context.add_output_metadata(numbers)
             report.published(self._pipeline, context, obj.topic, done.range)

@@ -81,7 +81,7 @@ def standings(pipeline: Pipeline, facts: Facts) -> Iterator[Standing]:
                 names.topic_key(topic),
                 names.staging_job(plan.output.pool),
                 {0: plan.position.base},
-                {0: min(plan.high, plan.end)},
+                {0: min(plan.verified, plan.end)},
                 plan.lag,
             )
 
@@ -173,7 +173,8 @@ def _extents(facts: Facts, standing: Standing, keys: Sequence[OffsetRange]) -> t
     if place == names.KAFKA:
         if topic in facts.publish:
             state = facts.publish[topic].topic_state
-            return (topic_extents(state, keys, gapless=True), None) if state else ([], None)
+            published = {p: OffsetRange(p, standing.first[p], end) for p, end in standing.next.items()}
+            return (topic_extents(state, keys, published), None) if state else ([], None)
         return topic_extents(facts.ingest[topic].topic_state, keys), None
     if place in facts.etl:
         state = facts.etl[place].state

@@ -10,8 +10,9 @@ from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import frames, partitions, report
-from zync_assets.assets.failure import spoken
+from zync_assets.assets.failure import publishing, spoken
 from zync_assets.assets.resources import session
+from zync_assets.checks.gate import require_checked
 from zync_assets.errors import CommitConflict, ZyncError
 from zync_assets.offsets import format_key, normalize
 from zync_assets.pipeline import Pipeline
@@ -48,7 +49,8 @@ class PoolIOManager(IOManager):
             keys = partitions.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if wanted is OutputBatch:
                 report.refuse_partitions(pool, keys or ())
-                plan = plan_publish(self._pipeline, topic)
+                with publishing(self._pipeline, context.instance, topic):
+                    plan = plan_publish(self._pipeline, topic)
                 report.refuse_ahead(pool, plan.state, keys or ())
                 return read_staging(self._session, self._pipeline, plan)
             return frames.converted(
@@ -146,6 +148,7 @@ class PoolIOManager(IOManager):
             context.log.info("Another writer of pool %s was first (%s); looking again.", batch.plan.pool, error)
             if plan.nothing_to_do:
                 return None
+            require_checked(self._pipeline, plan.ranges)
             slices = {topic: read_raw(batch.spark, self._pipeline, plan, topic) for topic in plan.ranges}
             return commit_staging(self._pipeline, transform(batch.spark, self._pipeline, plan, slices))
 
@@ -153,5 +156,7 @@ class PoolIOManager(IOManager):
         """One plan for all inputs of one attempt of a step, so that its slices are of one batch."""
         step = (context.step_context.step.key, context.step_context.previous_attempt_count)
         if self._plan is None or self._plan[0] != step:
-            self._plan = (step, plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL])))
+            plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))
+            require_checked(self._pipeline, plan.ranges)
+            self._plan = (step, plan)
         return self._plan[1]

@@ -13,6 +13,7 @@ from zync_assets.assets.extents import Extent, raw_extents, staging_extents, sta
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
+from zync_assets.lake.published import open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
 from zync_assets.pipeline import Pipeline
@@ -53,7 +54,10 @@ def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: Offs
     if found is None:
         _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
         return
-    _report(context, topic_extents(found, own, gapless=True), topic_extents(found, more, gapless=True), schema)
+    done = open_published(pipeline.lake, pipeline.output(topic).pool, topic).verified
+    position = state.head.outputs.get((topic, 0)) if state else None
+    verified = {0: OffsetRange(0, min(position.base, done), done)} if position and done is not None else {}
+    _report(context, topic_extents(found, own, verified), topic_extents(found, more, verified), schema)
 
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:

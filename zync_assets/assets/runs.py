@@ -17,7 +17,12 @@ from dagster._core.storage.asset_check_execution_record import AssetCheckExecuti
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets.assets import names
-from zync_assets.assets.checks import blocking_raw_checks
+from zync_assets.assets.checks import KEPT
+from zync_assets.assets.due import Step
+from zync_assets.audit.guard import blocks
+from zync_assets.audit.verdict import lifted
+from zync_assets.checks.raw_checks import BLOCKING
+from zync_assets.pipeline import Pipeline
 
 UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -102,12 +107,27 @@ def backing_off(records: Sequence[RunRecord]) -> str | None:
     return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {left:.0f} s"
 
 
-def held_back(instance: DagsterInstance, upstream: Iterable[AssetKey]) -> str | None:
-    """The blocking check of an upstream raw table whose last result is a failure; None where there is none."""
-    for asset in upstream:
-        for name in blocking_raw_checks():
-            key = AssetCheckKey(asset, name)
-            record = instance.get_latest_asset_check_evaluation_record(key)
-            if record is not None and record.status == AssetCheckExecutionRecordStatus.FAILED:
-                return f"check {name} of {asset.to_user_string()} failed; mend it and run the check again"
+def held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+    """Why ETL and publishing of a staging pool wait for a failed check; None where none stands.
+
+    The lake says which checks block (``lake.checked``). A failed evaluation that another program reported to Dagster is
+    in Dagster's event log alone, and holds until a later evaluation of the check passes. A check that is planned, or whose
+    run died, has no result and changes nothing.
+    """
+    if step.pool is None:
+        return None
+    for block in blocks(pipeline, step.pool, [item.topic for item in pipeline.outputs_of(step.pool)]):
+        return f"{block} {lifted(pipeline)}"
+    for asset in step.upstream:
+        for name in BLOCKING:
+            if _reported_failure(instance, AssetCheckKey(asset, name)):
+                return f"check {name} of {asset.to_user_string()} failed; repair the lake and run the check again"
     return None
+
+
+def _reported_failure(instance: DagsterInstance, key: AssetCheckKey) -> bool:
+    """Whether the last result of a check was reported by another program, and is a failure."""
+    done = {AssetCheckExecutionRecordStatus.SUCCEEDED, AssetCheckExecutionRecordStatus.FAILED}
+    records = instance.event_log_storage.get_asset_check_execution_history(key, limit=1, status=done)
+    evaluation = records[0].evaluation if records else None
+    return evaluation is not None and not evaluation.passed and KEPT not in evaluation.metadata

@@ -33,13 +33,13 @@ from dagster._core.storage.tags import (
 )
 
 from zync_assets.assets import names, partitions, runs
-from zync_assets.assets.checks import blocking_raw_checks
 from zync_assets.assets.due import Grid, Step, chosen, due, grids
 from zync_assets.assets.facts import Facts, gather
 from zync_assets.assets.failure import TickFailed, said
 from zync_assets.assets.outside import News, news, standings
 from zync_assets.assets.partitions import range_of
 from zync_assets.assets.trouble import CHECKED, PROBLEMS, reachability, troubles
+from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
             continue
         if under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
-        elif held := runs.held_back(instance, step.upstream):
+        elif held := runs.held_back(pipeline, instance, step):
             texts[step.job] = held
         elif held := runs.backing_off(last):
             texts[step.job] = held
@@ -196,7 +196,7 @@ def _first_checks(pipeline: Pipeline, facts: Facts, instance: DagsterInstance) -
         AssetCheckKey(names.pool_key(plan.input.pool, topic), check)
         for topic, plan in facts.ingest.items()
         if plan.state is not None
-        for check in blocking_raw_checks()
+        for check in BLOCKING
     ]
     missing = any(instance.get_latest_asset_check_evaluation_record(key) is None for key in keys)
     if not missing or offsets > FIRST_OFFSETS:

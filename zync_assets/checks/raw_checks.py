@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from zync_assets.checks.columns import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns
-from zync_assets.checks.quarantined import Quarantined, read_quarantine, touches
-from zync_assets.checks.result import CheckResult, Number, Severity, conclude
+from zync_assets.audit.columns import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns
+from zync_assets.audit.quarantined import Quarantined, read_quarantine, touches
+from zync_assets.audit.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
 from zync_assets.errors import DataLoss, LakeError, TableDamaged, TopicMissing
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import led_state, topic_state
-from zync_assets.lake import foreign, raw, storage
+from zync_assets.lake import foreign, raw, staging, storage
+from zync_assets.lake.checked import Look, open_checked
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
@@ -26,6 +28,8 @@ MONOTONIC = "monotonic_offsets"
 NO_LOSS = "no_unexplained_loss"
 SCHEMA_CHANGE = "schema_change"
 QUARANTINE_SIZE = "quarantine_size"
+
+RawCheck = Callable[[Pipeline, str, "Iterable[OffsetRange] | None"], CheckResult]
 
 
 def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
@@ -44,7 +48,8 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
     ]
     everything = raw.raw_files(state)
     problems += _log_problems(state, everything)
-    selected = everything if ranges is None else raw.raw_files(state, ranges)
+    parts = _ingested(state, ranges)
+    selected = everything if ranges is None else raw.raw_files(state, parts)
     for item in selected:
         problems += _file_problems(state.opened.uri, item)
     problems += _replay_problems(state, everything)
@@ -58,6 +63,7 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
         problems,
         f"{records} records in {len(selected)} files ascend",
         {"files": len(selected), "records": records},
+        raw_look(MONOTONIC, pipeline, topic, state, parts),
     )
 
 
@@ -75,12 +81,13 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     if found is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
     place, pool = subject(pipeline, topic), pipeline.input(topic).pool
+    look = raw_look(NO_LOSS, pipeline, topic, state, _ingested(state, ranges))
     if not state.made_from(found.topic_id):
         problem = (
             f"topic {topic} was deleted and created again (its id is now {found.topic_id}):"
             f" {place} can't be compared with it"
         )
-        return conclude(NO_LOSS, place, "error", [problem], "", {"compared": 0})
+        return conclude(NO_LOSS, place, "error", [problem], "", {"compared": 0}, look)
     problems: list[str] = []
     numbers: dict[str, Number] = {}
     totals = {"compared": 0, "missing": 0, "doubled": 0, "gone_from_kafka": 0}
@@ -111,7 +118,11 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     except DamagedFile as error:
         problems.append(str(error))
     good = f"all {totals['compared']} records that Kafka still holds are here once"
-    return conclude(NO_LOSS, place, "error", problems, good, {**totals, **numbers})
+    return conclude(NO_LOSS, place, "error", problems, good, {**totals, **numbers}, look)
+
+
+BLOCKING: Mapping[str, RawCheck] = {MONOTONIC: monotonic_offsets, NO_LOSS: no_unexplained_loss}
+"""The checks of a raw table that hold back ETL."""
 
 
 def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
@@ -176,6 +187,31 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
         "lost_offsets": sum(part.end - part.first for part in side.lost),
     }
     return conclude(QUARANTINE_SIZE, place, "warn", problems, "nothing in quarantine", numbers)
+
+
+def raw_look(name: str, pipeline: Pipeline, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Look:
+    """What a blocking check of a raw table looks at: some ranges of what was ingested."""
+    place = subject(pipeline, topic)
+    look = Look(name, place, state.table_id, {topic: tuple(ranges)})
+    begin = dict(state.first)
+    if not open_checked(pipeline.lake, pipeline.input(topic).pool).began(look):
+        # A table of before the lake kept what checks said: its checks begin behind what ETL has seen.
+        begin |= {p: min(seen, state.next[p]) for p, seen in _seen(pipeline, topic).items() if p in state.next}
+    return replace(look, extent={(topic, p): (begin.get(p, 0), end) for p, end in state.next.items()})
+
+
+def _seen(pipeline: Pipeline, topic: str) -> dict[int, int]:
+    """Partition → the offset up to which all staging pools that read the topic have seen it."""
+    heads: list[dict[int, int]] = []
+    for pool in pipeline.staging_pools:
+        if any(topic in rule.topics for rule in pipeline.rules_of(pool)):
+            try:
+                state = staging.open_staging(pipeline.lake, pool)
+            except LakeError:  # a finding of the staging pool's own checks
+                state = None
+            heads.append(state.head.seen(topic) if state else {})
+    shared = set.intersection(*map(set, heads)) if heads else set[int]()
+    return {p: min(head[p] for head in heads) for p in shared}
 
 
 def subject(pipeline: Pipeline, topic: str) -> str:

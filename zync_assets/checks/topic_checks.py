@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.columns import integers
-from zync_assets.checks.result import CheckResult, Number, conclude
+from zync_assets.audit.columns import integers
+from zync_assets.audit.result import CheckResult, Number, conclude
 from zync_assets.compute import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
@@ -93,7 +93,7 @@ def _identity_problems(found: TopicState, position: OutputPosition, done: Publis
 def _watermark_problems(
     high: int, position: OutputPosition, done: Published, numbers: dict[str, Number]
 ) -> Iterator[str]:
-    numbers |= {"high_watermark": high, "lag": max(0, position.next - high)}
+    numbers |= {"high_watermark": high, "lag": max(0, position.next - max(position.base, done.verified or 0))}
     if high > position.next:
         yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
     if done.verified is not None and high < done.verified:

@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 
 from zync_assets.cli.output import print_rows
-from zync_assets.cli.run import guard
 from zync_assets.cli.trace import pending_rows
 from zync_assets.kafka.json_lines import Line, render
 from zync_assets.kafka.producer import produce_json
@@ -111,7 +110,7 @@ def _run(pipeline: Pipeline) -> bool:
     made = [
         *ingest_all(pipeline, session, TOPICS),
         *etl_all(pipeline, session),
-        *publish_all(pipeline, session, [OUTPUT], guard),
+        *publish_all(pipeline, session, [OUTPUT]),
     ]
     return bool(made)
 

@@ -16,15 +16,14 @@ import click
 
 from zync_assets.cli.arguments import DURATION, TOPIC, shown
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
-from zync_assets.errors import CheckFailed, LeaderMissing, SparkLost, ZyncError
-from zync_assets.offsets import OffsetRange
+from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.steps.etl import EtlCommit
 from zync_assets.steps.ingest import LEADER_SECONDS, RawCommit
 from zync_assets.steps.loops import PASSING, etl_all, ingest_all, publish_all
 from zync_assets.steps.loops import Progress as Told
-from zync_assets.steps.publish import PublishCommit, PublishPlan
+from zync_assets.steps.publish import PublishCommit
 from zync_assets.steps.reopened import Retry
 from zync_assets.steps.session import spark_session
 
@@ -116,11 +115,10 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
         # Of a topic that is asked for beside, nothing is deleted.
         topics = (*topics, *_chosen((recreate,), names, "output"))
         _chosen(topics, names, "output")
-        _refuse_damaged(loaded, recreate, None)
         recreate_topic(loaded, recreate)
     chosen = _chosen(topics, names, "output")
     with _progress() as progress:
-        _report(publish_all(loaded, _session(loaded), chosen, guard, progress), fmt)
+        _report(publish_all(loaded, _session(loaded), chosen, progress), fmt)
 
 
 @click.command()
@@ -147,7 +145,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         for step in (
             lambda: ingest_all(loaded, session, inputs, patience=patience),
             lambda: etl_all(loaded, session),
-            lambda: publish_all(loaded, session, outputs, guard, patience=patience),
+            lambda: publish_all(loaded, session, outputs, patience=patience),
         ):
             try:
                 for made in step():
@@ -186,24 +184,6 @@ def _sleep(seconds: float, stopping: Callable[[], bool], deadline: float | None)
 
 def _session(pipeline: Pipeline, *, long: bool = False) -> Callable[[], SparkSession]:
     return partial(spark_session, pipeline.spark, pipeline.lake, long=long)
-
-
-def guard(pipeline: Pipeline, plan: PublishPlan) -> None:
-    """Refuse to publish while coverage or numbering is wrong: what is published can't be taken back."""
-    _refuse_damaged(pipeline, plan.output.topic, plan.ranges)
-
-
-def _refuse_damaged(pipeline: Pipeline, topic: str, ranges: Sequence[OffsetRange] | None) -> None:
-    """CheckFailed unless what is staged for a topic, in ``ranges`` or all of it, is right."""
-    from zync_assets.checks.staging_checks import contiguous_output_offsets, exactly_once_done_coverage
-
-    pool = pipeline.output(topic).pool
-    for result in (
-        exactly_once_done_coverage(pipeline, pool, None if ranges is None else {topic: ranges}),
-        contiguous_output_offsets(pipeline, topic, ranges),
-    ):
-        if not result.passed:
-            raise CheckFailed(f"{result.subject}: {result.name}: {result.summary} Nothing was published.")
 
 
 def _chosen(asked: tuple[str, ...], names: list[str], kind: str) -> list[str]:

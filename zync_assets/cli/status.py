@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
-from zync_assets.checks.account import Facts, read_facts
-from zync_assets.checks.columns import DamagedFile
+from zync_assets.audit.account import Facts, read_facts
+from zync_assets.audit.columns import DamagedFile
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.cli.ways import input_way, output_way, quick_registry
 from zync_assets.errors import BrokerUnavailable, LakeError, TrustError
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, raw, staging
+from zync_assets.lake.published import verified_ends
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.pipeline import Input, Output, Pipeline
@@ -56,7 +57,8 @@ def status(pipeline: Path, fmt: Format) -> None:
     pools = {pool: staging.open_staging(loaded.lake, pool) for pool in loaded.staging_pools}
     registry = quick_registry(loaded.registry)
     inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools, registry)]
-    outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool])]
+    ends = {pool: verified_ends(loaded.lake, pool, [item.topic for item in loaded.outputs_of(pool)]) for pool in pools}
+    outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
     if fmt == "json":
         for kind, rows, columns in (("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS)):
             for row in rows:
@@ -126,8 +128,10 @@ def _aside(pipeline: Pipeline, item: Input, table: RawState | None) -> list[tupl
     return list(zip(rows["partition"].to_pylist(), rows["offset"].to_pylist(), strict=True))
 
 
-def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingState | None) -> Iterator[Row]:
-    """A row a partition of an output topic, in order."""
+def output_rows(
+    item: Output, states: Mapping[str, TopicState], state: StagingState | None, verified: Mapping[str, int]
+) -> Iterator[Row]:
+    """A row a partition of an output topic, in order. ``verified``: output topic → the offset up to which it was published."""
     marks = _marks(states.get(item.topic))
     known = {p: found for (topic, p), found in (state.head.outputs if state else {}).items() if topic == item.topic}
     for partition in sorted({*marks, *known}) or [0]:
@@ -136,7 +140,9 @@ def output_rows(item: Output, states: Mapping[str, TopicState], state: StagingSt
         row |= {"low": mark.low, "end": mark.end} if mark else {}
         row |= {"base": position.base, "next": position.next} if position else {}
         if mark and position:
-            row |= {"published": mark.end - position.base, "lag": max(0, position.next - mark.end)}
+            # By what was verified, not by the topic's end: another program may have written to it.
+            upto = max(position.base, verified.get(item.topic, position.base))
+            row |= {"published": upto - position.base, "lag": max(0, position.next - upto)}
         yield row
 
 
@@ -168,7 +174,7 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
         return {}
     facts: dict[tuple[str, int], Facts] = {}
     try:
-        facts, _ = read_facts(state)
+        facts, *_ = read_facts(state)
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}

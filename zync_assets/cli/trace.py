@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from zync_assets.checks.account import read_waiting
-from zync_assets.checks.columns import DamagedFile
+from zync_assets.audit.account import read_waiting
+from zync_assets.audit.columns import DamagedFile
 from zync_assets.cli.arguments import OFFSET, PARTITION, TOPIC
 from zync_assets.cli.output import Format, format_option, print_rows
 from zync_assets.errors import LakeError

@@ -159,6 +159,11 @@ class StagingState:
     def schema(self) -> pa.Schema:
         return self.opened.schema
 
+    @property
+    def table_id(self) -> str:
+        """What tells this table from another one at the same place."""
+        return str(self.opened.table.metadata().id)
+
     def output_files(self, topic: str) -> list[DataFile]:
         """Files of an output topic, sorted by partition and offset as numbers."""
         found = [item for item in self.files if item.group == topic]

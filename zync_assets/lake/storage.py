@@ -5,6 +5,7 @@
     <lake>/~quarantine/<Pool>/<topic>   what could not be decoded, beside a raw table
     <lake>/~decoded/<Pool>/<topic>      the types of a topic whose records are shaped on the way in; no record
     <lake>/~published/<Pool>            how far a staging pool has been published
+    <lake>/~checked/<Pool>              what the blocking checks of a pool said
 
 A tilde is legal neither in a pool's name nor in a topic's, so side tables can't collide with tables. Topic names are
 legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`` and ``..``.
@@ -57,6 +58,10 @@ def decoded_uri(lake: str, pool: str, topic: str) -> str:
 
 def published_uri(lake: str, pool: str) -> str:
     return join(lake, "~published", pool)
+
+
+def checked_uri(lake: str, pool: str) -> str:
+    return join(lake, "~checked", pool)
 
 
 def is_store(uri: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from zync_assets.audit.guard import refuse_blocked
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
@@ -51,8 +52,9 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     and the rest of the batch is committed without them. A field that a rule names and no record has had yet is null, of the
     type that the registry's newest schema says.
 
-    Raises CommitConflict if another batch was committed since the plan, BadRecords where the file does not let such
-    records pass, EtlError if something else fails; nothing of the batch is visible then.
+    Raises CheckFailed if a blocking check of a raw table failed and has not passed since, CommitConflict if another batch
+    was committed since the plan, BadRecords where the file does not let such records pass, EtlError if something else
+    fails; nothing of the batch is visible then.
     """
     try:
         return _commit(pipeline, batch)
@@ -67,6 +69,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     started = time.monotonic()
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     failures = NONE
+    refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
     with spark_failures(
         lambda text: EtlError(
             f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."

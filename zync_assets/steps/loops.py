@@ -23,7 +23,7 @@ from zync_assets.pipeline import Input, Pipeline
 from zync_assets.steps.drop import drop_once
 from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
-from zync_assets.steps.publish import PublishCommit, PublishPlan, plan_publish, publish, read_staging
+from zync_assets.steps.publish import PublishCommit, plan_publish, publish, read_staging
 from zync_assets.steps.quarantined import Selection, held, readers
 from zync_assets.steps.reopened import NOTHING, Retry
 from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
@@ -31,8 +31,6 @@ from zync_assets.steps.session import Session
 
 Progress = Callable[[str, int, int], None]
 """Told what is being worked on, how much of it is done, and of how much (records or offsets)."""
-Guard = Callable[[Pipeline, PublishPlan], None]
-"""Raises CheckFailed where the account or the numbering of what would be published is wrong."""
 
 CONFLICTS = 5
 """How often in a row another writer may be first before a step gives up."""
@@ -166,7 +164,6 @@ def publish_all(
     pipeline: Pipeline,
     session: Session,
     topics: Sequence[str],
-    guard: Guard,
     progress: Progress = quiet,
     patience: float | None = None,
 ) -> Iterator[PublishCommit]:
@@ -181,7 +178,7 @@ def publish_all(
         if topic in known:
             continue
         try:
-            made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, guard, progress))
+            made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, progress))
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -203,13 +200,10 @@ def _raise_first(troubles: Sequence[ZyncError]) -> None:
         raise first
 
 
-def _publish_once(
-    pipeline: Pipeline, session: Session, topic: str, guard: Guard, progress: Progress
-) -> PublishCommit | None:
+def _publish_once(pipeline: Pipeline, session: Session, topic: str, progress: Progress) -> PublishCommit | None:
     plan = plan_publish(pipeline, topic)
     if plan.nothing_to_do:
         return None
-    guard(pipeline, plan)
     batch = read_staging(session(), pipeline, plan)
     return publish(pipeline, batch, lambda done, total: progress(f"publish {topic}", done, total))
 

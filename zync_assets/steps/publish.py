@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from zync_assets.audit.guard import refuse_unsound
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.reader import read_range
@@ -91,7 +92,9 @@ class PublishPlan:
 
     @property
     def lag(self) -> int:
-        return max(0, self.end - self.high)
+        """Staged records of which it is not known that the topic holds them. The topic's end does not tell: it may hold
+        records of another program."""
+        return max(0, self.end - self.verified)
 
 
 @dataclass(frozen=True)
@@ -176,12 +179,15 @@ def publish(
 ) -> PublishCommit:
     """The commit half. ``progress(sent, total)`` is called after each window.
 
-    Raises ForeignRecord if the topic holds what staging does not: nothing is sent after that is known.
+    Raises CheckFailed before anything is sent if a blocking check of the staging pool or of its raw tables failed, or fails
+    over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not: nothing is
+    sent after that is known.
     """
     started = time.monotonic()
     plan = batch.plan
     if plan.position is None or plan.state is None:
         return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
+    refuse_unsound(pipeline, batch.topic)
     topic_state = plan.topic_state or _create(pipeline, plan.output)
     run = _Publisher(pipeline, batch.spark, plan, topic_state)
     high = run.settle() if not plan.clean else plan.high
@@ -193,7 +199,8 @@ def publish(
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
-    record. The new one is as ``create:`` says. Nothing is deleted where that can't be done."""
+    record. The new one is as ``create:`` says. Nothing is deleted where that can't be done, nor where the checks of the
+    staging pool, over all that would be published again, fail (CheckFailed)."""
     item = pipeline.output(topic)
     state = staging.open_staging(pipeline.lake, item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
@@ -209,6 +216,7 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
             f"topic {topic}: the pipeline file does not say how to create it anew, and nothing was deleted. Add create: to the"
             " output."
         )
+    refuse_unsound(pipeline, topic, whole=True)
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
         crash_point("publish:topic-deleted")

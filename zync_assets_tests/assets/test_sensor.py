@@ -241,6 +241,27 @@ def test_a_raw_check_that_failed_holds_back_etl(rig: Rig, ticks: Ticks) -> None:
     assert "check monotonic_offsets of Raw/" in (held.skip_reason.skip_message or "")
 
 
+def test_a_failed_check_is_not_lifted_by_a_run_that_never_checks(rig: Rig, ticks: Ticks) -> None:
+    """A check that is planned has no result, neither before its run begins nor after the run died."""
+    rig.send(rig.payments, payments(-1))
+    rig.ingest(rig.payments)
+    key = names.pool_key("Raw", rig.payments)
+    rig.instance.report_runless_asset_event(
+        AssetCheckEvaluation(asset_key=key, check_name="no_unexplained_loss", passed=False)
+    )
+    ticks()
+    run = rig.instance.create_run_for_job(
+        rig.definitions.resolve_job_def(names.ingest_job(rig.payments)),
+        tags={"dagster/partition": OPEN},
+    )
+    for _ in range(2):
+        held = ticks()
+        assert names.staging_job("Staging") not in jobs(held)
+        assert held.skip_reason is not None
+        assert "check no_unexplained_loss of Raw/" in (held.skip_reason.skip_message or "")
+        rig.instance.report_run_failed(run)
+
+
 def test_without_a_broker_it_skips_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "BROKER_SECONDS", 1.0)
     nowhere = replace(rig.pipeline, kafka={"bootstrap.servers": "127.0.0.1:1"})

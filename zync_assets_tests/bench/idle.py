@@ -11,7 +11,6 @@ from dagster import DagsterInstance, build_sensor_context
 
 from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
-from zync_assets.cli.run import guard
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets_tests.bench import data
@@ -30,7 +29,7 @@ def measure_idle(world: World) -> Iterator[dict[str, object]]:
     spark = world.spark(pipeline)
     list(ingest_all(pipeline, lambda: spark, [topic]))
     list(etl_all(pipeline, lambda: spark))
-    list(publish_all(pipeline, lambda: spark, [pipeline.outputs[0].topic], guard))
+    list(publish_all(pipeline, lambda: spark, [pipeline.outputs[0].topic]))
     ticks = _Ticks(pipeline)
     found = world.rounds.measure(
         f"idle, {records}",

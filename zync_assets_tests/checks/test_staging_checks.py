@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zync_assets.checks.result import CheckResult
+from zync_assets.audit.result import CheckResult
 from zync_assets.checks.staging_checks import (
     contiguous_output_offsets,
     exactly_once_done_coverage,
@@ -139,6 +139,13 @@ class TestCoverage:
         found = coverage(chain)
         assert not found.passed
         assert message in found.summary
+
+    def test_a_class_that_was_changed_is_found_without_a_look_at_a_record(self, chain: Chain) -> None:
+        """As where a record that made no output is called done: the guard before publishing looks at new offsets alone."""
+        change_account(state_of(chain), edit(lambda row: {**row, "kind": "done"}, kind="unmatched"))
+        found = exactly_once_done_coverage(chain.pipeline, "Staging", {})
+        assert not found.passed
+        assert "1 records were counted as unmatched, and the ledger's entries have 0" in found.summary
 
     def test_a_seen_that_the_ledger_does_not_reach(self, chain: Chain) -> None:
         change_account(state_of(chain), edit(lambda row: {**row, "end": 5}, kind="seen", topic=chain.status), head=True)

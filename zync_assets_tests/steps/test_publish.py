@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 
+from zync_assets.audit import coverage, guard
 from zync_assets.cli.main import main
-from zync_assets.errors import ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.errors import CheckFailed, ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.lake import tables
+from zync_assets.lake.checked import Look, keep_failure, keep_pass, open_checked
 from zync_assets.lake.published import commit_published, open_published
+from zync_assets.lake.raw import open_raw
+from zync_assets.lake.staging import open_staging
+from zync_assets.lake.storage import checked_uri
 from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
 from zync_assets.steps import publish as step
 from zync_assets.steps.publish import plan_publish, recreate_topic
+from zync_assets_tests.checks.damage import change_account, edit
 from zync_assets_tests.shop import read_topic
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 
@@ -204,3 +214,82 @@ def test_two_topics_of_one_form_each_have_their_own_records(
     for topic, value in ((it.out, b"one"), (f"{it.out}.b", b"two")):
         it.publish(topic)
         assert read_topic(it.pipeline.kafka["bootstrap.servers"], topic) == [(0, None, value)]
+
+
+UNMATCHED = RULE.replace("type: stateless,", "type: stateless, where: \"value.op = 'c'\",")
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose outputs' sources the guard reads from now on."""
+    found: list[str] = []
+    read = coverage.read_columns
+
+    def noted(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        found.append(uri)
+        return read(uri, columns)
+
+    monkeypatch.setattr(coverage, "read_columns", noted)
+    return found
+
+
+def test_what_passed_the_guard_is_not_looked_at_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a lake of before the guard kept what it found: it begins at what is not published."""
+    it = make(3)
+    files = looked_at(monkeypatch)
+    it.publish()
+    assert len(files) == 1
+    stage(it, range(3, 5))
+    it.publish()
+    assert len(files) == 2
+    state = open_staging(it.lake, "Staging")
+    assert state is not None
+    guard.refuse_unsound(it.pipeline, it.out)
+    assert [Path(uri).name for uri in files] == [Path(item.path).name for item in state.output_files(it.out)]
+    shutil.rmtree(Path(it.lake) / "~checked")
+    tables.forget(checked_uri(it.lake, "Staging"))
+    guard.refuse_unsound(it.pipeline, it.out)
+    stage(it, range(5, 6))
+    it.publish()
+    assert len(files) == 3
+    assert ids(it) == [(number, number) for number in range(6)]
+
+
+def test_a_damaged_account_is_never_published_and_the_printed_command_is_the_way_out(make: Make) -> None:
+    """Damage of a record that made no output: it lies outside of what is to be published."""
+    it = make(2)
+    it.publish()
+    edited = it.edited(BOTH + UNMATCHED)
+    edited.send(it.left, row(7, op="x"), row(2))
+    edited.step()
+    state = open_staging(it.lake, "Staging")
+    assert state is not None
+    change_account(state, edit(lambda entry: {**entry, "kind": "done"}, kind="unmatched"))
+    with pytest.raises(CheckFailed, match=r"Nothing was published\. Repair the lake; then this lifts the block: "):
+        edited.publish()
+    with pytest.raises(CheckFailed, match="exactly_once_done_coverage") as refused:
+        recreate_topic(edited.pipeline, it.out)
+    assert len(ids(it)) == 2
+    stage(edited, range(8, 9))
+    change_account(state, edit(lambda entry: {**entry, "kind": "unmatched"}, kind="done", count=1))
+    with pytest.raises(CheckFailed, match="check exactly_once_done_coverage of Staging failed over"):
+        edited.publish()
+    _, remedy = str(refused.value).split("this lifts the block: zync ")
+    assert CliRunner().invoke(main, shlex.split(remedy)).exit_code == 0
+    edited.publish()
+    assert [found for _, found in ids(it)] == [0, 1, 2, 8]
+
+
+def test_a_raw_table_that_failed_its_check_is_not_transformed(make: Make) -> None:
+    it = make(1)
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    look = Look("no_unexplained_loss", f"Raw/{it.left}", state.table_id, {it.left: (OffsetRange(0, 0, 1),)})
+    keep_failure(open_checked(it.lake, "Raw"), look, "a record is missing.")
+    it.send(it.left, row(1))
+    with pytest.raises(CheckFailed, match=r"a record is missing\. Nothing was transformed"):
+        it.step()
+    with pytest.raises(CheckFailed, match=r"a record is missing\. Nothing was published"):
+        it.publish()
+    keep_pass(open_checked(it.lake, "Raw"), look)
+    assert it.etl() is not None
+    it.publish()

@@ -26,11 +26,10 @@ from zync_assets.lake import staging, tables
 from zync_assets.lake.published import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
-from zync_assets.pipeline import Pipeline
 from zync_assets.steps import publish as publishing
 from zync_assets.steps.ingest import plan_ingest
 from zync_assets.steps.loops import publish_all
-from zync_assets.steps.publish import PublishPlan, plan_publish, recreate_topic
+from zync_assets.steps.publish import plan_publish, recreate_topic
 from zync_assets.steps.tasks import run_tasks
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 
@@ -218,12 +217,13 @@ def test_a_publisher_that_comes_second_goes_on_after_the_first(make: Make) -> No
     it.step()
     others = [1]
 
-    def while_another_publishes(_: Pipeline, __: PublishPlan) -> None:
+    def while_another_publishes() -> SparkSession:
         if others:
             others.pop()
             it.publish()
+        return it.spark
 
-    assert list(publish_all(it.pipeline, lambda: it.spark, [it.out], while_another_publishes)) == []
+    assert list(publish_all(it.pipeline, while_another_publishes, [it.out])) == []
     assert plan_publish(it.pipeline, it.out).nothing_to_do
 
 

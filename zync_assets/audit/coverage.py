@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.account import CLASSES, DONE, EXPIRED, PENDING, Facts, read_facts
-from zync_assets.checks.columns import HeldOffsets, distinct, integers, read_columns, without
-from zync_assets.checks.marks import CHUNK, Marks
-from zync_assets.checks.quarantined import read_quarantine, touches
-from zync_assets.checks.result import Number
+from zync_assets.audit.account import CLASSES, DONE, EXPIRED, PENDING, Counted, Facts, read_facts
+from zync_assets.audit.columns import HeldOffsets, distinct, integers, read_columns, without
+from zync_assets.audit.marks import CHUNK, Marks
+from zync_assets.audit.quarantined import read_quarantine, touches
+from zync_assets.audit.result import Number
 from zync_assets.compute import pc
 from zync_assets.lake import foreign, raw
 from zync_assets.lake.staging import Position, StagingState
@@ -28,7 +28,7 @@ def problems(
 ) -> Iterator[str]:
     """What is wrong with the account, worst first within a partition; ``numbers`` are filled in. Raises DamagedFile."""
     # Who looks at one batch does so again and again; who looks at all of it wants to know what lies there now.
-    facts, waiting = read_facts(state, kept=ranges is not None)
+    facts, waiting, counted = read_facts(state, kept=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
@@ -37,6 +37,8 @@ def problems(
             f"rule {rule}: {heads[rule, topic]} records of {topic} were counted as pending,"
             f" and the ledger has {waiting[rule, topic]}"
         )
+    if ranges is not None:
+        yield from _count_problems(state, counted)
     if (strange := foreign.strange_file(state.opened, state.files)) is not None:
         yield strange
     marks = Marks()
@@ -55,6 +57,17 @@ def problems(
         yield from side.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
     numbers["sources"] = marks.count
     numbers |= {name: totals[name] for name in CLASSES if totals[name]}
+
+
+def _count_problems(state: StagingState, counted: Counted) -> Iterator[str]:
+    """A class that was changed in the ledger, in whatever batch, is found without a look at a record."""
+    for (place, name), entries in sorted(counted.items()):
+        head = state.head.counts.get((*place, name), 0)
+        if entries is not None and entries != head:
+            yield (
+                f"{place[0]}, partition {place[1]}: {head} records were counted as {name}, and the ledger's entries have"
+                f" {entries}"
+            )
 
 
 def _ledger_problems(place: tuple[str, int], found: Facts | None, position: Position | None) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zync_assets.checks.columns import distinct
+from zync_assets.audit.columns import distinct
 
 CHUNK = 1_000_000
 """Offsets in a chunk."""

@@ -14,14 +14,17 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.columns import distinct, integers, read_columns, without
+from zync_assets.audit.columns import distinct, integers, read_columns, without
 from zync_assets.compute import pc
+from zync_assets.lake import storage
 from zync_assets.lake.staging import StagingState
 from zync_assets.recent import Recent
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
 DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dropped", "pending", "expired"))
 NONE = 255
+COUNTED = ("unmatched", "dropped", "quarantined")
+"""Classes whose ledger entries say how many records they have."""
 _KINDS = [*CLASSES, "completed"]
 _COMPLETED = len(CLASSES)
 
@@ -90,34 +93,62 @@ _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class _Said:
-    """What one ledger file says: by place its entries (first, end, kind), sorted, and how many records more wait by it."""
+    """What one ledger file says: by place its entries (first, end, kind), sorted, and how many records more wait by it.
+
+    ``counted``: (place, class) → the records that its entries count; None where an entry has no count."""
 
     places: Mapping[Place, _Entries]
     waiting: Counter[tuple[str, str]]
+    counted: Mapping[tuple[Place, str], int | None]
 
 
 _KEPT = 6_000_000
 """Ledger entries of all staging tables that are kept in memory at the most."""
-_known: Recent[str, dict[str, _Said]] = Recent(_KEPT)
-"""Place of a staging table → its ledger files' paths → what they say."""
+_Mark = tuple[str, int | None, int | None]
+"""Path of a ledger file, its size and the time of its last change."""
+
+_known: Recent[str, dict[_Mark, _Said]] = Recent(_KEPT)
+"""Place of a staging table → its ledger files → what they say."""
 
 
-def read_facts(state: StagingState, *, kept: bool = False) -> tuple[dict[Place, Facts], Counter[tuple[str, str]]]:
-    """The facts by (input topic, partition), and how many records wait by (rule, input topic). Raises DamagedFile.
+Counted = Mapping[tuple[Place, str], "int | None"]
+"""(input topic and partition, class) → how many records of the class the ledger counts; None where it does not say."""
 
-    ``kept``: a ledger file that this process has read in this way before is not read again, as none is ever changed.
+
+def read_facts(
+    state: StagingState, *, kept: bool = False
+) -> tuple[dict[Place, Facts], Counter[tuple[str, str]], Counted]:
+    """The facts by (input topic, partition), how many records wait by (rule, input topic), and how many there are of the
+    classes whose entries count them. Raises DamagedFile.
+
+    ``kept``: a ledger file that this process has read in this way before is not read again, unless another program
+    changed the file since.
     """
     before = (_known.get(state.opened.uri) or {}) if kept else {}
-    each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in state.ledger_files}
+    marks = {_mark(state.uri(item), item.path): state.uri(item) for item in state.ledger_files}
+    each = {mark: before.get(mark) or _read(uri) for mark, uri in marks.items()}
     if kept:
         _known.put(state.opened.uri, each, sum(item.records for item in state.ledger_files))
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
+    counted: dict[tuple[Place, str], int | None] = {}
     for said in each.values():
         waiting.update(said.waiting)
+        for key, count in said.counted.items():
+            known = counted.get(key, 0)
+            counted[key] = None if known is None or count is None else known + count
         for place, arrays in said.places.items():
             parts.setdefault(place, []).append(arrays)
-    return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting
+    return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting, counted
+
+
+def _mark(uri: str, path: str) -> _Mark:
+    """What tells a file from its change. In a store, which has a price for each question, a file is taken as unchanged."""
+    if storage.is_store(uri):
+        return path, None, None
+    system, place = storage.filesystem(uri)
+    info = system.get_file_info(place)
+    return path, info.size, info.mtime_ns
 
 
 def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray) -> Facts:
@@ -140,7 +171,8 @@ def _sorted(parts: Sequence[_Entries]) -> _Entries:
 def _read(uri: str) -> _Said:
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
-    names = ("kind", "topic", "partition", "first", "end", "rule", "text")
+    counted: dict[tuple[Place, str], int | None] = {}
+    names = ("kind", "topic", "partition", "first", "end", "rule", "text", "count")
     for batch in read_columns(uri, [f"account.{name}" for name in names]):
         rows = pa.Table.from_batches([batch]).flatten()
         rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
@@ -148,13 +180,24 @@ def _read(uri: str) -> _Said:
         codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
         codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
         partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
+        counts = integers(rows["count"])
         for topic in rows["topic"].unique().to_pylist():
             of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
             for partition in distinct(partitions[of_topic]).tolist():
                 here = of_topic & (partitions == partition) & (codes >= 0)
                 arrays = first[here], end[here], codes[here].astype(np.uint8)
                 parts.setdefault((topic, partition), []).append(arrays)
-    return _Said({place: _sorted(found) for place, found in parts.items()}, waiting)
+                for name in COUNTED:
+                    own = counts[here & (codes == CLASSES.index(name))]
+                    late = here & (codes == _COMPLETED + 1) if name == "dropped" else np.zeros(0)
+                    _count(counted, ((topic, partition), name), own, int(late.sum()))
+    return _Said({place: _sorted(found) for place, found in parts.items()}, waiting, counted)
+
+
+def _count(counted: dict[tuple[Place, str], int | None], key: tuple[Place, str], counts: np.ndarray, more: int) -> None:
+    before = counted.get(key, 0)
+    # An entry without a count is -1 here.
+    counted[key] = None if before is None or (counts < 0).any() else before + int(counts.sum()) + more
 
 
 def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:

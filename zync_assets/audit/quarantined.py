@@ -9,7 +9,7 @@ from itertools import starmap
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.checks.columns import integers, read_columns
+from zync_assets.audit.columns import integers, read_columns
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.offsets import OffsetRange
