@@ -243,6 +243,8 @@ def test_a_raw_check_that_failed_holds_back_etl(rig: Rig, ticks: Ticks) -> None:
 
 def test_a_failed_check_is_not_lifted_by_a_run_that_never_checks(rig: Rig, ticks: Ticks) -> None:
     """A check that is planned has no result, neither before its run begins nor after the run died."""
+    rig.ingest(rig.notes)
+    rig.ingest(rig.orders, OPEN, "1:0-999999")
     rig.send(rig.payments, payments(-1))
     rig.ingest(rig.payments)
     key = names.pool_key("Raw", rig.payments)
