@@ -349,6 +349,7 @@ def test_an_output_that_fails_in_runs_lets_the_other_outputs_go_on(
     rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zync_assets.assets.runs.FIRST_WAIT", 300.0)
+    monkeypatch.setattr("zync_assets.assets.trouble.LASTS_SECONDS", 3600.0)
     settled(rig, ticks)
     rig.send(rig.orders, orders(1))
     rig.send(rig.payments, payments(1, -5))
