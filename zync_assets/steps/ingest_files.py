@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.errors import SchemaChanged, SchemaError
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import quarantine, storage
 from zync_assets.lake.tables import DataFile
@@ -77,19 +76,7 @@ class BatchFiles:
 
 
 def write_plain(reading: Reading) -> BatchFiles:
-    """Read, decode and write the records as they are. SchemaError where the table's columns can't hold what they are."""
-    try:
-        return _written_plain(reading)
-    except SchemaChanged:
-        raise
-    except SchemaError as error:
-        raise SchemaError(
-            f"topic {reading.item.topic}: {error}. Nothing of the batch was committed. If the pipeline file has another format or"
-            " schema for the input than before, put the earlier one back, or give the input another pool."
-        ) from None
-
-
-def _written_plain(reading: Reading) -> BatchFiles:
+    """Read, decode and write the records as they are."""
     assumed: list[Arrived] = []
     while True:
         source = reading.source
