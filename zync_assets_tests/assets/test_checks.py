@@ -268,7 +268,7 @@ def lose(rig: Rig, topic: str, offset: int) -> Rows:
 
 def restore(rig: Rig, topic: str, rows: Rows) -> None:
     """Undo ``lose``."""
-    rewritten(rig, topic, rows[0]["kafka"]["offset"], lambda _: rows)
+    rewritten(rig, topic, rows[-1]["kafka"]["offset"], lambda _: rows)
     count_records(rig, topic, 1)
 
 
