@@ -199,24 +199,31 @@ def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[n
     return {partition: np.sort(np.concatenate(parts)) for partition, parts in found.items()}
 
 
-def is_held(
-    state: RawState, partition: int, offsets: npt.NDArray[np.int64], released: int = 0
-) -> npt.NDArray[np.bool_]:
-    """Which of some offsets, sorted, the table has a record of. Only files with gaps are read, one column of them.
+def held_ranges(state: RawState, part: OffsetRange, released: int = 0) -> list[OffsetRange]:
+    """The offsets of a range that the table has a record of, normalized. Only files with gaps are read: one column, a file
+    at a time.
 
     Below ``released`` only what replays brought counts: the rest may be removed at any moment.
     """
-    held = np.zeros(len(offsets), dtype=np.bool_)
-    if not len(offsets):
-        return held
-    for item in raw_files(state, [OffsetRange(partition, int(offsets[0]), int(offsets[-1]) + 1)]):
+    found: list[OffsetRange] = []
+    for item in raw_files(state, [part]):
         low, high = item.first or 0, item.last or 0
-        one, other = np.searchsorted(offsets, [low if is_replay(item) else max(low, released), high + 1])
-        if one < other and item.records == high - low + 1:
-            held[one:other] = True
-        elif one < other:
-            held[one:other] |= np.isin(offsets[one:other], _offsets(state, item))
-    return held
+        first, end = max(part.first, low if is_replay(item) else max(low, released)), min(part.end, high + 1)
+        if first < end and item.records == high - low + 1:
+            found.append(OffsetRange(part.partition, first, end))
+        elif first < end:
+            offsets = _offsets(state, item)
+            found += runs(part.partition, offsets[(first <= offsets) & (offsets < end)])
+    return normalize(found)
+
+
+def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
+    """Sorted offsets as ranges."""
+    if not len(offsets):
+        return []
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    firsts, lasts = offsets[np.append(0, breaks)], offsets[np.append(breaks, len(offsets)) - 1]
+    return [OffsetRange(partition, a, b + 1) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
 
 
 def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:

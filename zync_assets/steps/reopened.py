@@ -22,7 +22,7 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.reopen import Taken
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, subtract
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.quarantined import Selection
 
@@ -107,10 +107,9 @@ def reopen(
         table = tables.get(item.topic)
         if table is None:
             continue
-        offsets = np.arange(item.part.first, item.part.end)
-        held = raw.is_held(table, item.part.partition, offsets, state.released(item.topic, item.part.partition))
-        for into, places in ((again, offsets[held]), (gone, offsets[~held])):
-            into += [Taken(item.topic, item.kind, item.rule, part) for part in runs(item.part.partition, places)]
+        held = raw.held_ranges(table, item.part, state.released(item.topic, item.part.partition))
+        for into, parts in ((again, held), (gone, subtract([item.part], held))):
+            into += [Taken(item.topic, item.kind, item.rule, part) for part in parts]
     for topic in sorted({item.topic for item in gone}):
         count = sum(item.records for item in gone if item.topic == topic)
         _log.warning(
@@ -145,15 +144,6 @@ def with_joins(
     return replace(before, again=(*before.again, *again), gone=(*before.gone, *gone), joins=before.joins | rules)
 
 
-def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
-    """Sorted offsets as ranges."""
-    if not len(offsets):
-        return []
-    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
-    firsts, lasts = offsets[np.append(0, breaks)], offsets[np.append(breaks, len(offsets)) - 1]
-    return [OffsetRange(partition, a, b + 1) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-
-
 def _chosen(
     pipeline: Pipeline,
     pool: str,
@@ -183,4 +173,4 @@ def met(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[O
     if offsets is None:
         return ()
     one, other = np.searchsorted(offsets, [whole.first, whole.end])
-    return runs(whole.partition, offsets[one:other])
+    return raw.runs(whole.partition, offsets[one:other])

@@ -17,6 +17,7 @@ from zync_assets.lake.raw import (
     WriterSchema,
     commit_raw,
     commit_replay,
+    held_ranges,
     open_raw,
     raw_files,
     replay_name,
@@ -167,3 +168,26 @@ def test_carried_times_make_a_running_maximum_of_all_records(timestamps: list[li
     carried = carried_times(listed(within))
     lifted = [max(time, carried.get(f"f{index}", 0)) for index, part in enumerate(within) for time in part]
     assert lifted == running([time for part in timestamps for time in part])
+
+
+def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -> None:
+    """Only a file with gaps is read."""
+    lake = str(tmp_path)
+    uri = raw_uri(lake, "Raw", TOPIC)
+    whole = DataFile("whole.parquet", 1, 4_000_000_000, 0, 100, 4_000_000_099)
+    gaps = file(uri, records([3, 4, 7, 9]))
+    other = file(uri, records([50], partition=1))
+    commit_raw(
+        lake, "Raw", TOPIC, "id", None, SCHEMA, [gaps, whole, other], {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}, {}
+    )
+    state = open_raw(lake, "Raw", TOPIC)
+    assert state is not None
+    found = held_ranges(state, OffsetRange(0, 0, 5_000_000_000))
+    assert found == [
+        OffsetRange(0, 3, 5),
+        OffsetRange(0, 7, 8),
+        OffsetRange(0, 9, 10),
+        OffsetRange(0, 100, 4_000_000_100),
+    ]
+    assert held_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
+    assert held_ranges(state, OffsetRange(0, 4, 200), released=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
