@@ -15,11 +15,11 @@ from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.published import Published, open_published, went_back
+from zync_assets.lake.published import Published, WrittenSchema, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.encoding import ENCODED_SCHEMA, encoded_rows, staged_topic
+from zync_assets.steps.encoding import ENCODED_SCHEMA, alike_ids, encoded_rows, is_same, staged_topic
 from zync_assets.steps.headers import differing
 
 STAGING_EQUALS_TOPIC = "staging_equals_topic"
@@ -114,9 +114,11 @@ def _content_problems(
     parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
     gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
     staged = staged_topic(state, found.topic, pipeline.registry)
+    used: set[WrittenSchema] = set()
+    done = open_published(pipeline.lake, pipeline.output(found.topic).pool, found.topic)
     compared, compacted = 0, 0
     for part in parts:
-        ours = _Ahead(encoded_rows(staged, part.first, part.end))
+        ours = _Ahead(encoded_rows(staged, part.first, part.end, used))
         # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
         theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end, uncommitted=True)
         for mine, other in _side_by_side(ours, theirs, part):
@@ -129,9 +131,12 @@ def _content_problems(
             same = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
             differs = _differs(same["key"], other.column("key")) | _differs(same["value"], other.column("value"))
             differs |= differing(same["headers"], other.column("headers"))
-            if differs.any():
-                yield f"the record at offset {offsets[int(np.argmax(differs))]} is not staging's"
-                return
+            alike = alike_ids(staged, used, done)
+            for at in np.flatnonzero(differs).tolist():
+                one, two = (tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (same, other))
+                if not is_same(one, two, alike):
+                    yield f"the record at offset {offsets[at]} is not staging's"
+                    return
             compared += len(offsets)
             numbers |= {"compared": compared, "compacted": compacted}
 

@@ -4,6 +4,8 @@
     zync:verified:<topic>:<partition>    below this offset Kafka holds what staging holds
     zync:topic:<topic>:<topic id>        the topic that is published to (its version says nothing)
     zync:named:<topic>                   1 once such an id is known
+    zync:schema:<topic>:<side>:<id>:<digest>  records were announced whose keys or values have this schema under this id of
+                                         the registry (its version says nothing)
 
 A publisher announces a window before it sends the first record of it. Where the window's end is past the verified
 offset, a publisher stopped uncleanly, and records of it may still surface.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import pyarrow as pa
 
@@ -21,6 +24,16 @@ from zync_assets.lake import storage, tables
 from zync_assets.lake.tables import Opened
 
 _SCHEMA = pa.schema([("topic", pa.string())])
+
+
+@dataclass(frozen=True)
+class WrittenSchema:
+    """A schema of the keys or the values (``side``) of an output, and the id that the registry had for it. A registry that
+    was created anew may have another id for the schema, and another schema under the id."""
+
+    side: str
+    id: int
+    schema: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,10 @@ class Published:
 
     def made_for(self, topic_id: str) -> bool:
         return self.opened is not None and self.opened.number(f"zync:topic:{self.topic}:{topic_id}") == 0
+
+    def wrote(self, schema: WrittenSchema) -> bool:
+        """Whether records were announced that have this schema under this id."""
+        return self.opened is not None and self.opened.number(_schema_number(self.topic, schema)) is not None
 
 
 def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Published:
@@ -87,18 +104,25 @@ def commit_published(
     verified: int,
     topic_id: str,
     replaced: bool = False,
+    schemas: Iterable[WrittenSchema] = (),
 ) -> Published:
     """Set an output's window and verified offset, and the topic that they are for; returns the new state.
 
-    ``replaced``: the topic was created anew on purpose. Raises CommitConflict if another publisher of the topic
-    committed since ``before`` was opened.
+    ``replaced``: the topic was created anew on purpose; ``schemas``: those of the records up to ``window``.
+    Raises CommitConflict if another publisher of the topic committed since ``before`` was opened.
     """
     place = f"{before.topic}:{before.partition}"
     numbers = {f"zync:window:{place}": window, f"zync:verified:{place}": verified}
     if replaced or not before.made_for(topic_id):
         numbers |= {f"zync:topic:{before.topic}:{topic_id}": 0, f"zync:named:{before.topic}": 1}
+    numbers |= {_schema_number(before.topic, schema): 0 for schema in schemas if not before.wrote(schema)}
     if before.opened is None:
         tables.create_table(storage.published_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
     else:
         tables.commit(before.opened, [], numbers)
     return open_published(lake, pool, before.topic, before.partition)
+
+
+def _schema_number(topic: str, schema: WrittenSchema) -> str:
+    digest = blake2b(schema.schema.encode(), digest_size=8).hexdigest()
+    return f"zync:schema:{topic}:{schema.side}:{schema.id}:{digest}"

@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.encode import Encoded, Encoder, make_encoder
+from zync_assets.codecs.framing import HEADER
 from zync_assets.compute import pc
-from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError
+from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.etl.output_notes import FieldPath, required_fields
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake import staging, storage
+from zync_assets.lake.published import Published, WrittenSchema
 from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import RegistryConfig
@@ -34,6 +36,11 @@ ENCODED_SCHEMA = pa.schema(
     [("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary()), ("headers", HEADERS_TYPE)]
 )
 """A record as Kafka is to hold it; ``headers`` is null where there are none."""
+
+Row: TypeAlias = tuple[Any, ...]
+"""A record with the fields of ENCODED_SCHEMA, as plain values."""
+AlikeIds: TypeAlias = Callable[[str, int, int], bool]
+"""Side, id of a staged row's schema, id that stands in Kafka → whether both mean one schema."""
 
 NO_ID = 0
 """In place of a registry's id, before a schema is registered. Every id takes four bytes."""
@@ -109,13 +116,23 @@ def _required(schema: str | None) -> tuple[FieldPath, ...]:
     return () if schema is None else tuple(required_fields(json.loads(schema)))
 
 
-def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
-    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA.
+def encoded_rows(
+    staged: StagedTopic, first: int, end: int, used: set[WrittenSchema] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA. ``used``: is added the schemas that the rows have, and
+    their ids.
 
     Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
     """
     upcoming = first
-    schema_of = lru_cache(maxsize=None)(partial(_row_schema, staged))
+
+    @cache
+    def schema_of(group: str) -> RowSchema:
+        found = _row_schema(staged, group)
+        if used is not None:
+            used.update(_written(found))
+        return found
+
     for batch in _rows(staged, first, end):
         offsets = pc.struct_field(batch.column("kafka"), "offset")
         made = payloads(staged.topic, batch, schema_of)
@@ -139,27 +156,78 @@ def encoded_rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.Recor
         )
 
 
+def _written(schema: RowSchema) -> Iterator[WrittenSchema]:
+    for name, side in (("key", schema.key), ("value", schema.value)):
+        if side.schema is not None and side.schema_id is not None:
+            yield WrittenSchema(name, side.schema_id, side.schema)
+
+
+def alike_ids(staged: StagedTopic, used: Collection[WrittenSchema], done: Published) -> AlikeIds:
+    """Whether an id that stands in Kafka means the schema that a staged row has under its own id: because this project
+    published it so, before the registry was created anew, or because the registry has one schema under both.
+
+    ``used``: see ``encoded_rows``.
+    """
+
+    @cache
+    def alike(side: str, own: int, other: int) -> bool:
+        texts = [item.schema for item in used if (item.side, item.id) == (side, own)]
+        return any(done.wrote(WrittenSchema(side, other, text)) or _has(staged.registry, other, text) for text in texts)
+
+    return alike
+
+
+def _has(registry: Registry | None, id: int, schema: str) -> bool:
+    if registry is None:
+        return False
+    try:
+        return json.loads(registry.schema(id)) == json.loads(schema)
+    except (SchemaError, SchemaUnknown):
+        return False
+
+
+def is_same(mine: Row | None, other: Row | None, alike: AlikeIds) -> bool:
+    """Whether two records (the fields of ENCODED_SCHEMA) are the same but for ids of one schema."""
+    if mine is None or other is None or mine == other:
+        return mine == other
+    sides = zip(("key", "value"), mine[1:3], other[1:3], strict=True)
+    return (mine[0], mine[3]) == (other[0], other[3]) and all(_is_same_side(*side, alike) for side in sides)
+
+
+def _is_same_side(side: str, mine: bytes | None, other: bytes | None, alike: AlikeIds) -> bool:
+    if mine is None or other is None or mine == other:
+        return mine == other
+    if min(len(mine), len(other)) < HEADER or mine[HEADER:] != other[HEADER:]:
+        return False
+    framed = mine[:1] == other[:1] == b"\0"
+    return framed and alike(side, int.from_bytes(mine[1:HEADER]), int.from_bytes(other[1:HEADER]))
+
+
 def first_difference(
-    ours: Iterator[pa.RecordBatch], theirs: Iterator[pa.RecordBatch], *, compacted: bool = False
+    ours: Iterator[pa.RecordBatch],
+    theirs: Iterator[pa.RecordBatch],
+    *,
+    compacted: bool = False,
+    alike: AlikeIds = lambda *_: False,
 ) -> tuple[int | None, int]:
     """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
     they don't) and how many are equal before it.
 
-    ``compacted``: Kafka may lack records, since it keeps only the last of a key.
+    ``compacted``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
     """
     staged, equal = _single_rows(ours), 0
     for other in _single_rows(theirs):
         mine = next(staged, None)
         while compacted and mine is not None and mine[0] < other[0]:
             mine = next(staged, None)
-        if mine != other:
+        if not is_same(mine, other, alike):
             return min(row[0] for row in (mine, other) if row is not None), equal
         equal += 1
     left = None if compacted else next(staged, None)
     return (None if left is None else left[0]), equal
 
 
-def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
+def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
     for batch in batches:
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 

@@ -30,11 +30,11 @@ from zync_assets.kafka.topics import (
 )
 from zync_assets.kafka.writer import InOrder, high_watermark
 from zync_assets.lake import reading, staging, storage
-from zync_assets.lake.published import Published, commit_published, open_published, went_back
+from zync_assets.lake.published import Published, WrittenSchema, commit_published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
-from zync_assets.steps.encoding import encoded_rows, first_difference, staged_topic
+from zync_assets.steps.encoding import alike_ids, encoded_rows, first_difference, staged_topic
 from zync_assets.steps.seen import check_begins
 from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.tasks import run_tasks
@@ -300,12 +300,16 @@ class _Publisher:
         first = max(first, min(self.low, high))
         if first < high:
             staged, kafka, topic = self.staged, self.kafka, self.topic
+            lake, pool = self.pipeline.lake, self.plan.output.pool
             compacted = is_compacted(kafka, topic)
 
             def compare(_: int) -> tuple[int | None, int]:
                 # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
                 theirs = read_range(kafka, topic, 0, first, high, uncommitted=True)
-                return first_difference(encoded_rows(staged, first, high), theirs, compacted=compacted)
+                used: set[WrittenSchema] = set()
+                ours = encoded_rows(staged, first, high, used)
+                alike = alike_ids(staged, used, open_published(lake, pool, topic))
+                return first_difference(ours, theirs, compacted=compacted, alike=alike)
 
             offset, equal = run_tasks(self.spark, 1, compare)[0]
             if offset is not None:
@@ -349,7 +353,9 @@ class _Publisher:
             _refuse_second_attempt(staged.topic)
             announced = known
             now = open_published(lake, pool, staged.topic)
-            rows = encoded_rows(staged, first, end)
+            used: set[WrittenSchema] = set()
+            noted = set[WrittenSchema]()
+            rows = encoded_rows(staged, first, end, used)
             with (
                 ahead(windows(rows, records, size)) as encoded,
                 InOrder(kafka, staged.topic, 0, first, recreate) as writer,
@@ -360,7 +366,12 @@ class _Publisher:
                     writer.check_sizes(window)
                     announced = writer.sent + sum(len(batch) for batch in window), writer.verified
                     until, verified = announced
-                    now = commit_published(lake, pool, now, window=until, verified=verified, topic_id=topic_id)
+                    # The rows of the window are encoded; their schemas are known.
+                    new = used.copy() - noted
+                    now = commit_published(
+                        lake, pool, now, window=until, verified=verified, topic_id=topic_id, schemas=new
+                    )
+                    noted |= new
                     crash_point("publish:window-announced")
                     for batch in window:
                         writer.write(batch)

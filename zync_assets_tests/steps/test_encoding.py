@@ -38,3 +38,23 @@ def test_the_first_record_that_differs_is_found(
     """Of a compacted topic a record may be gone; one that is there must be staging's."""
     assert first_difference(batches(*STAGED), batches(*theirs, size=3)) == differs
     assert first_difference(batches(*STAGED), batches(*theirs, size=3), compacted=True) == compacted
+
+
+def test_an_id_of_the_registry_may_differ_where_it_means_the_same_schema() -> None:
+    def row(key: bytes, value: bytes | None) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pylist([{"offset": 5, "key": key, "value": value}], schema=ENCODED_SCHEMA)
+
+    def alike(side: str, own: int, other: int) -> bool:
+        return (side, own, other) == ("value", 1, 7)
+
+    def differs(mine: tuple[bytes, bytes | None], theirs: tuple[bytes, bytes | None]) -> bool:
+        return first_difference(row(*mine), row(*theirs), alike=alike)[0] is not None
+
+    one, seven, eight = (b"\0\0\0\0" + bytes([number]) for number in (1, 7, 8))
+    assert not differs((b"k", one + b"datum"), (b"k", seven + b"datum"))
+    assert differs((b"k", one + b"datum"), (b"k", eight + b"datum"))
+    assert differs((b"k", one + b"datum"), (b"k", seven + b"other"))
+    assert differs((b"k", one + b"datum"), (b"j", seven + b"datum"))
+    assert differs((one + b"k", None), (seven + b"k", None))
+    assert differs((b"k", one), (b"k", None))
+    assert differs((b"k", b"\0\0\0"), (b"k", b"\0\0\1"))

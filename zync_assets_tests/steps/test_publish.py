@@ -15,8 +15,10 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 
 from zync_assets.audit import coverage, guard
+from zync_assets.checks.topic_checks import staging_equals_topic
 from zync_assets.cli.main import main
 from zync_assets.errors import CheckFailed, ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import tables
 from zync_assets.lake.checked import Look, keep_failure, keep_pass, open_checked
@@ -27,6 +29,7 @@ from zync_assets.lake.storage import checked_uri
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.steps import publish as step
+from zync_assets.steps.encoding import encoded_rows, staged_topic
 from zync_assets.steps.publish import plan_publish, recreate_topic
 from zync_assets_tests.checks.damage import change_account, edit
 from zync_assets_tests.shop import read_topic
@@ -126,6 +129,36 @@ def test_what_a_killed_publisher_sent_is_verified_and_the_rest_follows(make: Mak
     assert (commit.verified, commit.records) == (sent, 5 - sent)
     assert ids(it) == [(number, number) for number in range(5)]
     assert plan_publish(it.pipeline, it.out).nothing_to_do
+
+
+def test_records_that_were_published_under_other_ids_of_the_registry_are_staging_s(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registry that was created anew has other ids, and gives the old ones to other schemas."""
+    text = BOTH.replace("value-format: json, create", "value-format: avro, create") + RULE
+    it = mini(services, spark, tmp_path, unique, text)
+    stage(it, range(3))
+    register = Registry.register
+    with monkeypatch.context() as before:
+        before.setattr(Registry, "register", lambda *given: register(*given) + 1_000_000)
+        it.publish()
+    announce(it, window=3)
+    commit = it.publish()
+    assert (commit.verified, commit.records) == (3, 0)
+    assert staging_equals_topic(it.pipeline, it.out).passed
+    # The same bytes under an id that nothing was published with are somebody else's.
+    stage(it, range(3, 4))
+    announce(it, window=4, verified=3)
+    state = open_staging(it.lake, "Staging")
+    assert state is not None
+    [rows] = encoded_rows(staged_topic(state, it.out, it.pipeline.registry), 3, 4)
+    producer = Producer({**it.pipeline.kafka, "linger.ms": 0})
+    value = (2_000_000).to_bytes(4)
+    producer.produce(it.out, b"\0" + value + rows["value"][0].as_py()[5:], rows["key"][0].as_py(), 0)
+    assert producer.flush(10) == 0
+    with pytest.raises(ForeignRecord, match="the record at offset 3"):
+        it.publish()
+    assert not staging_equals_topic(it.pipeline, it.out).passed
 
 
 def test_a_foreign_record_within_an_announced_window_is_found_and_named(make: Make) -> None:
