@@ -27,6 +27,9 @@ from zync_assets.steps.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
 
+REASONS = 100
+"""Records for which a replay says why they stay."""
+
 _RANGE = re.compile(r"([0-9]+):([0-9]+)(?:-([0-9]+))?")
 
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
@@ -100,17 +103,24 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     """Try the records of quarantine again, all or those that the options name, after what was wrong is mended.
 
     What can be decoded now goes to its place in the raw pool, and what a rule failed on goes through the rules once more;
-    what is wrong still stays where it is, and then the exit code is 1.
+    what is wrong still stays where it is, with the reason on stderr, and then the exit code is 1.
     """
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges)
     session = partial(spark_session, loaded.spark, loaded.lake)
     before = {record.place for record in held(loaded, asked)}
+    reasons: dict[tuple[str, int, int], str] = {}
     for made in replay_all(loaded, session, asked):
-        if isinstance(made, ReplayCommit) and made.still_bad:
-            click.echo(f"{made.topic}: {made.still_bad} stay; the first: {made.first_error}", err=True)
-    left = {record.place for record in held(loaded, asked)}
-    _say({"replayed": len(before - left), "left": len(left)}, fmt)
+        if isinstance(made, ReplayCommit):
+            reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
+    # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
+    left = {record.place: reasons.get(record.place, record.error) for record in held(loaded, asked)}
+    for (topic, partition, offset), reason in list(left.items())[:REASONS]:
+        click.echo(f"topic {topic}, partition {partition}, offset {offset} stays: {reason}", err=True)
+    if len(left) > REASONS:
+        others = loaded.command("quarantine list")
+        click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)
+    _say({"replayed": len(before - left.keys()), "left": len(left)}, fmt)
     if left:
         raise click.exceptions.Exit(1)
 

@@ -8,6 +8,7 @@ replays at once the second conflicts, and looks again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,12 +39,12 @@ class ReplayPlan:
 
 @dataclass(frozen=True)
 class ReplayCommit:
-    """What one replay did: how many records are in the raw table now, and how many still can't be decoded."""
+    """What one replay did: how many records are in the raw table now, and why the others stay in quarantine."""
 
     topic: str
     records: int
-    still_bad: int
-    first_error: str
+    reasons: Mapping[tuple[int, int], str]
+    """(partition, offset) → why the record stays."""
 
 
 def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> ReplayPlan | None:
@@ -87,4 +88,4 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         writers, _ = schema_changes.settled(item, source, done.arrived)
         raw.commit_replay(state, schema, done.files, writers)
     records = sum(found.records for found in done.files)
-    return ReplayCommit(item.topic, records, done.bad, done.first_error)
+    return ReplayCommit(item.topic, records, done.reasons)

@@ -49,16 +49,12 @@ def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) 
     writer = _Writer(task.uri, task.name, schema)
     with spark_failures(_failed(item)):
         [row] = shaped.mapInArrow(writer.run, "found binary").collect()
-    result: tuple[list[DataFile], int] | ZyncError = pickle.loads(bytes(row["found"]))
+    result: tuple[list[DataFile], list[tuple[int, int]]] | ZyncError = pickle.loads(bytes(row["found"]))
     if isinstance(result, ZyncError):
         raise result
     found.files, left_out = result
-    found.bad += len(failed) + left_out
-    if failed:
-        partition, offset = min(failed)
-        found.first_error = found.first_error or f"its shape fails on the record at {partition}:{offset}"
-    if left_out:
-        found.first_error = found.first_error or "its shape leaves the record out; it can only be dropped"
+    found.reasons |= dict.fromkeys(failed, "its shape fails on the record")
+    found.reasons |= dict.fromkeys(left_out, "its shape leaves the record out; it can only be dropped")
     return found, schema
 
 
@@ -83,7 +79,7 @@ def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
 
 
 class _Writer:
-    """Shaped records → the replay's files, and how many the shape left out."""
+    """Shaped records → the replay's files, and the places of the records that the shape left out."""
 
     def __init__(self, uri: str, name: str, schema: pa.Schema) -> None:
         self.uri, self.name, self.schema = uri, name, schema
@@ -95,11 +91,13 @@ class _Writer:
             found = error
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
 
-    def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], int]:
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], list[tuple[int, int]]]:
         writers: dict[int, RangeWriter] = {}
-        left_out = 0
+        left_out: list[tuple[int, int]] = []
         for batch in batches:
-            left_out += batch.num_rows - (pc.sum(batch.column(KEPT)).as_py() or 0)
+            others = batch.filter(pc.invert(batch.column(KEPT))).column("kafka")
+            numbers = (pc.struct_field(others, name).to_pylist() for name in ("partition", "offset"))
+            left_out += zip(*numbers, strict=True)
             kept = batch.filter(batch.column(KEPT))
             partitions = pc.struct_field(kept.column("kafka"), "partition")
             for partition in partitions.unique().to_pylist():

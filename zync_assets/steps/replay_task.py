@@ -71,8 +71,8 @@ class Decoded:
     files: list[DataFile] = field(default_factory=list)
     key_type: pa.DataType = field(default_factory=pa.null)
     value_type: pa.DataType = field(default_factory=pa.null)
-    bad: int = 0
-    first_error: str = ""
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(partition, offset) → why the record stays in quarantine."""
     arrived: list[Arrived] = field(default_factory=list)
 
 
@@ -115,10 +115,9 @@ class ReplayTask:
                 keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
                 found.arrived += arrived(partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values)
                 errors = bad_sides(keys, values)
-                if errors:
-                    found.bad += len(errors)
-                    side, worst = errors[min(errors)]
-                    found.first_error = found.first_error or f"{side}: {worst.error}"
+                offsets = pc.struct_field(rows.column("kafka"), "offset")
+                for index, (side, worst) in errors.items():
+                    found.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
                 good = np.ones(rows.num_rows, dtype=np.bool_)
                 good[list(errors)] = False
                 kafka = self._timed(partition, rows.column("kafka"))

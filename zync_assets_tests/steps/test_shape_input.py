@@ -312,7 +312,12 @@ def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:
     mended = "{where: value.v <> 'x', value: {id: value.id, n: \"CAST(nullif(value.v, 'no number') AS INT)\"}}"
     now = it.edited(text(mended))
     found = [one for one in replay_all(now.pipeline, lambda: it.spark, EVERYTHING) if isinstance(one, ReplayCommit)]
-    assert [(one.records, one.still_bad) for one in found] == [(1, 3)]
+    assert [one.records for one in found] == [1]
+    reasons = found[0].reasons
+    assert list(reasons) == [(0, 3), (0, 5), (0, 2)]
+    assert reasons[0, 3].startswith("value: ")
+    assert reasons[0, 5] == "its shape fails on the record"
+    assert reasons[0, 2].startswith("its shape leaves the record out")
     assert values(it) == [(0, {"id": 0, "n": 7}), (1, {"id": 1, "n": None}), (4, {"id": 4, "n": 8})]
     assert [record.offset for record in held(now.pipeline)] == [2, 3, 5]
     assert b"no number" not in b"".join(path.read_bytes() for path in Path(it.lake, "Raw").rglob("*.parquet"))
