@@ -28,6 +28,7 @@ from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
 from zync_assets.pipeline_file.zync_home import default_kafka, default_registry
+from zync_assets.spark_pins import contradictions
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
@@ -179,6 +180,8 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
         elif key not in ("master", "remote") and not key.startswith("spark."):
             near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
             spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
+    for key, reason in contradictions(found):
+        spark.problem(key, reason)
     if "master" in spark and "remote" in spark and found.get("remote") != SHARED:
         spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
     elif not _REMOTE.fullmatch(found.get("remote", SHARED)):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local import spark_servers
 from zync_assets.pipeline import SHARED
+from zync_assets.spark_pins import PINS
 from zync_assets.steps.failures import said
 from zync_assets.steps.local_session import use_this_machine
-from zync_assets.steps.spark_settings import REQUIRED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,7 +61,7 @@ def remote_session(settings: Mapping[str, str]) -> SparkSession:
     said = f"Spark Connect server {shown(url)}"
     cure = "Start it, correct spark: remote: (or SPARK_REMOTE), or write `shared` to have one started on this machine."
     own = {name: value for name, value in settings.items() if name.startswith(_OF_SESSIONS)}
-    return _session(_Target(url, said, cure, url), {**own, **REQUIRED})
+    return _session(_Target(url, said, cure, url), {**own, **PINS})
 
 
 def _shared_session(settings: Mapping[str, str]) -> SparkSession:
@@ -69,7 +69,7 @@ def _shared_session(settings: Mapping[str, str]) -> SparkSession:
     said = f"shared Spark server of {server.folder}"
     cure = "`zync spark status` shows it; `zync spark down` stops it, and the next command starts another."
     url = f"sc://localhost:{server.port}"
-    return _session(_Target(str(server.folder), said, cure, url, server.secret), REQUIRED)
+    return _session(_Target(str(server.folder), said, cure, url, server.secret), PINS)
 
 
 def shared_server(settings: Mapping[str, str]) -> spark_servers.Server:
@@ -155,7 +155,10 @@ def _set(session: Any, settings: Mapping[str, str]) -> None:
         warnings.simplefilter("always")
         session.conf._set_all(dict(settings), silent=True)
     for warning in told:
-        _log.warning("%s", str(warning.message).partition("\n")[0])
+        text = str(warning.message).partition("\n")[0]
+        # That a pin is deprecated is nothing that a user can change.
+        if not any(f"'{name}'" in text for name in PINS):
+            _log.warning("%s", text)
 
 
 def _drop(session: Any) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from zync_assets.errors import SetupError
 from zync_assets.local.java import find_java
 from zync_assets.local.python import python_environment
+from zync_assets.spark_pins import PINS
 from zync_assets.steps.class_archive import share_classes
-from zync_assets.steps.spark_settings import REQUIRED, SECRET
+from zync_assets.steps.spark_settings import SECRET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,7 +39,7 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
 
 def prepared(session: SparkSession) -> SparkSession:
     """The session with the settings that results depend on."""
-    for name, value in REQUIRED.items():
+    for name, value in PINS.items():
         session.conf.set(name, value)
     return session
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zync_assets.local import spark_servers
+from zync_assets.spark_pins import PINS
 from zync_assets.steps.local_session import local_session
-from zync_assets.steps.spark_settings import REQUIRED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +54,7 @@ def _settings(given: spark_servers.Given) -> Mapping[str, str]:
     plugins = [text for text in (given.settings.get("spark.plugins"), _PLUGIN) if text]
     own = {"spark.plugins": ",".join(plugins), "spark.connect.authenticate.token": given.secret}
     # Every session begins with the settings of the server's own.
-    return {**_CONNECT, **given.settings, **REQUIRED, **own}
+    return {**_CONNECT, **given.settings, **PINS, **own}
 
 
 def _service(session: SparkSession) -> Any:

@@ -1,4 +1,4 @@
-"""Spark's properties for a pipeline: defaults, the file's own, and those that results depend on."""
+"""Spark's properties for a pipeline: defaults, and the file's own. ``spark_pins`` has those that results depend on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ _DEFAULTS = {
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     # Compiled code is found again by its text; a session that goes on has more of it than Spark's hundred places.
     "spark.sql.codegen.cache.maxEntries": "1000",
-    "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
     "spark.redaction.regex": SECRET,
     # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
@@ -61,17 +60,6 @@ _DEFAULTS = {
 _IS_LOCAL = re.compile(r"local(\[|$)")
 """A master whose Python workers have this package as the session's own process has it. A cluster's may get it with a task,
 which is too late for the daemon that forks them."""
-
-REQUIRED = {
-    "spark.sql.ansi.enabled": "true",
-    "spark.sql.session.timeZone": "UTC",
-    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    "spark.sql.requireAllClusterKeysForCoPartition": "false",
-    "spark.sql.caseSensitive": "false",
-    # Readers' and writers' options stand in plans. Spark's own pattern has no `fs.azure.account.key`.
-    "spark.sql.redaction.options.regex": "(?i)url|secret|password|token|key",
-}
-"""Settings that results, or secrets, depend on; set on every session that is used, whoever made it."""
 
 
 def _has_package(own: Mapping[str, str]) -> bool:

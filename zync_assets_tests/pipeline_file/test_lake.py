@@ -13,7 +13,7 @@ from zync_assets.errors import PipelineFileError
 from zync_assets.lake import storage
 from zync_assets.pipeline import LakeUri, Pipeline
 from zync_assets.pipeline_file import load
-from zync_assets.steps.spark_settings import REQUIRED
+from zync_assets.spark_pins import PINS
 from zync_assets.stores import KINDS
 
 REST = """
@@ -95,7 +95,7 @@ def test_other_stores_by_the_same_settings_and_by_names_of_delta_rs(tmp_path: Pa
 
 
 def test_spark_redacts_every_option_that_is_a_secret() -> None:
-    redacted = re.compile(REQUIRED["spark.sql.redaction.options.regex"])
+    redacted = re.compile(PINS["spark.sql.redaction.options.regex"])
     for kind in KINDS.values():
         for name, item in kind.settings.items():
             secret = name not in ("endpoint", "region", "account-name", "service-account")

@@ -296,6 +296,34 @@ print("other:", other.pid != server.pid)
 """
 
 
+PINNED = """
+import sys
+from zync_assets import pipeline_file
+from zync_assets.spark_pins import PINS
+from zync_assets.steps import connect
+from zync_assets.steps.session import spark_session
+from pathlib import Path
+settings = pipeline_file.load(Path(sys.argv[1])).spark
+for _ in range(2):
+    session = spark_session(settings)
+    # A server does not say what it redacts by.
+    own = {name: value for name, value in PINS.items() if ".redaction." not in name}
+    print({name: session.conf.get(name) for name in own} == own, session.sql(r"SELECT '\\\\'").first()[0])
+    session.conf.set("spark.sql.ansi.enabled", "false")
+own = {"spark.remote": sys.argv[2], "spark.sql.timestampType": "TIMESTAMP_NTZ"}
+print(connect.remote_session(own).conf.get("spark.sql.timestampType"))
+"""
+
+
+def test_results_on_a_server_depend_on_no_setting_of_it_or_of_the_session(warm: Warm, it: Mini) -> None:
+    warm.zync("spark", "up", it.pipeline.path)
+    (server,) = warm.servers()
+    url = f"sc://localhost:{server.port}/;token={server.secret}"
+    lines = warm.python(PINNED, it.pipeline.path, url).splitlines()
+    assert not [line for line in lines if "deprecated" in line]
+    assert lines[-3:] == ["True \\", "True \\", "TIMESTAMP_LTZ"]
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_in_a_batch_costs_that_batch(warm: Warm, it: Mini) -> None:
     fill(it)
