@@ -64,7 +64,8 @@ def _jvm_gone(error: Exception) -> ZyncError | None:
 
 _GONE = {
     re.compile(
-        r"StatusCode\.UNAVAILABLE|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
+        r"StatusCode\.UNAVAILABLE|\bStream removed\b|\bRST_STREAM\b"
+        r"|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
     ): "the Spark Connect server ended, or can't be reached any more. Nothing of this step is visible, and what was"
     " committed before is kept: run it again when the server is up; of `remote: shared` another is started then.",
     re.compile(

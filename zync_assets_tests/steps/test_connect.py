@@ -338,7 +338,7 @@ def test_a_server_that_is_killed_in_a_batch_costs_that_batch(warm: Warm, it: Min
 
 
 @pytest.mark.slow
-def test_a_run_waits_until_another_server_runs(warm: Warm, it: Mini) -> None:
+def test_a_run_goes_on_with_another_server(warm: Warm, it: Mini) -> None:
     it.send(it.left, row(1, "2", "n"))
     run = warm.begin(*ZYNC, "run", str(it.pipeline.path), "--exit-after", "10m")
     try:
@@ -348,7 +348,7 @@ def test_a_run_waits_until_another_server_runs(warm: Warm, it: Mini) -> None:
         it.send(it.left, row(2, "2", "n"))
         await_staged(it, 2)
         run.terminate()
-        assert "Trying again" in warm.end(run)
+        warm.end(run)
     finally:
         run.kill()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pyspark.errors import PySparkException
 
-from zync_assets.errors import EtlError, SetupError
+from zync_assets.errors import EtlError, SetupError, SparkLost
 from zync_assets.steps.failures import spark_failures
 from zync_assets.steps.tasks import run_tasks
 
@@ -21,6 +21,18 @@ def test_a_worker_that_is_killed(spark: SparkSession) -> None:
     with pytest.raises(SetupError, match=r"its Python worker ended, killed or out of memory\..* run it again\.$"):
         run_tasks(spark, 1, lambda _: os.kill(os.getpid(), signal.SIGKILL))
     assert run_tasks(spark, 1, lambda index: index) == [0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'status = StatusCode.UNAVAILABLE\n\tdetails = "Socket closed"',
+        'status = StatusCode.UNKNOWN\n\tdetails = "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))"',
+    ],
+)
+def test_a_server_that_ended_in_the_middle_of_a_request(text: str) -> None:
+    with pytest.raises(SparkLost, match="the Spark Connect server ended"), spark_failures(EtlError):
+        raise PySparkException(text)
 
 
 @pytest.mark.parametrize(
