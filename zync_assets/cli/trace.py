@@ -20,6 +20,7 @@ from zync_assets.errors import LakeError
 from zync_assets.lake import raw, staging
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.staging import StagingState
+from zync_assets.names import original_name
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
@@ -192,6 +193,9 @@ def _column(expression: str, row: Mapping[str, Any]) -> object:
     path = _PATH.fullmatch(expression.strip())
     found: Any = row
     for name in re.findall(r"\w+|`[^`]+`", path[1]) if path else [""]:
-        named = {key.lower(): value for key, value in found.items()} if isinstance(found, Mapping) else {}
-        found = named.get(name.strip("`").lower())
+        fields = {original_name(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+        # As it is written, else without regard to case.
+        named = {key.lower(): value for key, value in fields.items()} | fields
+        name = name.strip("`")
+        found = named.get(name, named.get(name.lower()))
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -274,12 +275,8 @@ def _aliases(schema: Mapping[str, Any], namespace: str) -> tuple[str, ...]:
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
-    """Delta tables and Spark take field names for equal that differ in case only."""
-    seen: dict[str, str] = {}
-    for name in names:
-        other = seen.setdefault(name.lower(), name)
-        if other != name or names.count(name) > 1:
-            raise SchemaError(f"{path}: the fields {other!r} and {name!r} would be one column in the lake; rename one")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SchemaError(f"{path}: two fields are called {twice[0]!r}")
 
 
 def _is_empty_on_the_wire(node: Node) -> bool:

@@ -59,8 +59,6 @@ from zync_assets.codecs.field_notes import connect_note_of, noted
 from zync_assets.errors import SchemaError
 
 MAX_DECIMAL = 38
-_UNHELD = re.compile(r"[ ,;{}()\n\t=]")
-"""Characters that Delta and Parquet forbid in a column's name."""
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 _SHORT = {"int8": pa.int8(), "int16": pa.int16()}
 
@@ -194,10 +192,6 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
                 raise SchemaError(
                     f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
                 )
-            if _UNHELD.search(field.name):
-                raise SchemaError(
-                    f"{path}: Delta tables can't hold a column called {field.name!r}; give it another name"
-                )
         made = [_field(field, name, path, records, outer) for field in fields]
         return {"type": "record", "name": name, "fields": made, **_properties(note)}
     if kinds.is_list(type) or kinds.is_large_list(type):
@@ -309,4 +303,4 @@ _SCALARS: tuple[tuple[Any, Any], ...] = (
 
 
 def is_avro_name(name: str) -> bool:
-    return name.isascii() and name.replace("_", "a").isalnum() and not name[0].isdigit()
+    return bool(name) and name.isascii() and name.replace("_", "a").isalnum() and not name[0].isdigit()

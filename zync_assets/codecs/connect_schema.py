@@ -36,8 +36,8 @@ optional one with a default is the default, while its null stays null (KIP-581, 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -87,7 +87,6 @@ _LOGICAL: Mapping[tuple[str, str], Node] = {
     ("int64", DEBEZIUM_TIMESTAMP): Node("long", logical="timestamp-millis"),
     ("int64", MICRO_TIMESTAMP): Node("long", logical="timestamp-micros"),
 }
-_UNHELD = re.compile(r"[ ,;{}()\n\t=]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,22 +171,12 @@ def _fields(given: Any, path: str, depth: int) -> tuple[tuple[str, Connect], ...
         name = field.get("field") if isinstance(field, dict) else None
         if not isinstance(name, str):
             raise SchemaError(f"{path}: a struct's field without its name ('field')")
-        if not name or _UNHELD.search(name):
-            raise SchemaError(
-                f"{path}: Delta tables can't hold a column called {name!r}; rename it on the way to Kafka"
-            )
+        if not name:
+            raise SchemaError(f"{path}: a struct's field whose name ('field') is empty")
         fields.append((name, _parse(field, f"{path}.{name}", depth + 1)))
-    _check_names([name for name, _ in fields], path)
+    if twice := [name for name, count in Counter(name for name, _ in fields).items() if count > 1]:
+        raise SchemaError(f"{path}: two fields are called {twice[0]!r}")
     return tuple(fields)
-
-
-def _check_names(names: Sequence[str], path: str) -> None:
-    """Delta tables and Spark take field names for equal that differ in case only."""
-    seen: dict[str, str] = {}
-    for name in names:
-        if name.lower() in seen:
-            raise SchemaError(f"{path}: the fields {seen[name.lower()]!r} and {name!r} would be one column; rename one")
-        seen[name.lower()] = name
 
 
 def _is_variable_decimal(fields: tuple[tuple[str, Connect], ...]) -> bool:

@@ -1,8 +1,10 @@
-"""What a column's field says beside its name and type, kept with it in the table: other names, a unit of time, and
-Connect's note.
+"""What a column's field says beside its name and type, kept with it in the table: its name in the topic, other names, a unit
+of time, and Connect's note.
 
 All are metadata of Arrow's fields, and of the Delta table's (Delta protocol, "Schema Serialization Format"): readers
 that don't know them lose nothing.
+
+A field has another name in the lake than in its topic where the lake could not hold that name (``zync_assets.names``).
 
 Other names are those that writers give the field, by the aliases of their schemas (Avro specification, "Aliases"). A
 field goes into the column of its own name, else into one that its aliases name, or whose other names have it.
@@ -10,7 +12,7 @@ field goes into the column of its own name, else into one that its aliases name,
 A time that is held as a plain number has a unit, which neither its Avro type nor the column's says: 5 may be seconds, or
 nanoseconds. A number in a coarser unit is converted to the column's; one in a finer unit can't go in.
 
-What Kafka Connect's schemas say of a field is its third note (``connect_notes``). The fourth note names the writers' schemas
+What Kafka Connect's schemas say of a field is a note too (``connect_notes``). The last note names the writers' schemas
 that lack the field, by their registry ids: a null in their records is no null of the source.
 """
 
@@ -21,8 +23,10 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from zync_assets.codecs.connect_notes import PLAIN, Note, agreed, note_text, optional, read_note
+from zync_assets.names import lake_name, original_name
 
 _NAMES = b"zync.names"
+_ORIGINAL = b"zync.name"
 _UNIT = b"zync.unit"
 _CONNECT = b"zync.connect"
 _LACKING = b"zync.lacking"
@@ -31,10 +35,18 @@ _FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
 
 def noted(
-    name: str, type: pa.DataType, other_names: Sequence[str] = (), unit: str = "", connect: Note = PLAIN
+    name: str,
+    type: pa.DataType,
+    other_names: Sequence[str] = (),
+    unit: str = "",
+    connect: Note = PLAIN,
+    topic_name: str = "",
 ) -> pa.Field:
-    """A field that says its other names, its unit, such as ``time-micros``, and what Connect's schema says."""
+    """A field that says its other names, its unit, such as ``time-micros``, what Connect's schema says, and its name in the
+    topic where that is another one."""
     notes: dict[bytes, bytes] = {}
+    if topic_name and topic_name != name:
+        notes[_ORIGINAL] = topic_name.encode()
     if other_names:
         notes[_NAMES] = ",".join(other_names).encode()
     if unit:
@@ -42,6 +54,70 @@ def noted(
     if connect:
         notes[_CONNECT] = note_text(connect).encode()
     return pa.field(name, type, metadata=notes or None)
+
+
+def original(field: pa.Field) -> str:
+    """The field's name in its topic."""
+    found = (field.metadata or {}).get(_ORIGINAL)
+    return field.name if found is None else found.decode()
+
+
+def in_lake(field: pa.Field, others: Collection[str] = ()) -> pa.Field:
+    """The field under the lake's names, its inner fields too. ``others``: the names of the fields before it."""
+    name, type = lake_name(original(field), others), lake_type_of(field.type)
+    if name == field.name and type is field.type:
+        return field
+    notes = dict(field.metadata or {})
+    notes.pop(_ORIGINAL, None)
+    if name != original(field):
+        notes[_ORIGINAL] = original(field).encode()
+    return pa.field(name, type, metadata=notes or None)
+
+
+def lake_type_of(type: pa.DataType) -> pa.DataType:
+    """A type with the lake's names of its fields; the same object if all have their own."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        old, new = fields_of(type), list[pa.Field]()
+        for field in old:
+            new.append(in_lake(field, [other.name for other in new]))
+        return type if all(one is other for one, other in zip(old, new, strict=True)) else pa.struct(new)
+    if kinds.is_list(type):
+        inner = lake_type_of(type.value_type)
+        return type if inner is type.value_type else pa.list_(inner)
+    if kinds.is_map(type):
+        key, item = lake_type_of(type.key_type), lake_type_of(type.item_type)
+        return type if key is type.key_type and item is type.item_type else pa.map_(key, item)
+    return type
+
+
+def has_other_names(type: pa.DataType | None) -> bool:
+    """Whether a field of a type, at any depth, has another name in its topic."""
+    kinds = pa.types
+    if type is None or not kinds.is_nested(type):
+        return False
+    if kinds.is_struct(type):
+        return any(original(field) != field.name or has_other_names(field.type) for field in fields_of(type))
+    if kinds.is_map(type):
+        return has_other_names(type.key_type) or has_other_names(type.item_type)
+    return has_other_names(type.value_type)
+
+
+def topic_type_of(type: pa.DataType) -> pa.DataType:
+    """A type of lake names with the names that its fields have in a topic; of their notes Connect's are kept."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return pa.struct(
+            [
+                noted(original_name(field.name), topic_type_of(field.type), connect=connect_note_of(field))
+                for field in fields_of(type)
+            ]
+        )
+    if kinds.is_list(type):
+        return pa.list_(topic_type_of(type.value_type))
+    if kinds.is_map(type):
+        return pa.map_(topic_type_of(type.key_type), topic_type_of(type.item_type))
+    return type
 
 
 def other_names(field: pa.Field) -> tuple[str, ...]:
@@ -98,7 +174,16 @@ def without_connect(type: pa.DataType) -> pa.DataType:
     kinds = pa.types
     if kinds.is_struct(type):
         return pa.struct(
-            [noted(item.name, without_connect(item.type), other_names(item), unit_of(item)) for item in fields_of(type)]
+            [
+                noted(
+                    item.name,
+                    without_connect(item.type),
+                    other_names(item),
+                    unit_of(item),
+                    topic_name=original(item),
+                )
+                for item in fields_of(type)
+            ]
         )
     if kinds.is_list(type):
         return pa.list_(without_connect(type.value_type))
@@ -112,7 +197,7 @@ def maybe_missing(field: pa.Field) -> pa.Field:
     note = connect_note_of(field)
     if not note.required:
         return field
-    made = noted(field.name, field.type, other_names(field), unit_of(field), optional(note))
+    made = noted(field.name, field.type, other_names(field), unit_of(field), optional(note), original(field))
     return lacked_by(made, lacking(field))
 
 
@@ -127,15 +212,15 @@ def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
     Names come first: an alias takes only a field that no other field of ``given`` has by name.
     """
     ours, theirs = fields_of(target), fields_of(given)
-    by_name = {field.name: index for index, field in enumerate(ours)}
-    found: list[int | None] = [by_name.get(field.name) for field in theirs]
+    by_name = {original(field): index for index, field in enumerate(ours)}
+    found: list[int | None] = [by_name.get(original(field)) for field in theirs]
     taken = {index for index in found if index is not None}
     if len(taken) == len(theirs):
         return found
-    known = {name: index for index, field in enumerate(ours) for name in other_names(field)} | by_name
+    known = {name: index for index, field in enumerate(ours) for name in (*other_names(field), field.name)} | by_name
     for place, field in enumerate(theirs):
         if found[place] is None:
-            for name in (field.name, *other_names(field)):
+            for name in (original(field), *other_names(field)):
                 index = known.get(name)
                 if index is not None and index not in taken:
                     found[place] = index
@@ -147,11 +232,11 @@ def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
 def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
     """The column's field with its type, and what ``given`` adds to its names and its unit. Of Connect's notes what both
     say."""
-    names = [*other_names(target), given.name, *other_names(given)]
-    kept = [name for name in dict.fromkeys(names) if name != target.name]
+    names = [*other_names(target), original(given), *other_names(given)]
+    kept = [name for name in dict.fromkeys(names) if name not in (target.name, original(target))]
     converted = bool(unit_of(target) and unit_of(given))
     note = agreed(connect_note_of(target), connect_note_of(given), same_values=converted)
-    made = noted(target.name, type, kept, unit_of(target) or unit_of(given), note)
+    made = noted(target.name, type, kept, unit_of(target) or unit_of(given), note, original(target))
     return lacked_by(made, {*lacking(target), *lacking(given)})
 
 

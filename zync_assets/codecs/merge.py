@@ -2,8 +2,10 @@
 
 Each record is decoded by its own writer's schema, and goes into a column that holds what all of them have:
 
-- What the column has, stays: its fields, their names and their order. New fields come at the end, nested ones too.
-- Fields are matched by name, then by alias (``field_notes``): a renamed field stays in the column that it had.
+- What the column has, stays: its fields, their names and their order. New fields come at the end, nested ones too, under the
+  lake's names (``zync_assets.names``).
+- Fields are matched by the name that they have in the topic, then by alias (``field_notes``): a renamed field stays in the
+  column that it had.
 - Where types differ the column gets the narrowest that holds both without loss: int → long → double, float → double, int
   and decimal → decimal, and a decimal with the digits of both on each side of the point. Old files stay as they are, and
   readers widen what they read. (The one promotion that rounds is Avro's own, of a long to a double past 2^53.)
@@ -23,7 +25,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.field_notes import fields_of, maybe_missing, merged_notes, places, unit_factor, unit_of
+from zync_assets.codecs.field_notes import (
+    fields_of,
+    in_lake,
+    lake_type_of,
+    maybe_missing,
+    merged_notes,
+    original,
+    places,
+    unit_factor,
+    unit_of,
+)
 from zync_assets.codecs.nested import is_valid, list_of, list_parts, map_entries, struct_of
 from zync_assets.codecs.written import is_written_as, written
 from zync_assets.compute import pc
@@ -38,7 +50,7 @@ _MAX_DIGITS = 38
 def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "value") -> pa.DataType:
     """``target`` with what ``writer`` adds; SchemaError names the field that can't go in, and both types."""
     if target is None or pa.types.is_null(target):
-        return writer
+        return lake_type_of(writer)
     if pa.types.is_null(writer) or target.equals(writer, check_metadata=True):
         return target
     kinds = pa.types
@@ -77,21 +89,15 @@ def wider_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
     fields = [maybe_missing(field) for field in fields_of(target)]
     met = fields_of(target)
-    lowered = {field.name.lower(): field.name for field in fields}
     for at, new in zip(places(target, writer), fields_of(writer), strict=True):
-        below = f"{path}.{new.name}"
+        below = f"{path}.{original(new)}"
         if at is not None:
             old = met[at]
             if unit_factor(old, new) is None:
                 raise SchemaError(f"{below}: {unit_of(new)} can't be held in the lake's {unit_of(old)}")
             fields[at] = merged_notes(old, new, merge_types(old.type, new.type, below))
-        elif new.name.lower() in lowered:
-            other = lowered[new.name.lower()]
-            raise SchemaError(
-                f"{path}: the fields {other!r} and {new.name!r} would be one column in the lake; rename one"
-            )
         else:
-            fields.append(maybe_missing(new))
+            fields.append(in_lake(maybe_missing(new), [field.name for field in fields]))
     return pa.struct(fields)
 
 

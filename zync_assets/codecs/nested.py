@@ -52,6 +52,23 @@ def list_parts(array: pa.Array) -> tuple[npt.NDArray[np.int32], pa.Array]:
     return offsets - base, values.slice(base, end - base)
 
 
+def with_type(array: pa.Array, type: pa.DataType) -> pa.Array:
+    """The same values as ones of a type that differs in the names of fields alone."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        inner = zip(array.flatten(), (type.field(at).type for at in range(type.num_fields)), strict=True)
+        return struct_of(type, [with_type(child, kind) for child, kind in inner], len(array), is_valid(array))
+    if kinds.is_list(type):
+        offsets, values = list_parts(array)
+        return list_of(type, offsets, with_type(values, type.value_type), is_valid(array))
+    if kinds.is_map(type):
+        offsets, values = list_parts(array)
+        keys, items = values.flatten()
+        entries = map_entries(type, with_type(keys, type.key_type), with_type(items, type.item_type))
+        return list_of(type, offsets, entries, is_valid(array))
+    return array
+
+
 def map_entries(type: pa.MapType, keys: pa.Array, items: pa.Array) -> pa.Array:
     """The struct array that a map array of ``type`` is made over."""
     return struct_of(pa.struct([type.key_field, type.item_field]), [keys, items], len(keys), None)

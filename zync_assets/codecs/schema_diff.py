@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from zync_assets.codecs.field_notes import fields_of, places, unit_of, without_connect
+from zync_assets.codecs.field_notes import fields_of, original, places, unit_of, without_connect
 from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_ddl
 
@@ -58,14 +58,14 @@ def _fields(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]
     at = places(before, after)
     for index, field in enumerate(old):
         if index not in at:
-            yield f"removed {path}.{field.name}"
+            yield f"removed {path}.{original(field)}"
     for index, field in zip(at, new, strict=True):
-        below = f"{path}.{field.name}"
+        below = f"{path}.{original(field)}"
         if index is None:
             yield f"added {below} ({_name(field.type)})"
             continue
-        if old[index].name != field.name:
-            yield f"renamed {path}.{old[index].name} to {field.name}"
+        if original(old[index]) != original(field):
+            yield f"renamed {path}.{original(old[index])} to {original(field)}"
         if unit_of(old[index]) != unit_of(field):
             yield f"changed {below} from {unit_of(old[index]) or 'no unit'} to {unit_of(field) or 'no unit'}"
         yield from differences(old[index].type, field.type, below)

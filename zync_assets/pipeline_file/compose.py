@@ -113,9 +113,10 @@ def _found(shape: Shape, names: list[str], path: str) -> tuple[str, int]:
             return "NULL", len(names)
         if isinstance(shape, str):
             return f"({shape})", used
-        fields = {field.lower(): part for field, part in shape.items()}
         path = f"{path}.{name}"
-        if name.lower() not in fields:
+        # As it is written, else without regard to case.
+        fields = {field.lower(): part for field, part in shape.items()} | dict(shape)
+        if name not in fields and name.lower() not in fields:
             raise Missing(path)
-        shape = fields[name.lower()]
+        shape = fields[name if name in fields else name.lower()]
     return ("NULL" if shape is None else shape_sql(shape)), len(names)

@@ -31,16 +31,10 @@ def read_shape(node: Node, path: str, line: int, roots: tuple[str, ...], problem
         if not node.entries:
             problems.append(Problem(line, path, "has no fields; name at least one"))
         shape: dict[str, Shape] = {}
-        lowered: dict[str, str] = {}
         for entry in node.entries:
             inner = f"{path}.{entry.key}"
             if not entry.key.strip():
                 problems.append(Problem(entry.line, inner, "a field needs a name"))
-            first = lowered.setdefault(entry.key.lower(), entry.key)
-            if first != entry.key:
-                problems.append(
-                    Problem(entry.line, inner, f"differs from `{first}` in case only; Spark takes them for one")
-                )
             shape[entry.key] = read_shape(entry.node, inner, entry.line, roots, problems)
         return shape
     if not isinstance(node, Scalar):

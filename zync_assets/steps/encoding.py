@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.encode import Encoded, Encoder, make_encoder
+from zync_assets.codecs.field_notes import topic_type_of
 from zync_assets.codecs.framing import HEADER
+from zync_assets.codecs.nested import with_type
 from zync_assets.compute import pc
 from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.etl.output_notes import FieldPath, required_fields
@@ -55,6 +57,8 @@ class SideSchema:
     schema_id: int | None
     subject: str
     """Where the schema is registered, if it is Avro."""
+    renamed: bool = False
+    """Whether fields have other names in the lake than in the schema."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +247,10 @@ def _side(topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
     form, schema = str(found["format"]), found["schema"]
     if schema is None:
         return SideSchema(form, None, None, "")
-    strategy, text = found.get("subject", "topic"), json.dumps(schema)
+    strategy, text, renamed = found.get("subject", "topic"), json.dumps(schema), found.get("renamed", False)
     if form != "avro":
-        return SideSchema(form, text, None, "")
-    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text))
+        return SideSchema(form, text, None, "", renamed)
+    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text), renamed)
 
 
 def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
@@ -272,7 +276,10 @@ def less(whole: RowSchema, paths: Collection[str]) -> RowSchema:
     """The schema of rows that leave out some fields: their rule's, less these."""
     if whole.value.schema is None or not paths:
         return whole
-    return replace(whole, value=replace(whole.value, schema=without(whole.value.schema, "value", paths)))
+    return replace(
+        whole,
+        value=replace(whole.value, schema=without(whole.value.schema, "value", paths, renamed=whole.value.renamed)),
+    )
 
 
 def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
@@ -349,6 +356,8 @@ def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> Encoded
     if side.schema is None or column not in rows.schema.names:
         return Encoded(pa.nulls(rows.num_rows, pa.binary()), ())
     values = rows.column(column)
+    if side.renamed:
+        values = with_type(values, topic_type_of(values.type))
     if pa.types.is_struct(values.type) and is_empty(side.schema):
         # No field is left: a record without fields, which the codecs have as a boolean.
         values = pc.if_else(values.is_valid(), True, pa.scalar(None, pa.bool_()))

@@ -29,6 +29,7 @@ from zync_assets.steps.etl_search import find_failures
 from zync_assets.steps.etl_unfit import Unfit
 from zync_assets.steps.etl_waiting import Waiting
 from zync_assets.steps.failures import spark_failures
+from zync_assets.steps.lake_names import with_lake_names
 from zync_assets.steps.missing_fields import with_missing_fields
 from zync_assets.steps.quarantined import Held, admit
 
@@ -75,6 +76,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
+        pipeline = with_lake_names(pipeline, batch.plan.raw, batch.plan.state)
         waiting = Waiting(batch)
         try:
             for _ in range(ROUNDS):

@@ -12,6 +12,7 @@ import pyarrow as pa
 from zync_assets.codecs.nested import Mask
 from zync_assets.compute import pc
 from zync_assets.etl.output_notes import FieldPath
+from zync_assets.names import original_name
 from zync_assets.sql_text import dotted
 
 _NULLABLE = "?"
@@ -27,12 +28,15 @@ def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
 
 
 def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldPath, Mask]:
-    """For each of some fields of a struct that are null in a row where the struct that they are in is not, in which."""
+    """For each of some fields of a struct that are null in a row where the struct that they are in is not, in which.
+
+    ``values`` have the lake's names, and paths the topic's.
+    """
     found: dict[FieldPath, Mask] = {}
     for path in required:
         column, there = values, values.is_valid()
         for name in path:
-            index = column.type.get_field_index(name) if pa.types.is_struct(column.type) else -1
+            index = _place(column.type, name) if pa.types.is_struct(column.type) else -1
             if index < 0:
                 break
             there = column.is_valid()
@@ -41,6 +45,14 @@ def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldP
             if column.null_count and (mask := pc.and_(there, column.is_null())).true_count:
                 found[path] = mask.to_numpy(zero_copy_only=False)
     return found
+
+
+def _place(type: pa.DataType, name: str) -> int:
+    """The index of a struct's field by its name in the topic; -1: there is none."""
+    names = [type.field(at).name for at in range(type.num_fields)]
+    originals = [original_name(each) for each in names]
+    # Tables from before fields were renamed may have a name that looks encoded.
+    return originals.index(name) if name in originals else names.index(name) if name in names else -1
 
 
 def nullable_groups(
@@ -61,13 +73,15 @@ def parse_group(group: str) -> tuple[str, tuple[str, ...]]:
     return name, tuple(paths)
 
 
-def without(schema: str, side: str, paths: Collection[str]) -> str:
+def without(schema: str, side: str, paths: Collection[str], *, renamed: bool = False) -> str:
     """An output schema (Avro JSON) without the fields at ``paths`` (``value.address.street``); ``side``: key or value. Those
-    behind a question mark stay, and may be null.
+    behind a question mark stay, and may be null. ``renamed``: the others have the lake's names, which differ from the schema's.
 
     A record inside it that would have no field left is left out itself; the whole one stays, even without fields.
     """
     document = json.loads(schema)
+    if renamed:
+        paths = {path if path.startswith(_NULLABLE) else original_name(path) for path in paths}
     return json.dumps(_without(document, (side,), frozenset(paths)))
 
 

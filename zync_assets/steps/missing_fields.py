@@ -16,7 +16,7 @@ import pyarrow as pa
 from sqlglot import exp
 
 from zync_assets.codecs.avro_types import arrow_type
-from zync_assets.codecs.field_notes import fields_of, lacked_by, maybe_missing
+from zync_assets.codecs.field_notes import fields_of, in_lake, lacked_by, maybe_missing, original
 from zync_assets.errors import FieldMissing, SchemaError
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
@@ -152,7 +152,10 @@ def _lacking(schema: pa.Schema, path: Path) -> list[Path]:
 
 
 def _field(kind: pa.DataType, name: str) -> pa.Field | None:
-    return next((item for item in fields_of(kind) if item.name.lower() == name.lower()), None)
+    """The field of a topic's name: as it is written, else without regard to case, as Spark does."""
+    fields = fields_of(kind)
+    alike = (item for item in fields if name.lower() in (original(item).lower(), item.name.lower()))
+    return next((item for item in fields if original(item) == name), next(alike, None))
 
 
 def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence[Path]) -> RawState:
@@ -203,7 +206,8 @@ def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int
     if other is None:
         return kind
     if own is None:
-        return pa.struct([*fields_of(kind), lacked_by(maybe_missing(other), ids)])
+        new = in_lake(maybe_missing(other), [item.name for item in fields_of(kind)])
+        return pa.struct([*fields_of(kind), lacked_by(new, ids)])
     inner = own.with_type(_added(own.type, other.type, path[1:], ids))
     return pa.struct([inner if item.name == own.name else item for item in fields_of(kind)])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from zync_assets.codecs.avro_schema import parse
 from zync_assets.codecs.avro_types import Outer, avro_schema, lake_type
 from zync_assets.codecs.connect_notes import PLAIN, Note
 from zync_assets.codecs.encode import check_fits
+from zync_assets.codecs.field_notes import topic_type_of
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.etl import matching
@@ -38,6 +39,7 @@ from zync_assets.etl.shapes import own_type, shape_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.staging import StagingState
+from zync_assets.names import has_forbidden, original_name
 from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
 from zync_assets.records import HEADERS_TYPE
 
@@ -194,15 +196,37 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
         sides = {"left": frames[rule.left], "right": frames[rule.right]}
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
-    return (
-        shape_type(sides, rule.key, rule.name, "key"),
-        shape_type(sides, rule.value, rule.name, "value"),
+    key, value = (
+        shape_type(sides, shape, rule.name, side) for side, shape in (("key", rule.key), ("value", rule.value))
     )
+    for side, kind in (("key", key), ("value", value)):
+        if name := next(_unheld(kind), None):
+            raise EtlError(
+                f"rule {rule.name}, {side}: an expression makes a field called `{name}`, a name that the lake can't hold. Write"
+                " the fields as a mapping, or give the field another name."
+            )
+    return key, value
+
+
+def _unheld(kind: DataType) -> Iterator[str]:
+    """The names of fields that the lake can't hold."""
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    if isinstance(kind, StructType):
+        for item in kind:
+            if has_forbidden(item.name):
+                yield item.name
+            yield from _unheld(item.dataType)
+    elif isinstance(kind, ArrayType):
+        yield from _unheld(kind.elementType)
+    elif isinstance(kind, MapType):
+        yield from _unheld(kind.valueType)
 
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What the schemas of a topic's records so far say, a side: the schemas, and fields that were null all the same."""
+    """What the schemas of a topic's records so far say, a side: the schemas, and fields that were null all the same. Fields
+    have the topic's names."""
 
     sides: Mapping[str, Sequence[Any]]
     nullable: Collection[FieldPath]
@@ -246,7 +270,13 @@ def _schema_texts(
     notes: dict[str, dict[FieldPath, Note]] = {}
     for index, side in enumerate(("key", "value")):
         parts = [
-            shape_notes(shape, to_arrow_type(own[index]), _tables_of(rule, tables), certain=side == "key")
+            # Of the topic's names, as schemas are: in the lake a field may have another one.
+            {
+                tuple(map(original_name, path)): note
+                for path, note in shape_notes(
+                    shape, to_arrow_type(own[index]), _tables_of(rule, tables), certain=side == "key"
+                ).items()
+            }
             for rule, own in rules.values()
             if (shape := getattr(rule, side)) is not None and own[index].simpleString() != "void"
         ]
@@ -270,14 +300,15 @@ def _schema_text(
 ) -> str:
     from pyspark.sql.pandas.types import to_arrow_type
 
-    sides: dict[str, object] = {}
+    sides: dict[str, Any] = {}
     for side, shape, kind, asked in zip(
         ("key", "value"), (rule.key, rule.value), own, (item.key, item.value), strict=True
     ):
-        schema = None
+        schema, renamed = None, False
         if shape is not None and kind.simpleString() != "void":
             space = item.namespace or namespace(item.topic)
-            plain = to_arrow_type(kind)
+            staged = to_arrow_type(kind)
+            plain = topic_type_of(staged)
             noted = asked.format in ("avro", "connect-json")
             outer = Outer(
                 noted, notes[side].get((), PLAIN), earlier.kinds(side), asked.format == "avro", asked.format != "avro"
@@ -287,6 +318,7 @@ def _schema_text(
                 schema = earlier.key(plain, notes[side]) if side == "key" else None
                 if schema is None:
                     schema = json.loads(avro_schema(with_notes(plain, notes[side]), side.capitalize(), space, outer))
+                renamed = plain != staged
             except SchemaError as error:
                 raise SchemaError(f"topic {item.topic}, rule {rule.name}, {side}: {error}") from None
         sides[side] = {"format": asked.format, "schema": schema}
@@ -295,6 +327,8 @@ def _schema_text(
             # Now, not when it is published: what is staged can't be changed any more.
             subject_name(strategy, item.topic, side, json.dumps(schema))
             sides[side] = {"format": asked.format, "schema": schema, "subject": strategy}
+        if renamed:
+            sides[side] = {**sides[side], "renamed": True}
     if item.provenance:
         sides["provenance"] = True
     return json.dumps(sides, separators=(",", ":"))

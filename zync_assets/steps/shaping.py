@@ -28,12 +28,13 @@ from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import storage, tables
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Shape
-from zync_assets.pipeline_file.expressions import columns, parse, without_root
+from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
 from zync_assets.records import raw_schema
 from zync_assets.sql_text import shape_sql
 from zync_assets.steps import schema_changes
 from zync_assets.steps.failures import is_of_data, said, spark_failures
 from zync_assets.steps.ingest_files import BatchFiles, Reading
+from zync_assets.steps.lake_names import shape_in_lake_names, with_notes
 from zync_assets.steps.overflow import MOST, TEXT, culprits, is_overflow
 from zync_assets.steps.raw_columns import table_schema
 from zync_assets.steps.shaping_task import CONTROL, KEPT, Reader, TaskEnd, Types, Writer, decoded_schema
@@ -95,7 +96,7 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame
     for side in ("key", "value"):
         have = table.field(side).type if side in table.names else None
         try:
-            types[side] = merge_types(have, arrow_type(made.schema[side].dataType), side)
+            types[side] = merge_types(have, with_notes(arrow_type(made.schema[side].dataType)), side)
         except SchemaError as error:
             raise SchemaError(
                 f"input {item.topic}, shape: what it makes does not fit the raw table that is there: {error}. Nothing was"
@@ -122,7 +123,12 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     assert item.shape is not None
     void = [side for side in ("key", "value") if side not in frame.columns]
     place = f"input {item.topic}, shape"
-    where = "true" if item.shape.where is None else f"({_without(item.shape.where, void)})"
+    types = [pa.null() if side in void else arrow_type(frame.schema[side].dataType) for side in ("key", "value")]
+    try:
+        shape = shape_in_lake_names(item.shape, *types)
+    except SqlProblem as problem:
+        raise SchemaError(f"{place}: {problem}") from None
+    where = "true" if shape.where is None else f"({_without(shape.where, void)})"
     kind = _kind(frame, where, f"{place}.where", item.shape.where)
     if kind not in ("boolean", "void"):
         raise SchemaError(f"{place}.where: {item.shape.where} is {kind}; it must be a condition")
@@ -130,8 +136,8 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     sides: dict[str, str] = {}
     for side in ("key", "value"):
         made = side
-        if side in item.shape.sides and not (side == "value" and "value" in void):
-            made = shape_sql(_shape_without(item.shape.sides[side], void))
+        if side in shape.sides and not (side == "value" and "value" in void):
+            made = shape_sql(_shape_without(shape.sides[side], void))
             _kind(whole, made, f"{place}.{side}", made)
         sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
     return void, where, sides

@@ -59,7 +59,7 @@ def test_noise_as_a_type_is_a_type_or_an_error_of_ours(text: str) -> None:
     try:
         parse_ddl(text)
     except SchemaError as error:
-        assert "character" in str(error) or "would be one column" in str(error)
+        assert "character" in str(error) or "two fields are called" in str(error)
 
 
 @given(

@@ -368,7 +368,6 @@ ERRORS = [
     ("    value: null\n", "", 15, "transforms[1].value", "`value: null` for a tombstone"),
     ("value: null", "value: {}", 20, "transforms[1].value", "has no fields"),
     ("value: null", "value: [in.key]", 20, "transforms[1].value", "not a list"),
-    ("value: null", "value: {a: in.key, A: in.key}", 20, "transforms[1].value.A", "in case only"),
     ("value: null", "value: {a: {b: value.x}}", 20, "transforms[1].value.a.b", "write `in.value.x`"),
     ("value: null", "value: rand()", 20, "transforms[1].value", "not deterministic"),
     ("value: null", "value: null\n    headers: {n: [1]}", 21, "transforms[1].headers.n", "one expression, not a list"),
