@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs.avro_types import avro_schema
+from zync_assets.codecs.connect_notes import Note
 from zync_assets.codecs.decode import make_decoder
+from zync_assets.codecs.field_notes import connect_note_of, noted, original, topic_type_of
 from zync_assets.codecs.merge import conform, holds, merge_types
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
@@ -220,3 +222,14 @@ def test_a_writer_s_field_that_was_removed_is_null_and_its_default_is_not_filled
     added["fields"].append({"name": "level", "type": "int", "default": 7})
     _, rows, _ = rows_of((added, {"id": 1, "level": 2}), (without, {"id": 3}))
     assert rows == [{"id": 1, "level": 2}, {"id": 3, "level": None}]
+
+
+def test_a_field_keeps_its_name_in_the_topic_through_changes_of_its_schema() -> None:
+    required = noted("a b", pa.int32(), connect=Note(required=True))
+    column = merge_types(None, pa.struct([required]))
+    more = merge_types(column, pa.struct([noted("a b", pa.int64()), ("A b", pa.int32())]))
+    without = merge_types(column, pa.struct([("c", pa.int32())]))
+    assert [(item.name, original(item)) for item in more] == [("a%20b", "a b"), ("%41%20b", "A b")]
+    assert [(item.name, original(item)) for item in without] == [("a%20b", "a b"), ("c", "c")]
+    assert not connect_note_of(without.field(0)).required
+    assert topic_type_of(more) == pa.struct([("a b", pa.int64()), ("A b", pa.int32())])

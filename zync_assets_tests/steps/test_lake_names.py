@@ -87,11 +87,12 @@ def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) 
     (connect,) = (json.loads(text) for text in published(it, f"{it.out}.c"))
     assert connect["payload"] == payloads[1]
     assert [item["field"] for item in connect["schema"]["fields"]] == [*NAMES, "inner"]
+    assert [item["optional"] for item in connect["schema"]["fields"]] == [*(False for _ in NAMES), True]
     (avro,) = published(it, f"{it.out}.a")
     schema = {
         "type": "record",
         "name": "V",
-        "fields": [{"name": name, "type": ["null", "string"]} for name in ("Name", "name")],
+        "fields": [{"name": name, "type": "string"} for name in ("Name", "name")],
     }
     assert fastavro.schemaless_reader(io.BytesIO(avro[5:]), schema, None) == {"Name": "<Name>", "name": "<name>"}
     columns = next(item for item in DeltaTable(f"{it.lake}/Raw/{it.left}").schema().fields if item.name == "value").type

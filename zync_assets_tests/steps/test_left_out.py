@@ -13,7 +13,7 @@ from zync_assets.checks.topic_checks import staging_equals_topic
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
-from zync_assets.steps.left_out import is_empty, parse_group, schema_groups, without
+from zync_assets.steps.left_out import is_empty, null_masks, parse_group, schema_groups, without
 from zync_assets_tests.shop import decoded, read_topic
 from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 
@@ -149,3 +149,18 @@ def test_rows_are_told_apart_by_schema_and_by_what_they_leave_out() -> None:
         ("s", ("value.a", "value.b.c")),
     ]
     assert schema_groups(prints, pa.nulls(4, pa.list_(pa.string()))) is prints
+
+
+def test_rows_have_the_lake_s_names_and_schemas_the_topic_s() -> None:
+    field = {"type": ["null", "int"], "default": None}
+    schema = {
+        "type": "record",
+        "name": "R",
+        "fields": [{"name": name, **field} for name in ("5 off", "5%20off", "Name", "name")],
+    }
+    text = json.dumps(schema)
+    assert names(without(text, "value", ["value.5%20off", "value.%6Eame"], renamed=True)) == ["5%20off", "Name"]
+    assert names(without(text, "value", ["value.5%20off"])) == ["5 off", "Name", "name"]
+    rows = pa.array([{"Name": 1, "%6Eame": None}, {"Name": None, "%6Eame": 1}])
+    masks = null_masks(rows, [("Name",), ("name",)])
+    assert {path: list(mask) for path, mask in masks.items()} == {("Name",): [False, True], ("name",): [True, False]}

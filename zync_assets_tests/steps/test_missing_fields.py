@@ -24,19 +24,20 @@ PIPELINE = """
 missing-field: null
 inputs:
   - {topic: $left, pool: Raw, key-format: string, value-format: avro}
-  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, part struct<a: int>"}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, part struct<a: int>, `of it` string"}
 outputs:
   - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
 transforms:
   - name: pair
     type: denorm
-    where: {left: "value.op = 'c' AND value.after.flag IS NOT TRUE", right: value.part.b IS NULL}
+    where: {left: "value.op = 'c' AND value.after.flag IS NOT TRUE", right: value.part.b IS NULL AND value.`no b` IS NULL}
     left: $left
     right: $right
     join-on: left.value.after.id = right.value.id AND coalesce(left.value.after.coupon, 0) = 0
     out: $out
     key: left.key
-    value: {id: left.value.after.id, coupon: left.value.after.coupon, b: right.value.part.b, c: "coalesce(right.value.c, 5)"}
+    value: {id: left.value.after.id, coupon: left.value.after.coupon, b: right.value.part.b, c: "coalesce(right.value.c, 5)",
+     of it: right.value.`OF it`}
   - {name: other, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.after.id}}
 """
 
@@ -70,16 +71,17 @@ def test_a_rule_may_be_there_before_the_field(
     registry = Registry(RegistryConfig(services.registry_url))
     subject = f"{it.left}-value"
     it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
-    it.send(it.right, {"id": 1, "part": {"a": 1}}, {"id": 2, "part": {"a": 1}})
+    it.send(it.right, *({"id": id, "part": {"a": 1}, "of it": "x"} for id in (1, 2)))
     with caplog.at_level(logging.WARNING):
         it.step()
     # No schema knows these: they are null, and left out of the records that they would be a field of.
-    assert it.values() == [{"id": 1, "c": 5}]
+    assert it.values() == [{"id": 1, "c": 5, "of%20it": "x"}]
     said = sorted(record.getMessage() for record in caplog.records if "no record of topic" in record.getMessage())
     assert [text.split("the field ")[1].split(" ")[0] for text in said] == [
         "value.after.coupon",
         "value.after.flag",
         "value.c",
+        "value.no",
         "value.part.b",
     ]
     # The registry knows the type of one of them before a record has it.
@@ -88,13 +90,13 @@ def test_a_rule_may_be_there_before_the_field(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         it.step()
-    assert it.values() == [{"id": 1, "c": 5, "coupon": None}, {"id": 2, "c": 5, "coupon": None}]
+    assert it.values() == [{"id": id, "c": 5, "of%20it": "x", "coupon": None} for id in (1, 2)]
     assert not [record for record in caplog.records if "no record of topic" in record.getMessage()]
     newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
     it.send(it.left, framed(registry, subject, newest, {"after": {"id": 3, "coupon": 9, "flag": False}, "op": "c"}))
     it.send(it.right, {"id": 3, "part": {"a": 1}})
     it.step()
-    assert it.values()[2:] == [{"id": 3, "c": 5, "coupon": 9}]
+    assert it.values()[2:] == [{"id": 3, "c": 5, "of%20it": None, "coupon": 9}]
 
     failing = it.edited(text.replace("missing-field: null", "missing-field: fail"))
     failing.send(it.right, {"id": 4, "part": {"a": 1}})
