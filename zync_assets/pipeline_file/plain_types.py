@@ -56,8 +56,9 @@ def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
     for part in path[1:]:
         if found is None or not pa.types.is_struct(found):
             return None
-        fields = {found.field(at).name.lower(): found.field(at).type for at in range(found.num_fields)}
-        found = fields.get(part.lower())
+        exact = {found.field(at).name: found.field(at).type for at in range(found.num_fields)}
+        # As it is written, else without regard to case.
+        found = exact.get(part, {name.lower(): type for name, type in exact.items()}.get(part.lower()))
     return found
 
 
