@@ -14,7 +14,7 @@ from zync_assets.checks.staging_checks import exactly_once_done_coverage
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake import raw, staging, tables
+from zync_assets.lake import raw, retention, staging
 from zync_assets.local.services import Services
 from zync_assets.steps.drop import drop_once
 from zync_assets.steps.loops import drop_all, etl_all, replay_all
@@ -211,7 +211,7 @@ def test_unmatched_records_are_looked_at_again_after_the_rules_changed(
     state = raw.open_raw(it.lake, "Raw", it.left)
     assert state is not None
     first = raw.raw_files(state)[0]
-    tables.commit(state.opened, [], {}, removed=[first])
+    retention.commit(state, [retention.Cut(0, (first,), 5, first.max_time or 0)])
     list(etl_all(it.pipeline, lambda: spark, Retry(unmatched=True)))
     assert it.classes(it.left) == {"done": 5, "expired": 1}
     assert list(etl_all(it.pipeline, lambda: spark, Retry(unmatched=True))) == []

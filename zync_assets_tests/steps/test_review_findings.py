@@ -162,6 +162,7 @@ def test_a_raw_table_that_was_made_anew_is_an_error_and_not_skipped(make: Make) 
     with pytest.raises(LakeError, match="transformed up to offset 2, and the table is not there"):
         it.ingest(it.left)
     away = Path(it.lake, "Staging").rename(Path(it.lake, "Away"))
+    tables.forget(it.lake)
     it.ingest(it.left)
     shutil.rmtree(it.lake + "/Staging", ignore_errors=True)
     away.rename(Path(it.lake, "Staging"))
