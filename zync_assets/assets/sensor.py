@@ -40,6 +40,7 @@ from zync_assets.assets.outside import News, news, standings
 from zync_assets.assets.partitions import range_of
 from zync_assets.assets.trouble import CHECKED, PROBLEMS, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
+from zync_assets.errors import ZyncError
 from zync_assets.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
             continue
         if under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
-        elif held := runs.held_back(pipeline, instance, step):
+        elif held := _held_back(pipeline, instance, step):
             texts[step.job] = held
         elif held := runs.backing_off(last):
             texts[step.job] = held
@@ -155,6 +156,14 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
         dynamic_partitions_requests=changes,
         asset_events=events,
     )
+
+
+def _held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+    """Why a step's checks hold it back. A record of blocks that can't be read holds its own step back, and no other."""
+    try:
+        return runs.held_back(pipeline, instance, step)
+    except ZyncError as error:
+        return said(error)
 
 
 def _keys(

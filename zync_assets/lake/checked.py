@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.errors import CommitConflict
-from zync_assets.lake import storage, tables
+from zync_assets.lake import cleaning, storage, tables
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize, subtract
 
@@ -209,6 +209,7 @@ def _commit(before: Checked, change: Callable[[Checked], _Change]) -> Checked:
             else:
                 files = [item for item in now.opened.files if item.path in removed]
                 tables.commit(now.opened, added, numbers, removed=files)
+                cleaning.tidy(uri)
             return open_checked(now.lake, now.pool)
         now = open_checked(now.lake, now.pool)
     raise CommitConflict(f"pool {now.pool}: other checks kept their results {ATTEMPTS} times in a row; run again")

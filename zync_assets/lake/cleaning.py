@@ -12,6 +12,7 @@ A writer that took longer is refused by ``tables.commit``, a day before, so that
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,11 @@ from pathlib import Path
 
 from pyarrow import fs
 
+from zync_assets.errors import CommitConflict, ZyncError
 from zync_assets.lake import foreign, log_entries, storage, tables
 from zync_assets.lake.tables import Opened
+
+_log = logging.getLogger(__name__)
 
 RETENTION_HOURS = tables.UNCOMMITTED_HOURS + 24
 COMMITS = 100
@@ -92,6 +96,18 @@ def clean_log(opened: Opened) -> int:
     gone = [name for name, info in old if (info.mtime_ns or 0) / 1e9 <= kept_from][:MOST]
     _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
     return len(gone)
+
+
+def tidy(uri: str) -> None:
+    """Look after a side table after a commit to it, where that is due. A failure is logged: another commit tries again."""
+    try:
+        opened = tables.open_table(uri)
+        if opened is not None and is_due(opened):
+            clean(opened)
+    except CommitConflict as error:
+        _log.info("%s", error)
+    except (ZyncError, OSError) as error:
+        _log.warning("upkeep of table %s: %s", uri, error)
 
 
 def unneeded(opened: Opened, hours: float) -> list[str]:

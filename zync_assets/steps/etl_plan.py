@@ -116,7 +116,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
         gone = published.went_back(pool, topic, offset, position.next if position else None, recreate)
         if gone is not None:
             raise gone
-    if state is None:
+    if state is None and pipeline.rules_of(pool):
         check_begins(pipeline, pool)
     topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}

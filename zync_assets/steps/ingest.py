@@ -20,7 +20,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, commit_group_offsets, led_state, offsets_at
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import cleaning, quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.tables import DataFile
@@ -39,7 +39,7 @@ from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.shaping import known_types, looks_at_time, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, slots, task_frame
-from zync_assets.steps.upkeep import keep_up, tidy
+from zync_assets.steps.upkeep import keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -272,7 +272,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     _show_progress(pipeline, topic, until)
     keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
     if bad:
-        tidy(storage.quarantine_uri(lake, pool, topic))
+        cleaning.tidy(storage.quarantine_uri(lake, pool, topic))
     keep_short(pipeline, item, plan.state)
     return RawCommit(
         topic,

@@ -49,7 +49,7 @@ def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, 
 
     FieldMissing, where the file says ``missing-field: fail``, for one that the newest schema lacks too.
     """
-    rules = [rule for rule in pipeline.rules if any(topic in batch.plan.raw for topic in rule.topics)]
+    rules = pipeline.rules_of(batch.plan.pool)
     states = dict(batch.plan.raw)
     found = False
     for topic, state in batch.plan.raw.items():

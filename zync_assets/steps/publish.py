@@ -29,7 +29,7 @@ from zync_assets.kafka.topics import (
     topic_states,
 )
 from zync_assets.kafka.writer import InOrder, high_watermark
-from zync_assets.lake import reading, staging, storage
+from zync_assets.lake import cleaning, reading, staging, storage
 from zync_assets.lake.published import Published, WrittenSchema, commit_published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
@@ -38,7 +38,6 @@ from zync_assets.steps.encoding import alike_ids, encoded_rows, first_difference
 from zync_assets.steps.seen import check_begins
 from zync_assets.steps.session import Session, deferred
 from zync_assets.steps.tasks import run_tasks
-from zync_assets.steps.upkeep import tidy
 from zync_assets.steps.windows import ahead, windows
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def publish(
     high = run.settle() if not plan.clean else plan.high
     verified = run.verify(plan.verified, high)
     run.send(high, plan.end, progress)
-    tidy(storage.published_uri(pipeline.lake, plan.output.pool))
+    cleaning.tidy(storage.published_uri(pipeline.lake, plan.output.pool))
     return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), verified, time.monotonic() - started)
 
 

@@ -43,18 +43,6 @@ def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int
         _log.warning("upkeep of table %s: %s", before.uri, error)
 
 
-def tidy(uri: str) -> None:
-    """Look after a side table that a step committed to: its log and the files that no one needs. No JVM."""
-    try:
-        opened = tables.open_table(uri)
-        if opened is not None and cleaning.is_due(opened):
-            cleaning.clean(opened)
-    except CommitConflict as error:
-        _log.info("%s", error)
-    except (ZyncError, OSError) as error:
-        _log.warning("upkeep of table %s: %s", uri, error)
-
-
 def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
     """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went. ``span``: see
     ``compaction.due``.

@@ -30,7 +30,7 @@ from zync_assets.checks.all_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BrokerUnavailable
 from zync_assets.kafka.topics import high_watermark, topic_states
-from zync_assets.lake import raw, staging, tables
+from zync_assets.lake import checked, raw, staging, tables
 from zync_assets.lake.checked import Look, open_checked
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -152,6 +152,15 @@ class TestBlocks:
         assert said(held, f"then this lifts the block: {remedy}")
         assert "Nothing was transformed" in failures(rig.stage(fails=True))[0]
         assert staging.open_staging(rig.pipeline.lake, "Staging") is None
+
+        # A record of blocks that can't be read holds back its own step, and no other topic's.
+        (block,) = Path(rig.pipeline.lake, "~checked", "Raw").glob("block-*.parquet")
+        away = block.rename(block.with_suffix(".away"))
+        checked._read.cache_clear()  # as in another process
+        rig.send(rig.payments, payments(7))
+        assert [request.job_name for request in ticks().run_requests or ()] == [names.ingest_job(rig.payments)]
+        away.rename(block)
+        rig.ingest(rig.payments)
 
         restore(rig, topic, whole)
         assert all(found.passed for found in run_all(rig.pipeline) if found.severity == "error")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from zync_assets.lake import cleaning
 from zync_assets.lake.checked import Look, keep_failure, keep_pass, open_checked
 from zync_assets.offsets import OffsetRange
 
@@ -55,6 +56,16 @@ def test_a_block_that_came_while_a_check_looked_stays(lake: str) -> None:
     keep_failure(open_checked(lake, "Raw"), look((0, 2, 5)), "second")
     keep_pass(before, look((0, 0, 9)))
     assert blocked(lake) == ["second"]
+
+
+def test_the_record_is_cleaned_as_other_tables_are(lake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cleaning, "COMMITS", 5)
+    for end in range(1, 12):
+        keep_pass(open_checked(lake, "Raw"), look((0, 0, end)))
+    opened = open_checked(lake, "Raw").opened
+    assert opened is not None
+    assert opened.number("zync:cleaned") == 2
+    assert passed(lake) == 11
 
 
 def test_a_block_of_a_table_that_is_no_more_blocks_nothing(lake: str) -> None:
