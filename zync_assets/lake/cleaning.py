@@ -2,7 +2,8 @@
 commit ever named.
 
 delta-rs looks through the whole log at each commit, and whoever opens a table lists it. Here the log is cleaned every
-COMMITS commits, and keeps LOG_VERSIONS versions: then a commit costs the same after a week as in the first minute.
+COMMITS commits, and keeps LOG_VERSIONS versions and LOG_HOURS hours: then a commit costs the same after a week as in the
+first hour.
 
 A reader may still be at a version whose files were replaced since, and a writer's files lie there before its commit names
 them. Both have RETENTION_HOURS for it: seven days, Delta's own default (Delta protocol, "Vacuum";
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from pyarrow import fs
@@ -33,6 +35,10 @@ COMMITS = 100
 """Commits of a table between two cleanings of its log; as many as between two checkpoints."""
 LOG_VERSIONS = 1_000
 """Versions that a cleaned log keeps at the least, to be restored or read. A commit may be that many versions late."""
+LOG_HOURS = 1.0
+"""Age up to which a cleaned log keeps an entry. A commit may take that long however fast other writers commit, since delta-rs
+looks for conflicts in the entries since the version that the commit is based on. At one commit a second that is 3,600
+entries."""
 SWEEP_HOURS = 1
 """Time between two looks at all files of a table, which take the longer the more there are."""
 MOST = 20_000
@@ -75,7 +81,8 @@ def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
 
 
 def clean_log(opened: Opened) -> int:
-    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions; how many there were.
+    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions, if they are older than LOG_HOURS;
+    how many there were.
 
     ``delta.logRetentionDuration`` keeps more of them where the table sets it, ``delta.enableExpiredLogCleanup`` all.
     """
@@ -90,10 +97,10 @@ def clean_log(opened: Opened) -> int:
     ]
     whole = [match for match, _ in entries if match[2] == "checkpoint.parquet"]
     limit = max((int(match[1]) for match in whole if int(match[1]) <= opened.version - LOG_VERSIONS), default=0)
-    kept_from = _kept_from(properties.get("delta.logRetentionDuration"))
+    kept_from = min(_kept_from(properties.get("delta.logRetentionDuration")), time.time() - LOG_HOURS * 3600)
     # The oldest first: a log that begins late is whole, a log with a hole is not.
     old = sorted((match[0], info) for match, info in entries if int(match[1]) < limit)
-    gone = [name for name, info in old if (info.mtime_ns or 0) / 1e9 <= kept_from][:MOST]
+    gone = [name for name, _ in takewhile(lambda each: (each[1].mtime_ns or 0) / 1e9 <= kept_from, old)][:MOST]
     _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
     return len(gone)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -30,6 +31,14 @@ CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.\d{10}\.\d{10})?\.parquet")
 """The names of a checkpoint's files: one file, or several parts."""
 _READERS = 16
 """Entries that are read at the same time from a store, where each of them is a round trip."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set."""
+
+    info: Mapping[str, Any]
+    numbers: Mapping[str, int]
 
 
 def newest_mark(uri: str, version: int) -> Mark | None:
@@ -63,6 +72,25 @@ def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
     for action in _actions(uri, "txn", first, last):
         found[action["appId"]] = action["version"]
     return found
+
+
+def entry(uri: str, version: int) -> Entry | None:
+    """The commit of a version; None if it has no entry (any more)."""
+    system, path = _log(uri)
+    try:
+        with system.open_input_file(storage.join(path, name(version))) as file:
+            actions = [json.loads(line) for line in file.read().decode().splitlines() if line]
+    except FileNotFoundError:
+        return None
+    info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
+    return Entry(info, {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action})
+
+
+def are_whole(uri: str, first: int, last: int) -> bool:
+    """Whether every version from ``first`` to ``last`` still has its entry. Lists the log."""
+    system, path = _log(uri)
+    names = {info.base_name for info in system.get_file_info(fs.FileSelector(path))}
+    return all(name(version) in names for version in range(first, last + 1))
 
 
 def removed(uri: str, version: int) -> dict[str, int]:

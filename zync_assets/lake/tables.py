@@ -198,8 +198,8 @@ def commit(
     """Add and remove files and set numbers, in one atomic commit on the opened object.
 
     ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
-    committed one of the numbers since the table was opened, or if files waited longer than UNCOMMITTED_HOURS;
-    TableDamaged if another program changed the table's files.
+    committed one of the numbers since the table was opened, if files waited longer than UNCOMMITTED_HOURS, or if the log
+    was cleaned so far that conflicts can't be found; TableDamaged if another program changed the table's files.
     """
     _check_writable(opened)
     _check_fresh(opened.uri, files)
@@ -228,6 +228,7 @@ def commit(
         _check_refused(opened, found, error)
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
+        _check_log(opened, found, error)
         raise _failed(opened.uri, error, "the commit failed and nothing of it is visible") from None
 
 
@@ -261,6 +262,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
         _check_refused(opened, found, error)
         if isinstance(error, CommitFailedError):
             raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
+        _check_log(opened, found, error)
         raise SchemaError(f"table {opened.uri}: its columns can't be changed: {error}") from error
     found = open_table(opened.uri)
     if found is None:
@@ -278,6 +280,17 @@ def _check_refused(opened: Opened, found: Opened | None, error: Exception) -> No
         raise TableUnsupported(
             f"table {opened.uri} could not be written, and nothing was committed: {refusals.first_line(error)}. {_WITHOUT}"
         ) from None
+
+
+def _check_log(opened: Opened, found: Opened | None, error: Exception) -> None:
+    """CommitConflict where a commit failed since a clean-up removed log entries that delta-rs looks for conflicts in: the
+    entry of the version that the commit is based on, and all later ones."""
+    behind = found is not None and found.version > opened.version
+    if behind and not log_entries.are_whole(opened.uri, opened.version, found.version):
+        raise CommitConflict(
+            f"table {opened.uri}: the commit is based on version {opened.version}, the table is at version {found.version},"
+            " and log entries between them were cleaned up. Nothing of the commit is visible; run again"
+        ) from error
 
 
 def _committed(found: Opened, token: str, before: int) -> bool:

@@ -143,6 +143,7 @@ def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
     opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cleaning, "LOG_VERSIONS", 20)
+    monkeypatch.setattr(cleaning, "LOG_HOURS", 0)
     monkeypatch.setattr(cleaning, "COMMITS", 10)
     sizes: list[int] = []
     for number in range(10, 260):
@@ -174,6 +175,21 @@ def test_a_log_that_shall_be_kept_is_kept(opened: tables.Opened, monkeypatch: py
         aged(Path(opened.uri, "_delta_log", name))
     assert cleaning.clean_log(again(opened)) == 2
     assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 1
+
+
+def test_a_log_keeps_the_entries_that_a_commit_under_way_needs(
+    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleaning, "LOG_VERSIONS", 0)
+    late, made = opened, file(opened.uri, records([1]))
+    for number in range(3):
+        tables.commit(again(opened), [], {"other": number})
+    again(opened).table.create_checkpoint()
+    for name in log(opened)[:1]:
+        aged(Path(opened.uri, "_delta_log", name))
+    assert cleaning.clean_log(again(opened)) == 1
+    tables.commit(late, [made], {"mine": 1})
+    assert again(opened).number("mine") == 1
 
 
 def test_an_old_file_that_was_replaced_just_now_stays_though_a_checkpoint_was_made(
