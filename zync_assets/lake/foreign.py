@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from zync_assets.errors import TableDamaged
-from zync_assets.lake import sums
+from zync_assets.errors import LakeError, TableDamaged
+from zync_assets.lake import log_entries, storage, sums
 from zync_assets.lake.opened import TOKEN, DataFile, Opened
 
 _OWN = re.compile(
@@ -25,6 +26,8 @@ _OWN = re.compile(
 _HARMLESS = ("VACUUM START", "VACUUM END")
 _RECENT = 200
 """Commits that are looked at for what another program did."""
+_SUMS = 20
+"""Older sums that are compared for a table whose newest sum is wrong. Each comparison opens a version of the table."""
 
 
 def commits(opened: Opened) -> str:
@@ -63,5 +66,32 @@ def changed(opened: Opened, what: str) -> TableDamaged:
 
 def check(opened: Opened) -> None:
     """TableDamaged if another program changed the files of a table since our last commit to it."""
-    if not sums.is_untouched(opened):
+    if not sums.is_untouched(opened) and not _is_all_ours(opened):
         raise changed(opened, "its files are others than those that zync committed")
+
+
+def _is_all_ours(opened: Opened) -> bool:
+    """Whether every commit since a version with a right sum is ours. An older version of zync commits without a sum.
+
+    A commit with a sum may have been rebased onto a commit without one: then its sum is wrong, and an earlier sum is right.
+    """
+    compared = 0
+    for version in range(opened.version, -1, -1):
+        entry = log_entries.entry(opened.uri, version)
+        if entry is None:
+            return False
+        if version < opened.version and sums.is_set(entry.numbers):
+            if _has_right_sum(opened.uri, version):
+                return True
+            compared += 1
+        if compared == _SUMS or (TOKEN not in entry.info and entry.info.get("operation") not in _HARMLESS):
+            return False
+    return False
+
+
+def _has_right_sum(uri: str, version: int) -> bool:
+    try:
+        table = DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
+        return sums.is_untouched(Opened(uri, table))
+    except (DeltaError, OSError, LakeError):
+        return False  # the log no longer reaches back to that version

@@ -6,6 +6,9 @@ the clean-up of the log, and a Delta tool that is not ours never sets them.
     zync:files          the sum over the files that the table had when the first of these numbers was set
     zync:files:<name>   by how much commits with the number ``name`` changed the sum since
 
+A commit of a version of zync without sums changes the files and no number. ``foreign.check`` recognises such a commit, and
+the next commit then begins the sum anew: it sets ``zync:files`` so that all numbers add up again.
+
 The table is untouched if the numbers add up to the sum over its files. Commits that rebase onto each other set numbers of
 different names, so each keeps its own part of the sum. Sums are taken modulo MODULUS, since a ``txn`` has 63 bits.
 """
@@ -15,11 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from urllib.parse import unquote
+from weakref import WeakKeyDictionary
 
 from zync_assets.lake.opened import DataFile, Opened
 
 MODULUS = 1 << 62
 _BASE = "zync:files"
+_of_tables: WeakKeyDictionary[Opened, int] = WeakKeyDictionary()
+"""The sums over the files of opened tables: a commit asks twice."""
 
 
 def of_files(files: Iterable[DataFile]) -> int:
@@ -29,7 +35,12 @@ def of_files(files: Iterable[DataFile]) -> int:
 
 def is_untouched(opened: Opened) -> bool:
     """Whether the files are those that our commits left. True for a table from before sums were kept."""
-    return not _is_kept(opened.numbers) or _recorded(opened.numbers) == of_files(opened.files)
+    return not _is_kept(opened.numbers) or _recorded(opened.numbers) == _of_table(opened)
+
+
+def is_set(numbers: Iterable[str]) -> bool:
+    """Whether a part of the sum is among the numbers of a commit."""
+    return any(map(_is_part, numbers))
 
 
 def carried(
@@ -37,13 +48,17 @@ def carried(
 ) -> dict[str, int]:
     """The numbers that a commit sets for the files that it adds and removes. ``numbers``: the names of its other numbers.
 
-    Two commits that share a name conflict, and so do two commits that both begin the sum.
+    Two commits that share a name conflict, and so do two commits that both begin the sum. Where the numbers do not add up,
+    the commit begins the sum anew.
     """
     change = of_files(added) - of_files(removed)
     if not change:
         return {}
     name = f"{_BASE}:{min(numbers, default='')}"
-    base = {} if _is_kept(opened.numbers) else {_BASE: of_files(opened.files)}
+    lacking = (_of_table(opened) - _recorded(opened.numbers)) % MODULUS
+    base: dict[str, int] = {}
+    if lacking or not _is_kept(opened.numbers):
+        base = {_BASE: (opened.numbers.get(_BASE, 0) + lacking) % MODULUS}
     return base | {name: (opened.numbers.get(name, 0) + change) % MODULUS}
 
 
@@ -57,7 +72,17 @@ def _is_kept(numbers: Mapping[str, int]) -> bool:
 
 
 def _recorded(numbers: Mapping[str, int]) -> int:
-    return sum(number for name, number in numbers.items() if name == _BASE or name.startswith(f"{_BASE}:")) % MODULUS
+    return sum(number for name, number in numbers.items() if _is_part(name)) % MODULUS
+
+
+def _is_part(name: str) -> bool:
+    return name == _BASE or name.startswith(f"{_BASE}:")
+
+
+def _of_table(opened: Opened) -> int:
+    if opened not in _of_tables:
+        _of_tables[opened] = of_files(opened.files)
+    return _of_tables[opened]
 
 
 def _of_file(item: DataFile) -> int:

@@ -14,8 +14,8 @@ from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableDamaged, TableUnsupported
-from zync_assets.lake import log_entries, sums, tables
-from zync_assets.lake.tables import Opened, commit, create_table, list_files, open_table, widen
+from zync_assets.lake import foreign, log_entries, sums, tables
+from zync_assets.lake.tables import DataFile, Opened, commit, create_table, list_files, open_table, widen
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
 
@@ -218,6 +218,85 @@ def test_a_table_from_before_sums_were_kept_goes_on_and_has_one_from_then_on(
     DeltaTable(uri).delete("kafka.offset = 3")
     with pytest.raises(TableDamaged):
         commit(opened(uri), [file(uri, records([5]))], {"n": 6})
+
+
+@pytest.fixture
+def older_version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``commit`` as a version of zync without sums does it."""
+
+    def commit_without_a_sum(state: Opened, files: Sequence[DataFile], numbers: dict[str, int], **more: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sums, "carried", lambda *_: {})
+            patch.setattr(foreign, "check", lambda _: None)
+            commit(state, files, numbers, **more)
+
+    return commit_without_a_sum
+
+
+def forget_log(uri: str) -> None:
+    """Leave nothing of the log but the newest version, and open as a new process."""
+    opened(uri).table.create_checkpoint()
+    for entry in sorted(Path(uri, "_delta_log").glob("*.json"))[:-1]:
+        entry.unlink()
+    tables._newest.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_commits_of_an_older_version_are_ours_and_the_sum_begins_anew(
+    table: str, older_version: Callable[..., None]
+) -> None:
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    older_version(opened(table), [file(table, records([4]))], {"n": 5})
+    late, replay = opened(table), opened(table)
+    older_version(opened(table), [file(table, records([5]))], {"n": 6}, removed=opened(table).files[:1], rewritten=True)
+    foreign.check(opened(table))
+    # Both begin the sum anew, so one of them is refused; the other one was rebased onto a commit without a sum.
+    commit(late, [file(table, records([0], partition=1))], {"p": 1})
+    with pytest.raises(CommitConflict):
+        commit(replay, [file(table, records([9]))], {"replay": 1})
+    commit(opened(table), [file(table, records([6]))], {"n": 7})
+    forget_log(table)
+    commit(opened(table), [file(table, records([7]))], {"n": 8})
+    assert sums.is_untouched(opened(table))
+    DeltaTable(table).delete("kafka.offset = 7")
+    with pytest.raises(TableDamaged):
+        commit(opened(table), [file(table, records([8]))], {"n": 9})
+
+
+@pytest.mark.parametrize("unknown", ["missing", "delete before", "delete after"])
+def test_beside_commits_of_an_older_version_another_program_is_found(
+    table: str, older_version: Callable[..., None], unknown: str
+) -> None:
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    if unknown == "delete before":
+        DeltaTable(table).delete("kafka.offset = 1")
+    older_version(opened(table), [file(table, records([4]))], {"n": 5})
+    older_version(opened(table), [file(table, records([5]))], {"n": 6})
+    if unknown == "delete after":
+        DeltaTable(table).delete("kafka.offset = 1")
+    if unknown == "missing":
+        forget_log(table)
+    with pytest.raises(TableDamaged, match="its files are others than those that zync committed"):
+        commit(opened(table), [file(table, records([6]))], {"n": 7})
+
+
+@pytest.mark.parametrize("gone", [1, 2, 5])
+def test_a_commit_that_is_late_for_a_cleaned_log_is_a_conflict(table: str, gone: int) -> None:
+    """delta-rs looks for conflicts in the entries from the version on that the commit is based on."""
+    late = opened(table)
+    for number in range(5):
+        commit(opened(table), [file(table, records([3 + number]))], {"n": 4 + number})
+    opened(table).table.create_checkpoint()
+    for version in range(gone):
+        Path(table, "_delta_log", log_entries.name(version)).unlink()
+    for late_commit in (
+        lambda: commit(late, [file(table, records([0], partition=1))], {"p": 1}),
+        lambda: widen(late, wider(("city", pa.string()))),
+    ):
+        with pytest.raises(CommitConflict, match=r"based on version 0, .* version 5, .*run again"):
+            late_commit()
+    assert opened(table).version == 5
+    commit(opened(table), [file(table, records([0], partition=1))], {"p": 1})
+    assert rows(table) == [0, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_another_table_at_the_same_place_and_version_is_read(table: str) -> None:
