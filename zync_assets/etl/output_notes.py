@@ -64,7 +64,10 @@ def _of_shape(
 
 def lacking_sql(shape: Shape, sides: Mapping[str, pa.Schema]) -> list[str]:
     """What a value leaves out since the record's own schema lacks the column that a field is: expressions for paths such as
-    ``value.address.street``, null where the record has the field. They use the ids in ``kafka`` (``lake.reading``)."""
+    ``value.address.street``, null where the record has the field. They use the ids in ``kafka`` (``lake.reading``).
+
+    A column with a value is never left out: a registry that was created anew may give a lacking schema's id to another one.
+    """
     return list(_lacking(shape, sides, ("value",)))
 
 
@@ -73,24 +76,29 @@ def _lacking(shape: Shape, sides: Mapping[str, pa.Schema], path: FieldPath) -> I
         for name, part in shape.items():
             yield from _lacking(part, sides, (*path, name))
     elif shape is not None and (columns := _columns(shape, sides)) and columns[0].name in ("key", "value"):
-        number = f"{name_sql(_names(shape)[0])}.kafka.{columns[0].name}_schema_id"
+        side = name_sql(_names(shape)[0])
+        number = f"{side}.kafka.{columns[0].name}_schema_id"
+        own = ".".join([side, *(name_sql(column.name) for column in columns)])
         # A field of a struct that is missing is missing too.
         ids = {number for column in columns for number in lacking(column)} if len(path) > 1 else set[int]()
         if ids:
-            yield _unless(number, ids, path)
-        yield from _lacking_inside(columns[-1].type, number, path, ids)
+            yield _unless(number, ids, own, path)
+        yield from _lacking_inside(columns[-1].type, number, own, path, ids)
 
 
-def _lacking_inside(kind: pa.DataType, number: str, path: FieldPath, known: Collection[int]) -> Iterator[str]:
+def _lacking_inside(
+    kind: pa.DataType, number: str, column: str, path: FieldPath, known: Collection[int]
+) -> Iterator[str]:
     for item in fields_of(kind) if pa.types.is_struct(kind) else ():
-        ids = {*lacking(item)} - {*known}
+        inner, ids = f"{column}.{name_sql(item.name)}", {*lacking(item)} - {*known}
         if ids:
-            yield _unless(number, ids, (*path, item.name))
-        yield from _lacking_inside(item.type, number, (*path, item.name), {*known, *ids})
+            yield _unless(number, ids, inner, (*path, item.name))
+        yield from _lacking_inside(item.type, number, inner, (*path, item.name), {*known, *ids})
 
 
-def _unless(number: str, ids: Collection[int], path: FieldPath) -> str:
-    return f"IF({number} IN ({', '.join(map(str, sorted(ids)))}), {text_sql(dotted(path))}, NULL)"
+def _unless(number: str, ids: Collection[int], column: str, path: FieldPath) -> str:
+    numbers = ", ".join(map(str, sorted(ids)))
+    return f"IF({number} IN ({numbers}) AND {column} IS NULL, {text_sql(dotted(path))}, NULL)"
 
 
 def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:
