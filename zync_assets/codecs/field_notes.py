@@ -154,7 +154,10 @@ def lacked_by(field: pa.Field, numbers: Collection[int]) -> pa.Field:
 
 
 def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.DataType:
-    """A column's type; each of its fields, in structs alone, says which writers' schemas lack it. ``writers``: by registry id."""
+    """A column's type; each of its fields, in structs alone, says which writers' schemas lack it. ``writers``: by registry id.
+
+    Of other schemas a field goes on saying what it says already.
+    """
     if not pa.types.is_struct(type):
         return type
     at = {number: places(type, own) for number, own in writers.items() if pa.types.is_struct(own)}
@@ -165,7 +168,8 @@ def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.Da
             for number, found in at.items()
             if index in found
         }
-        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), at.keys() - own.keys()))
+        other = {*lacking(item)} - writers.keys()
+        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other))
     return pa.struct(fields)
 
 

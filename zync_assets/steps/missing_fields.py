@@ -17,7 +17,7 @@ from sqlglot import exp
 
 from zync_assets.codecs.avro_types import arrow_type
 from zync_assets.codecs.field_notes import fields_of, in_lake, lacked_by, maybe_missing, original
-from zync_assets.errors import FieldMissing, SchemaError
+from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Shape, Stateless
@@ -162,10 +162,10 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
     """The table with those of some missing fields that the newest schema has."""
     schema = state.schema
     for side in dict.fromkeys(path[0] for path in paths):
-        newest = _newest(pipeline, item, side, state)
+        ids = [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
+        newest = _newest(pipeline, item, side, ids)
         if newest is None:
             continue
-        ids = [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
         column = schema.field(side)
         kind = column.type
         for path in paths:
@@ -175,24 +175,26 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
     return with_ids(pipeline, item.topic, replace(state, expected=schema))
 
 
-def _newest(pipeline: Pipeline, item: Input, side: str, state: RawState) -> pa.DataType | None:
-    """The type of a side by the newest schema of the registry; None where it has none. An input's shape makes other columns."""
+def _newest(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> pa.DataType | None:
+    """The type of a side by the newest schema of the registry; None where it has none. An input's shape makes other columns.
+
+    ``ids``: of the writers' schemas so far. RegistryError if the registry can't be asked.
+    """
     if getattr(item, side).format != "avro" or pipeline.registry is None or item.shape is not None:
         return None
     registry = Registry(pipeline.registry)
-    ids = [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
     subjects = [f"{item.topic}-{side}"]
     for strategy in ("topic-record", "record") if ids else ():
         try:
             subjects.append(subject_name(strategy, item.topic, side, registry.schema(ids[-1])))
-        except SchemaError:
+        except (SchemaError, SchemaUnknown):
             continue
     for subject in subjects:
-        if (found := registry.latest(subject)) is not None:
-            try:
+        try:
+            if (found := registry.latest(subject)) is not None:
                 return arrow_type(found[1])
-            except SchemaError:
-                return None
+        except (SchemaError, SchemaUnknown):
+            return None
     return None
 
 

@@ -19,7 +19,7 @@ from zync_assets.codecs.avro_types import arrow_type
 from zync_assets.codecs.field_notes import with_lacking
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.schema_diff import differences, is_change
-from zync_assets.errors import SchemaChanged, SchemaError
+from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.source import Arrived, Source
 from zync_assets.lake.raw import RawState, WriterSchema
@@ -113,7 +113,7 @@ def with_lacking_fields(
 ) -> pa.Schema:
     """A raw table's columns, each field with the writers' schemas that lack it, where one of ``writers`` is new to the table.
 
-    Raises what the registry raises.
+    A schema that the registry no longer has is passed over. RegistryError if the registry can't be asked.
     """
     if source.registry is None:
         return schema
@@ -126,9 +126,18 @@ def with_lacking_fields(
         ]
         column = schema.field(side)
         if len(ids) > 1:
-            kind = with_lacking(column.type, {number: arrow_type(registry.schema(number)) for number in ids})
+            types = {number: type for number in ids if (type := _type_of(registry, number)) is not None}
+            kind = with_lacking(column.type, types)
             schema = schema.set(schema.get_field_index(side), column.with_type(kind))
     return schema
+
+
+def _type_of(registry: Registry, number: int) -> pa.DataType | None:
+    """The type of a schema; None if the registry no longer has the schema, or has no Avro schema by that id."""
+    try:
+        return arrow_type(registry.schema(number))
+    except (SchemaError, SchemaUnknown):
+        return None
 
 
 def _judged(

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 import polars
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
 from zync_assets.checks.raw_checks import schema_change
-from zync_assets.errors import SchemaChanged, SchemaError
+from zync_assets.codecs.field_notes import lacked_by, lacking
+from zync_assets.errors import RegistryUnavailable, SchemaChanged, SchemaError
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake.raw import open_raw, raw_files
+from zync_assets.kafka.source import Source
+from zync_assets.lake.raw import WriterSchema, open_raw, raw_files
 from zync_assets.lake.reading import parquet_frame
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import RegistryConfig
+from zync_assets.pipeline import RegistryConfig, SideFormat
 from zync_assets.steps import quarantined
+from zync_assets.steps.schema_changes import with_lacking_fields
 from zync_assets_tests.checks.chain import framed
 from zync_assets_tests.steps.mini import BOTH, Mini, mini
 
@@ -279,3 +284,20 @@ def test_a_schema_of_the_file_that_does_not_fit_the_table_is_told_with_topic_and
     with pytest.raises(SchemaError, match=rf"{words} Give value-format and value-schema back"):
         it.ingest(it.left)
     assert it.next(it.left) == {0: 1}
+
+
+def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services: Services, unique: str) -> None:
+    config = RegistryConfig(services.registry_url)
+    fields = [{"name": name, "type": ["null", "int"], "default": None} for name in "ab"]
+    texts = [json.dumps({"type": "record", "name": "R", "fields": fields[:count]}) for count in (1, 2)]
+    ids = [Registry(config).register(f"{unique}-value", text) for text in texts]
+    gone = 987654321
+    column = pa.struct([pa.field("a", pa.int32()), lacked_by(pa.field("b", pa.int32()), [gone])])
+    schema = pa.schema([pa.field("value", column)])
+    source = Source({}, config, unique, SideFormat("string"), SideFormat("avro"), None, column)
+    writers = [WriterSchema("value", id, 0, place, True) for place, id in enumerate((gone, *ids))]
+    found = with_lacking_fields(schema, source, None, writers).field("value").type
+    assert [lacking(item) for item in found] == [(), tuple(sorted((ids[0], gone)))]
+    away = RegistryConfig("http://127.0.0.1:9", {"max.retries": "0"})
+    with pytest.raises(RegistryUnavailable):
+        with_lacking_fields(schema, replace(source, registry=away), None, writers)

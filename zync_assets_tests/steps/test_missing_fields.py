@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
-from zync_assets.errors import FieldMissing
+from zync_assets.errors import FieldMissing, RegistryUnavailable
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
-from zync_assets.steps.missing_fields import _names  # pyright: ignore[reportPrivateUsage]
+from zync_assets.steps.missing_fields import _names, _newest  # pyright: ignore[reportPrivateUsage]
 from zync_assets_tests.steps.mini import mini
 from zync_assets_tests.steps.test_connect_types import framed
 
@@ -33,7 +35,7 @@ transforms:
     where: {left: "value.op = 'c' AND value.after.flag IS NOT TRUE", right: value.part.b IS NULL AND value.`no b` IS NULL}
     left: $left
     right: $right
-    join-on: left.value.after.id = right.value.id AND coalesce(left.value.after.coupon, 0) = 0
+    join-on: left.value.after.id = right.value.id
     out: $out
     key: left.key
     value: {id: left.value.after.id, coupon: left.value.after.coupon, b: right.value.part.b, c: "coalesce(right.value.c, 5)",
@@ -63,11 +65,23 @@ def test_names_are_whole_at_any_depth() -> None:
     ]
 
 
+def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE)
+    item = it.pipeline.input(it.left)
+    assert _newest(it.pipeline, item, "value", [987654321]) is None
+    Registry(RegistryConfig(services.registry_url)).register(f"{it.left}-value", '"string"')
+    assert _newest(it.pipeline, item, "value", [987654321]) == pa.string()
+    away = replace(it.pipeline, registry=RegistryConfig("http://127.0.0.1:9", {"max.retries": "0"}))
+    with pytest.raises(RegistryUnavailable):
+        _newest(away, item, "value", [987654321])
+
+
 def test_a_rule_may_be_there_before_the_field(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = PIPELINE.replace(" AND coalesce(left.value.after.coupon, 0) = 0", "")
-    it = mini(services, spark, tmp_path, unique, text)
+    it = mini(services, spark, tmp_path, unique, PIPELINE)
     registry = Registry(RegistryConfig(services.registry_url))
     subject = f"{it.left}-value"
     it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
@@ -98,13 +112,13 @@ def test_a_rule_may_be_there_before_the_field(
     it.step()
     assert it.values()[2:] == [{"id": 3, "c": 5, "of%20it": None, "coupon": 9}]
 
-    failing = it.edited(text.replace("missing-field: null", "missing-field: fail"))
+    failing = it.edited(PIPELINE.replace("missing-field: null", "missing-field: fail"))
     failing.send(it.right, {"id": 4, "part": {"a": 1}})
     failing.ingest()
     with pytest.raises(
         FieldMissing, match=r"rule pair: no record of topic .*right.rows has had the field value.part.b"
     ):
         failing.etl()
-    empty = it.edited(text.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
+    empty = it.edited(PIPELINE.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
     with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
         empty.etl()
