@@ -12,12 +12,12 @@ import pyarrow as pa
 from zync_assets.audit.account import CLASSES, DONE, EXPIRED, PENDING, Counted, Facts, read_facts
 from zync_assets.audit.columns import HeldOffsets, distinct, integers, read_columns, without
 from zync_assets.audit.marks import CHUNK, Marks
-from zync_assets.audit.quarantined import read_quarantine, touches
+from zync_assets.audit.quarantined import quarantined_offsets, touches
 from zync_assets.audit.result import Number
 from zync_assets.compute import pc
 from zync_assets.lake import foreign, raw
 from zync_assets.lake.staging import Position, StagingState
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 
 Ranges = Mapping[str, Sequence[OffsetRange]]
@@ -144,11 +144,13 @@ class _Input:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
         held = HeldOffsets(table.opened.uri, raw.raw_files(table, [span]))
-        aside = read_quarantine(self.pipeline.lake, pool, self.topic, table, [span]).offsets(self.partition)
+        windows = list(self._windows(batch, whole, kept))
+        parts = normalize(OffsetRange(self.partition, first, end) for first, end in windows)
+        aside = quarantined_offsets(self.pipeline.lake, pool, self.topic, table, parts)
         counts = np.zeros(len(CLASSES), np.int64)
         said: set[str] = set()
         told = 0
-        for first, end in self._windows(batch, whole, kept):
+        for first, end in windows:
             quarantined = aside[(aside >= first) & (aside < end)]
             existing = distinct(np.concatenate([held.between(first, end), quarantined]))
             told += len(existing)

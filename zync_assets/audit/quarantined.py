@@ -9,11 +9,11 @@ from itertools import starmap
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.columns import integers, read_columns
+from zync_assets.audit.columns import HeldOffsets, integers, read_columns, without
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.offsets import OffsetRange
-from zync_assets.records import DROPPED, LOST
+from zync_assets.records import DROPPED, LOST, RANGE_STAGES
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,34 @@ def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: S
         entries,
         first_error,
     )
+
+
+def quarantined_offsets(lake: str, pool: str, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> np.ndarray:
+    """The offsets, sorted, of the records of ``ranges`` that could not be decoded. The ranges are of one partition.
+
+    Reads only files with entries of the ranges. Raises DamagedFile.
+    """
+    if not ranges:
+        return np.empty(0, np.int64)
+    files = [
+        item
+        for item in quarantine.quarantine_files(lake, pool, topic, state.next, checked=False)
+        if touches(OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1), ranges)
+    ]
+    found = [np.empty(0, np.int64)]
+    for item in files:
+        place = storage.join(storage.quarantine_uri(lake, pool, topic), item.path)
+        for batch in read_columns(place, ["kafka.partition", "kafka.offset", "stage"]):
+            table = pa.Table.from_batches([batch]).flatten()
+            partitions, offsets = integers(table["kafka.partition"]), integers(table["kafka.offset"])
+            records = ~np.isin(np.asarray(table["stage"].to_pylist()), RANGE_STAGES)
+            found.append(offsets[records & inside(partitions, offsets, ranges)])
+    offsets = np.sort(np.concatenate(found))
+    if len(offsets):
+        replays = [item for item in raw.raw_files(state, ranges) if raw.is_replay(item)]
+        replayed = HeldOffsets(state.opened.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
+        offsets = without(offsets, replayed)
+    return offsets
 
 
 def inside(partitions: np.ndarray, offsets: np.ndarray, ranges: Iterable[OffsetRange]) -> np.ndarray:

@@ -285,8 +285,9 @@ def _check_refused(opened: Opened, found: Opened | None, error: Exception) -> No
 def _check_log(opened: Opened, found: Opened | None, error: Exception) -> None:
     """CommitConflict where a commit failed since a clean-up removed log entries that delta-rs looks for conflicts in: the
     entry of the version that the commit is based on, and all later ones."""
-    behind = found is not None and found.version > opened.version
-    if behind and not log_entries.are_whole(opened.uri, opened.version, found.version):
+    if found is None or found.version == opened.version:
+        return
+    if not log_entries.are_whole(opened.uri, opened.version, found.version):
         raise CommitConflict(
             f"table {opened.uri}: the commit is based on version {opened.version}, the table is at version {found.version},"
             " and log entries between them were cleaned up. Nothing of the commit is visible; run again"

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
+from zync_assets.audit.quarantined import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
-from zync_assets.lake.raw import RawState, commit_raw, open_raw
+from zync_assets.lake.raw import RawState, commit_raw, commit_replay, open_raw
 from zync_assets.lake.storage import quarantine_uri, raw_uri
 from zync_assets.lake.tables import DataFile, forget, list_files, open_table
+from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 PLACE = ("Raw", "shop.public.orders")
@@ -175,3 +177,24 @@ def test_what_another_program_does_to_the_side_table_is_an_error(tmp_path: Path)
     forget(uri)
     with pytest.raises(TableDamaged, match="the quarantine table is gone"):
         counted(tmp_path)
+
+
+def test_a_check_of_a_batch_reads_the_side_files_of_the_batch_alone(tmp_path: Path) -> None:
+    for attempt, (bad, until) in enumerate([((1, 2), 5), ((6, 7, 8), 10), ((12,), 15)], 1):
+        put(tmp_path, written(tmp_path, attempt, *bad))
+        commit(tmp_path, attempt, {0: until}, {0: len(bad)})
+    before = state(tmp_path)
+    assert before is not None
+    commit_replay(before, SCHEMA, [file(before.opened.uri, records([7]), "replay-1")], [])
+    now = state(tmp_path)
+    assert now is not None
+    every = [OffsetRange(0, 0, 15)]
+    assert quarantined_offsets(str(tmp_path), *PLACE, now, every).tolist() == [1, 2, 6, 8, 12]
+    assert read_quarantine(str(tmp_path), *PLACE, now, every).offsets(0).tolist() == [1, 2, 6, 8, 12]
+    uri = quarantine_uri(str(tmp_path), *PLACE)
+    for item in quarantine_files(str(tmp_path), *PLACE, now.next):
+        if item.first != 6:
+            Path(uri, item.path).unlink()
+    assert quarantined_offsets(str(tmp_path), *PLACE, now, [OffsetRange(0, 3, 8)]).tolist() == [6]
+    Path(uri).rename(tmp_path / "away")
+    assert quarantined_offsets(str(tmp_path), *PLACE, now, []).tolist() == []
