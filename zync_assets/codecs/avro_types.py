@@ -153,14 +153,15 @@ class Outer:
     """What an output schema says that is in no column's type.
 
     ``notes``: whether it says what Connect's converters read (``connect_notes``), as formats that have a use for it do.
-    ``note``: of the whole value. ``kinds``: path → Avro's primitive type that the topic's records have had so far.
-    ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own schemas have none. ``any_names``: fields may
-    have names that Avro doesn't have, for formats that only describe their values so (``json``, ``connect-json``).
+    ``note``: of the whole value. ``forms``: path → Avro's type (long, string or record) that the topic's records
+    have had so far: a registry takes no other. ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own
+    schemas have none. ``any_names``: fields may have names that Avro doesn't have, for formats that only describe their
+    values so (``json``, ``connect-json``).
     """
 
     notes: bool = True
     note: Note = PLAIN
-    kinds: Mapping[str, str] | None = None
+    forms: Mapping[str, str] | None = None
     micros: bool = True
     any_names: bool = False
 
@@ -234,12 +235,13 @@ def _record_part(field: str) -> str:
 def _of_connect(
     type: pa.DataType, name: str, path: str, records: set[str], outer: Outer, note: Note
 ) -> dict[str, Any] | None:
-    """A type that Connect's converters read by a name of its own; None for others.
+    """A type that Connect's converters read by a name of its own; None for others. The form of earlier records goes before the
+    form that a column's note asks for.
 
     A time of the lake that no column says otherwise of is an instant in microseconds: Connect's Timestamp has milliseconds,
     and Debezium's MicroTimestamp no zone. So it is text, which Debezium's sinks read as an instant.
     """
-    kinds = pa.types
+    kinds, form = pa.types, (outer.forms or {}).get(path)
     if type in _SHORT.values():
         return {"type": "int", "connect.type": str(type), **_properties(note)}
     if kinds.is_date32(type) and note.name == DEBEZIUM_DATE:
@@ -248,20 +250,25 @@ def _of_connect(
         return {"type": "int", "logicalType": "date", **(_properties(note) if note.name in ("", DATE) else {})}
     if kinds.is_int32(type) and note.name == TIME:
         return {"type": "int", "logicalType": "time-millis", **_properties(note)}
-    if kinds.is_string(type) and note.name == VARIABLE_DECIMAL:
+    variable = note.name == VARIABLE_DECIMAL
+    if kinds.is_string(type) and (form == "record" or (variable and form != "string")):
         own = pa.struct([noted("scale", pa.int32(), connect=_REQUIRED), noted("value", pa.binary(), connect=_REQUIRED)])
-        return _to_avro(own, name, path, records, outer, note)
+        return _to_avro(own, name, path, records, outer, note if variable else Note(VARIABLE_DECIMAL, 1))
+    if kinds.is_string(type) and variable:
+        return {"type": "string"}
     if not kinds.is_timestamp(type):
         return None
     if type.tz is None:
         return {"type": "long", **_properties(Note(MICRO_TIMESTAMP, 1))}
+    if form == "string":
+        return _ZONED
     if note.name == CONNECT_TIMESTAMP:
         return {"type": "long", "logicalType": "timestamp-millis", **_properties(note)}
     if note.name in (DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP):
         return {"type": "long", **_properties(note)}
-    if (outer.micros and note.logical == "timestamp-micros") or (outer.kinds or {}).get(path) == "long":
+    if (outer.micros and note.logical == "timestamp-micros") or form == "long":
         return {"type": "long", "logicalType": "timestamp-micros"}
-    return {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
+    return _ZONED
 
 
 _REQUIRED = Note(required=True)
@@ -282,6 +289,9 @@ def _properties(note: Note) -> dict[str, Any]:
         "connect.parameters": dict(note.parameters) or None,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+_ZONED = {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -193,18 +193,19 @@ def required_fields(schema: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
         yield from required_fields(kind, inner)
 
 
-def number_kinds(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Paths, as ``codecs.avro_types.avro_schema`` has them, of the fields that an Avro schema has as long."""
+def written_forms(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The fields of an Avro schema that are long, string or record, by paths as ``codecs.avro_types.avro_schema`` has them: a
+    type of the lake may have two of these forms."""
     for field, kind in _fields(schema):
-        yield from number_kinds(kind, f"{path}.{field}")
+        yield from written_forms(kind, f"{path}.{field}")
     for branch in schema if isinstance(schema, list) else [schema]:
         form = branch.get("type") if isinstance(branch, dict) else branch
-        if form == "long":
-            yield path, "long"
+        if form in ("long", "string", "record"):
+            yield path, form
         if form == "array":
-            yield from number_kinds(branch["items"], f"{path}[]")
+            yield from written_forms(branch["items"], f"{path}[]")
         if form == "map":
-            yield from number_kinds(branch["values"], f"{path}{{}}")
+            yield from written_forms(branch["values"], f"{path}{{}}")
 
 
 def _fields(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -29,11 +29,11 @@ from zync_assets.etl.matching import Target
 from zync_assets.etl.output_notes import (
     FieldPath,
     lacking_sql,
-    number_kinds,
     required_fields,
     shape_notes,
     topic_notes,
     with_notes,
+    written_forms,
 )
 from zync_assets.etl.shapes import own_type, shape_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
@@ -244,8 +244,10 @@ class _Earlier:
         found = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))
         return found - set(self.nullable) if side == "value" else found
 
-    def kinds(self, side: str) -> dict[str, str]:
-        return {path: kind for schema in self.sides[side] for path, kind in number_kinds(schema, side.capitalize())}
+    def forms(self, side: str) -> dict[str, str]:
+        """The form of each field. Schemas have no order: of two forms, long and record are before string."""
+        found = {pair for schema in self.sides[side] for pair in written_forms(schema, side.capitalize())}
+        return dict(sorted(found, reverse=True))
 
     def key(self, kind: pa.DataType, notes: Mapping[FieldPath, Note]) -> Any:
         """A schema that keys of this type have had: they must go on having the same bytes. None if there is none, or one
@@ -311,7 +313,7 @@ def _schema_text(
             plain = topic_type_of(staged)
             noted = asked.format in ("avro", "connect-json")
             outer = Outer(
-                noted, notes[side].get((), PLAIN), earlier.kinds(side), asked.format == "avro", asked.format != "avro"
+                noted, notes[side].get((), PLAIN), earlier.forms(side), asked.format == "avro", asked.format != "avro"
             )
             try:
                 check_fits(asked.format, plain)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pytest
 
-from zync_assets.codecs.field_notes import lacked_by
-from zync_assets.etl.output_notes import lacking_sql
+from zync_assets.codecs.avro_types import Outer, avro_schema
+from zync_assets.codecs.connect_notes import (
+    DEBEZIUM_TIMESTAMP,
+    MICRO_TIMESTAMP,
+    PLAIN,
+    TIMESTAMP,
+    VARIABLE_DECIMAL,
+    Note,
+)
+from zync_assets.codecs.field_notes import lacked_by, noted
+from zync_assets.etl.output_notes import lacking_sql, written_forms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,3 +38,36 @@ def test_a_field_with_a_value_is_never_left_out(spark: SparkSession) -> None:
     )
     left_out = rows.selectExpr(f"array_compact(array({', '.join(found)})) AS paths").collect()
     assert [each["paths"] for each in left_out] == [[], ["value.c"], [], ["value.a.b.the street"], []]
+
+
+UTC = pa.timestamp("us", "UTC")
+TIMES = [
+    PLAIN,
+    Note(logical="timestamp-micros"),
+    *(Note(name) for name in (TIMESTAMP, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP)),
+]
+DIGITS = [PLAIN, Note(VARIABLE_DECIMAL, 1, required=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        (kind, *pair)
+        for kind, notes in ((UTC, TIMES), (pa.string(), DIGITS))
+        for pair in itertools.permutations(notes, 2)
+    ],
+)
+def test_a_field_keeps_the_form_of_earlier_records(kind: pa.DataType, before: Note, after: Note) -> None:
+    """A registry refuses a string where earlier records have a long."""
+
+    def schema(note: Note, outer: Outer) -> dict[str, str]:
+        field = noted("at", kind, connect=note)
+        type = pa.struct([field, pa.field("more", pa.list_(pa.struct([field])))])
+        return json.loads(avro_schema(type, "Value", None, outer))
+
+    first = dict(written_forms(schema(before, Outer()), "Value"))
+    assert {"Value.at", "Value.more[].at"} < first.keys()
+    second = schema(after, Outer(forms=first))
+    assert dict(written_forms(second, "Value")) == first
+    said = json.dumps(second)
+    assert (VARIABLE_DECIMAL in said) == (kind == pa.string() and first["Value.at"] == "record")

@@ -226,6 +226,26 @@ def test_computed_times_and_short_integers_have_schemas_that_connect_reads_as_su
     }
 
 
+def test_an_edit_of_a_rule_keeps_the_form_that_the_registry_has(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The registry's default takes neither a long after a string nor a string after a long."""
+    bare = PARTIAL.replace("code: in.value.after.code", "moment: in.value.after.moment, sold: in.value.after.sold")
+    cast = bare.replace("moment: in.value.after.moment", "moment: CAST(in.value.after.moment AS TIMESTAMP)")
+    other = bare.replace("sold: in.value.after.sold", "sold: CAST(in.value.after.sold AS TIMESTAMP)")
+    it = mini(services, spark, tmp_path, unique, cast)
+    registry = Registry(RegistryConfig(services.registry_url))
+    record = enveloped(KEY, {"id": 7}), enveloped(ENVELOPE, {"after": VALUES, "op": "c"})
+    for text in (cast, bare, other):
+        it = it.edited(text)
+        it.send(it.left, record)
+        it.step()
+        it.publish()
+    found = [decoded(registry, value) for _, value in records(it, it.out)]
+    assert [(isinstance(row["moment"], str), isinstance(row["sold"], str)) for row in found] == [(True, False)] * 3
+    assert {row["moment"] for row in found} == {"2024-02-29T10:00:00.123000Z"}
+
+
 PARTIAL = """
 inputs:
   - {topic: $left, pool: Raw, format: connect-json}
