@@ -57,7 +57,7 @@ transforms: [{type: stateless, in: $source, out: $target, key: in.key, value: {i
 SCHEMA = {"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}
 
 RUN = """
-import os, sys, traceback
+import os, sys, time, traceback
 from pathlib import Path
 from dagster import DagsterInstance, EnvVar
 from zync_assets.assets import names
@@ -115,7 +115,7 @@ with DagsterInstance.local_temp(home, {"telemetry": {"enabled": False}}) as inst
     for command in ("status", "from-kafka"):
         zync(command, str(file))
     try:
-        print(evaluate(load(file), instance, None))
+        print(evaluate(load(file), instance, None, time.time()))
         zync("ls", "--pipeline", str(file))
     except Exception:
         traceback.print_exc()

@@ -85,19 +85,30 @@ def test_what_the_chain_published_is_equal(sound_chain: Chain) -> None:
     assert found.numbers["compared"] == 7
 
 
+def verify(pipeline: Pipeline, topic: str, end: int) -> None:
+    """What a publisher commits when the topic holds its records up to ``end``."""
+    before = open_published(pipeline.lake, "Staging", topic)
+    topic_id = topic_state(pipeline.kafka, topic).topic_id
+    commit_published(pipeline.lake, "Staging", before, window=end, verified=end, topic_id=topic_id)
+
+
 def test_equal_records_pass(pipeline: Pipeline) -> None:
-    found = staging_equals_topic(pipeline, publish(pipeline, SAME))
+    topic = publish(pipeline, SAME)
+    verify(pipeline, topic, 5)
+    found = staging_equals_topic(pipeline, topic)
     assert found.passed
     assert (found.numbers["compared"], found.numbers["lag"]) == (5, 0)
 
 
-def test_what_is_not_published_yet_is_lag(pipeline: Pipeline) -> None:
+def test_what_no_publisher_has_verified_is_lag(pipeline: Pipeline) -> None:
     topic = pipeline.outputs[0].topic
     assert staging_equals_topic(pipeline, topic).summary == "nothing published yet"
     publish(pipeline, SAME[:2])
     found = staging_equals_topic(pipeline, topic)
     assert found.passed
-    assert (found.numbers["compared"], found.numbers["lag"]) == (2, 3)
+    assert (found.numbers["compared"], found.numbers["lag"]) == (2, 5)
+    verify(pipeline, topic, 2)
+    assert staging_equals_topic(pipeline, topic).numbers["lag"] == 3
 
 
 @pytest.mark.parametrize("other", [("a", b"other"), ("other", b"1"), ("a", None), (None, b"1")])
@@ -134,9 +145,7 @@ def test_a_compacted_topic_may_lack_records(pipeline: Pipeline) -> None:
 
 def test_a_topic_that_was_created_again_or_is_gone(pipeline: Pipeline) -> None:
     topic = publish(pipeline, SAME)
-    before = open_published(pipeline.lake, "Staging", topic)
-    topic_id = topic_state(pipeline.kafka, topic).topic_id
-    commit_published(pipeline.lake, "Staging", before, window=5, verified=5, topic_id=topic_id)
+    verify(pipeline, topic, 5)
     assert staging_equals_topic(pipeline, topic).passed
     delete_topic(pipeline.kafka, topic)
     assert staging_equals_topic(pipeline, topic).summary == f"topic {topic} was published to and is gone"
@@ -148,9 +157,7 @@ def test_a_topic_that_was_created_again_or_is_gone(pipeline: Pipeline) -> None:
 
 def test_a_topic_that_lost_its_end(pipeline: Pipeline) -> None:
     topic = publish(pipeline, SAME[:3])
-    before = open_published(pipeline.lake, "Staging", topic)
-    topic_id = topic_state(pipeline.kafka, topic).topic_id
-    commit_published(pipeline.lake, "Staging", before, window=5, verified=5, topic_id=topic_id)
+    verify(pipeline, topic, 5)
     assert "was published up to 5: it has lost records" in staging_equals_topic(pipeline, topic).summary
 
 
