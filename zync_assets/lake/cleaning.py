@@ -37,8 +37,9 @@ LOG_VERSIONS = 1_000
 """Versions that a cleaned log keeps at the least, to be restored or read. A commit may be that many versions late."""
 LOG_HOURS = 1.0
 """Age up to which a cleaned log keeps an entry. A commit may take that long however fast other writers commit, since delta-rs
-looks for conflicts in the entries since the version that the commit is based on. At one commit a second that is 3,600
-entries."""
+looks for conflicts in the entries since the version that the commit is based on."""
+LOG_MOST = 3_600
+"""Versions that LOG_HOURS keep at the most, those of an hour at one commit a second: with more of them commits get slow."""
 SWEEP_HOURS = 1
 """Time between two looks at all files of a table, which take the longer the more there are."""
 MOST = 20_000
@@ -97,10 +98,17 @@ def clean_log(opened: Opened) -> int:
     ]
     whole = [match for match, _ in entries if match[2] == "checkpoint.parquet"]
     limit = max((int(match[1]) for match in whole if int(match[1]) <= opened.version - LOG_VERSIONS), default=0)
-    kept_from = min(_kept_from(properties.get("delta.logRetentionDuration")), time.time() - LOG_HOURS * 3600)
+    kept_from = _kept_from(properties.get("delta.logRetentionDuration"))
+    young_from = time.time() - LOG_HOURS * 3600
+
+    def is_old(number: int, written: float) -> bool:
+        return written <= kept_from and (written <= young_from or number < opened.version - LOG_MOST)
+
     # The oldest first: a log that begins late is whole, a log with a hole is not.
-    old = sorted((match[0], info) for match, info in entries if int(match[1]) < limit)
-    gone = [name for name, _ in takewhile(lambda each: (each[1].mtime_ns or 0) / 1e9 <= kept_from, old)][:MOST]
+    early = sorted(
+        (match[0], int(match[1]), (info.mtime_ns or 0) / 1e9) for match, info in entries if int(match[1]) < limit
+    )
+    gone = [name for name, _, _ in takewhile(lambda each: is_old(each[1], each[2]), early)][:MOST]
     _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
     return len(gone)
 

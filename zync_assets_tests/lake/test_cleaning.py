@@ -190,6 +190,10 @@ def test_a_log_keeps_the_entries_that_a_commit_under_way_needs(
     assert cleaning.clean_log(again(opened)) == 1
     tables.commit(late, [made], {"mine": 1})
     assert again(opened).number("mine") == 1
+    # However fast writers commit, the log is bounded.
+    monkeypatch.setattr(cleaning, "LOG_MOST", 3)
+    assert cleaning.clean_log(again(opened)) == 1
+    assert log(opened)[0] == log_entries.name(2)
 
 
 def test_an_old_file_that_was_replaced_just_now_stays_though_a_checkpoint_was_made(
