@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,7 @@ from pyspark.sql.types import (
 from zync_assets.errors import EtlError
 from zync_assets.etl import shapes
 from zync_assets.etl.shapes import Question, expression_type, learn_types, own_type, unify, void_fields
+from zync_assets.recent import Recent
 from zync_assets.sql_text import shape_sql
 
 if TYPE_CHECKING:
@@ -109,18 +111,19 @@ def test_types_that_are_asked_for_together_are_those_that_each_has_alone(
     def alone() -> list[DataType]:
         return [expression_type(sides, sql, "rule", "value") for sides, sql in asked]
 
-    known: dict[tuple[object, ...], DataType] = {}
-    monkeypatch.setattr(shapes, "_TYPES", known)
-    learn_types(asked)
-    learnt = dict(known)
-    assert len(learnt) == len(asked)
-    known.clear()
-    alone()
-    assert learnt == known
+    def known_after(work: Callable[[], object]) -> list[DataType | None]:
+        """The types that are known after some work, by a cache that was empty before."""
+        cache: Recent[tuple[object, ...], DataType] = Recent(100)
+        monkeypatch.setattr(shapes, "_TYPES", cache)
+        work()
+        return [cache.get(shapes._place(*each)) for each in asked]
 
-    known.clear()
-    learn_types([*asked, ({"": one}, "(value.nothing)")])
-    assert not known
+    together = known_after(lambda: learn_types(asked))
+    assert None not in together
+    assert together == known_after(alone)
+
+    with_a_fault: list[Question] = [*asked, ({"": one}, "(value.nothing)")]
+    assert known_after(lambda: learn_types(with_a_fault)) == [None] * len(asked)
     with pytest.raises(EtlError, match=r"rule r, where: value\.nothing"):
         expression_type({"": one}, "value.nothing", "r", "where")
     assert len(alone()) == len(asked)
