@@ -127,7 +127,7 @@ def test_a_record_that_differs_in_its_headers_alone_is_foreign(
     [
         ("{n: in.value.id}", "headers.n: in.value.id is bigint; a header is text or bytes. CAST it AS STRING"),
         ("in.value.v", "is string; write a mapping"),
-        ("{n: in.value.nothing}", "headers.n"),
+        ("{n: in.value.v.nothing}", "headers.n"),
     ],
 )
 def test_what_is_no_header_is_told_with_its_rule(
