@@ -42,7 +42,7 @@ EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
 """Errors that every topic would have."""
 
 PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost)
-"""Errors that may pass by themselves: ``zync run`` waits them out."""
+"""Errors that may pass by themselves: the command ``run`` waits them out."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
