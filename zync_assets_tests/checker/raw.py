@@ -146,9 +146,11 @@ def times(raw: Raw, partition: int, log: Log | None) -> dict[int, int]:
         if place["partition"] == partition:
             stamps[place["offset"]] = millis(place["timestamp"]) or 0
             known[place["offset"]], limits[place["offset"]] = millis(place["time"]) or 0, modified
-    found: dict[int, int] = {}
+    # ``reached`` is the highest time of all that retention removed: a record among these has no time of its own any more.
+    kept = raw.kept.get(partition, 0)
+    found = {offset: time for offset, time in known.items() if offset < kept}
     reached = raw.reached.get(partition, 0)
-    for offset, stamp in sorted(stamps.items()):
+    for offset, stamp in sorted((offset, stamp) for offset, stamp in stamps.items() if offset >= kept):
         if stamp > limits.get(offset, latest):
             stamp = min(stamp, known.get(offset, reached))
         reached = max(reached, stamp)
