@@ -241,6 +241,15 @@ class Pipeline:
         topics = {item.topic for item in self.outputs_of(pool)}
         return tuple(rule for rule in self.rules if rule.out in topics)
 
+    def inputs_of(self, pool: str) -> tuple[Input, ...]:
+        """The inputs that the rules of that staging pool name, in the file's order."""
+        named = {topic for rule in self.rules_of(pool) for topic in rule.topics}
+        return tuple(item for item in self.inputs if item.topic in named)
+
+    def readers_of(self, topic: str) -> tuple[str, ...]:
+        """The staging pools whose rules name the input topic, in the file's order."""
+        return tuple(pool for pool in self.staging_pools if any(topic in rule.topics for rule in self.rules_of(pool)))
+
     def joins_of(self, pool: str) -> dict[tuple[str, str], Denorm]:
         """(rule's name, input topic) → the denorm rule of that staging pool for which a record of the topic can wait."""
         joins = [rule for rule in self.rules_of(pool) if isinstance(rule, Denorm)]

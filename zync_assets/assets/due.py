@@ -9,7 +9,6 @@ from dagster import AssetKey
 
 from zync_assets.assets import names, partitions
 from zync_assets.assets.facts import Facts
-from zync_assets.assets.graph import inputs_of
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline
 
@@ -96,7 +95,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
             names.staging_partitions(pipeline.name, pool),
             (first,),
             (),
-            tuple(names.pool_key(pipeline.input(topic).pool, topic) for topic in inputs_of(pipeline, pool)),
+            tuple(names.pool_key(item.pool, item.topic) for item in pipeline.inputs_of(pool)),
             selection if left_out else None,
             frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pipeline, pool))]),
             {names.publish_op(name): names.topic_key(name) for name in sound},

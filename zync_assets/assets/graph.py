@@ -44,12 +44,6 @@ def build_assets(pipeline: Pipeline) -> list[AssetsDefinition | AssetSpec]:
     ]
 
 
-def inputs_of(pipeline: Pipeline, pool: str) -> list[str]:
-    """The input topics that a staging pool's rules name, in the file's order."""
-    named = {topic for rule in pipeline.rules_of(pool) for topic in rule.topics}
-    return [item.topic for item in pipeline.inputs if item.topic in named]
-
-
 def source(pipeline: Pipeline, topic: str) -> AssetSpec:
     item = pipeline.input(topic)
     return AssetSpec(
@@ -122,7 +116,7 @@ def _filled_elsewhere(pipeline: Pipeline, item: Output) -> AssetSpec:
 
 def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:
     """All output topics of a pool as one asset function: they are committed together, so none can be made alone."""
-    topics = inputs_of(pipeline, pool)
+    topics = [item.topic for item in pipeline.inputs_of(pool)]
     outputs = pipeline.outputs_of(pool)
 
     @multi_asset(

@@ -53,8 +53,7 @@ def refuse_blocked(pipeline: Pipeline, pool: str, topics: Iterable[str]) -> None
 
 def blocks(pipeline: Pipeline, pool: str, outputs: Iterable[str]) -> list[Block]:
     """The failed checks that hold back some output topics of a staging pool."""
-    inputs = {topic for rule in pipeline.rules_of(pool) for topic in rule.topics}
-    found = raw_blocks(pipeline, [item.topic for item in pipeline.inputs if item.topic in inputs])
+    found = raw_blocks(pipeline, [item.topic for item in pipeline.inputs_of(pool)])
     checked = open_checked(pipeline.lake, pool)
     if checked.blocks and (state := staging.open_staging(pipeline.lake, pool)) is not None:
         found += checked.blocks_of([pool, *(f"{pool}/{topic}" for topic in outputs)], [state.table_id])

@@ -203,13 +203,12 @@ def raw_look(name: str, pipeline: Pipeline, topic: str, state: RawState, ranges:
 def _seen(pipeline: Pipeline, topic: str) -> dict[int, int]:
     """Partition → the offset up to which all staging pools that read the topic have seen it."""
     heads: list[dict[int, int]] = []
-    for pool in pipeline.staging_pools:
-        if any(topic in rule.topics for rule in pipeline.rules_of(pool)):
-            try:
-                state = staging.open_staging(pipeline.lake, pool)
-            except LakeError:  # a finding of the staging pool's own checks
-                state = None
-            heads.append(state.head.seen(topic) if state else {})
+    for pool in pipeline.readers_of(topic):
+        try:
+            state = staging.open_staging(pipeline.lake, pool)
+        except LakeError:  # a finding of the staging pool's own checks
+            state = None
+        heads.append(state.head.seen(topic) if state else {})
     shared = set.intersection(*map(set, heads)) if heads else set[int]()
     return {p: min(head[p] for head in heads) for p in shared}
 

@@ -87,8 +87,7 @@ def input_rows(
             f"note: topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from",
             err=True,
         )
-    readers = [pool for pool in pools if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
-    for pool in readers or [None]:
+    for pool in pipeline.readers_of(item.topic) or [None]:
         state = pools[pool] if pool else None
         head = state.head if state else Head()
         cursors = _cursors(pipeline, state, item.topic) if state else {}

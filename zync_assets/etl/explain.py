@@ -28,11 +28,9 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
     found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
     for pool in pipeline.staging_pools:
         rules = pipeline.rules_of(pool)
-        read = {topic for rule in rules for topic in rule.topics}
         found += [
             Statement("assignment", item.topic, _assignment(item, pool, rules), pool)
-            for item in pipeline.inputs
-            if item.topic in read
+            for item in pipeline.inputs_of(pool)
         ]
     for rule in pipeline.rules:
         sql = _stateless(rule) if isinstance(rule, Stateless) else _denorm(rule)

@@ -15,7 +15,7 @@ from zync_assets.lake.reopen import Taken, carve
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.quarantined import Selection, held, readers
+from zync_assets.steps.quarantined import Selection, held
 from zync_assets.steps.reopened import met
 
 Place = tuple[str, int, int]
@@ -32,7 +32,7 @@ def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]
     for record in held(pipeline, selection):
         if record.stage == "etl" and record.pool != pool:
             continue
-        if record.stage != "etl" and pool not in readers(pipeline, record.topic):
+        if record.stage != "etl" and pool not in pipeline.readers_of(record.topic):
             continue
         if not record.seen:
             raise ZyncError(

@@ -118,7 +118,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             raise gone
     if state is None and pipeline.rules_of(pool):
         check_begins(pipeline, pool)
-    topics = [item for item in pipeline.inputs if any(item.topic in rule.topics for rule in pipeline.rules_of(pool))]
+    topics = pipeline.inputs_of(pool)
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
     ranges: dict[str, tuple[OffsetRange, ...]] = {}

@@ -24,7 +24,7 @@ from zync_assets.steps.drop import drop_once
 from zync_assets.steps.etl import EtlCommit, commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.ingest import RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.publish import PublishCommit, plan_publish, publish, read_staging
-from zync_assets.steps.quarantined import Selection, held, readers
+from zync_assets.steps.quarantined import Selection, held
 from zync_assets.steps.reopened import NOTHING, Retry
 from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
 from zync_assets.steps.session import Session
@@ -148,7 +148,7 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
     ZyncError for a record of a topic that no rule reads: there is no account that could say of it that it is dropped.
     """
     for record in held(pipeline, selection):
-        if not readers(pipeline, record.topic) and record.stage != "etl":
+        if not pipeline.readers_of(record.topic) and record.stage != "etl":
             raise ZyncError(
                 f"topic {record.topic}, partition {record.partition}, offset {record.offset} can't be dropped: no rule reads"
                 " the topic, so that there is no account of its records. Nothing was dropped. Name other topics with --topic,"

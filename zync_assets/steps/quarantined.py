@@ -77,18 +77,13 @@ def held(pipeline: Pipeline, selection: Selection = EVERYTHING) -> list[Held]:
     return found
 
 
-def readers(pipeline: Pipeline, topic: str) -> list[str]:
-    """The staging pools that a rule reads the topic for."""
-    return [pool for pool in pipeline.staging_pools if any(topic in rule.topics for rule in pipeline.rules_of(pool))]
-
-
 def count_held(pipeline: Pipeline, item: Input, state: RawState | None) -> int:
     """How many records of a topic lie in quarantine: in the account of the pool that has most, and what ETL has yet to see."""
     if state is None:
         return 0
     heads = [
         found.head
-        for pool in readers(pipeline, item.topic)
+        for pool in pipeline.readers_of(item.topic)
         if (found := staging.open_staging(pipeline.lake, pool)) is not None
     ]
     counts = [
@@ -162,7 +157,7 @@ def _undecoded(
 ) -> Iterable[Held]:
     if not any(state.bad.values()):
         return
-    mine = [accounts[pool] for pool in readers(pipeline, item.topic)]
+    mine = [accounts[pool] for pool in pipeline.readers_of(item.topic)]
     for row in quarantine.held_entries(pipeline.lake, item.pool, item.topic, state).to_pylist():
         partition, offset = row["partition"], row["offset"]
         fates = [account.fate(item.topic, partition, offset) if account else None for account in mine]

@@ -68,9 +68,10 @@ def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Cut]:
 def _pools(pipeline: Pipeline, item: Input) -> list[StagingState] | None:
     """The staging pools that read an input, or did; None while one has not begun."""
     found: list[StagingState] = []
+    readers = pipeline.readers_of(item.topic)
     for pool in pipeline.staging_pools:
         state = staging.open_staging(pipeline.lake, pool)
-        reads = any(item.topic in rule.topics for rule in pipeline.rules_of(pool))
+        reads = pool in readers
         if state is None and reads:
             return None
         if state is not None and (reads or state.head.seen(item.topic)):

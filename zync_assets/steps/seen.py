@@ -46,9 +46,8 @@ def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None)
     """The same before a batch is added to the table."""
     heads: list[Head] = []
     if found is None and not any(staging.has_begun(pipeline.lake, pool) for pool in pipeline.staging_pools):
-        for pool in pipeline.staging_pools:
-            if any(item.topic in rule.topics for rule in pipeline.rules_of(pool)):
-                check_begins(pipeline, pool)
+        for pool in pipeline.readers_of(item.topic):
+            check_begins(pipeline, pool)
     for pool in pipeline.staging_pools:
         # What is wrong with a staging table is for ETL to say: ingest goes on, since topics don't keep their records for ever.
         with suppress(LakeError):
