@@ -47,8 +47,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranges of a partitions definition. ``keys``: those that there are by now, each partition's open one included;
-    ``partitions``: the partitions that Kafka has; ``job`` and ``assets``: who runs ranges of it."""
+    """The ranges of a partitions definition.
+
+    ``keys``: the ranges up to the present ends, the open range of each partition included; ``partitions``: the partitions
+    that Kafka has; ``job``: the job that runs the ranges; ``assets``: the assets that the job makes.
+    """
 
     definition: str
     keys: tuple[OffsetRange, ...]

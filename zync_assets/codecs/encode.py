@@ -35,7 +35,7 @@ class Encoder(Protocol):
 
     @property
     def overhead(self) -> int:
-        """Bytes that each payload takes besides its value."""
+        """The bytes of a payload that are not its value: the schema id of Avro, or the schema text of Connect JSON."""
         ...
 
     def encode(self, values: pa.Array) -> Encoded:

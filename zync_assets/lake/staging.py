@@ -6,8 +6,8 @@ Files lie in three groups (the table's partition column is ``topic``):
     topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
-Every batch's commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict. A commit that lets go of
-raw records (``released``) sets it to the number that it is, so that it conflicts with a batch that may still want them.
+Every batch's commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict. A commit that releases
+raw records (``released``) sets the present batch number again. So the commit conflicts with a batch that may read them.
 
 The account column:
 

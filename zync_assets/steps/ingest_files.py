@@ -57,7 +57,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """What one batch wrote; no commit names it yet.
+    """The files that one batch wrote. No commit names the files yet.
 
     ``schema``: the raw table's columns after it; ``source``: with the types that records are decoded to after it;
     ``arrived``: the writer schemas that came; ``dropped``: side files with the ranges that a shape left out; ``left_out``:
@@ -116,8 +116,8 @@ def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one task wrote: data files with their schemas, and quarantine files; the writer schemas that it met first; and the
-    time of its last record."""
+    """The files that one task wrote: data files with their schemas, and quarantine files. Also the writer schemas that the task
+    read first, and the time of the task's last record."""
 
     files: list[tuple[DataFile, pa.Schema]]
     bad: list[DataFile]

@@ -17,7 +17,7 @@ TEXT = (
     "it needs more stack than Java has. Does a regular expression repeat a group, as (a|b)* does? [ab]* and (a|b)*+ need no"
     " stack for each character."
 )
-"""What is said of such a record."""
+"""The reason that quarantine gives for a record that overflows the stack."""
 
 
 def is_overflow(error: Exception) -> bool:
