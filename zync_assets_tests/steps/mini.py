@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
@@ -158,6 +158,15 @@ class Mini:
     def edited(self, text: str) -> Mini:
         """The same topics and lake with another text for the file, placeholders as in ``mini``."""
         return _load(self.pipeline.path.parent, text, self.spark, self.left, self.right, self.out)
+
+
+def published(it: Mini, topic: str) -> list[bytes]:
+    """Publish an output topic; the values of all its records."""
+    reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
+    reader.assign([TopicPartition(topic, 0, 0)])
+    found = reader.consume(it.publish(topic).range.end, 30)
+    reader.close()
+    return [message.value() or b"" for message in found]
 
 
 def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, text: str, partitions: int = 1) -> Mini:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import fastavro
 import pytest
 from click.testing import CliRunner
-from confluent_kafka import Consumer, TopicPartition
 from deltalake import DeltaTable
 
 from zync_assets.checks.all_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.local.services import Services
-from zync_assets_tests.steps.mini import Mini, mini
+from zync_assets_tests.steps.mini import Mini, mini, published
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -65,14 +64,6 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
 def record(**more: Any) -> dict[str, Any]:
     values = {name: f"<{name}>" for name in NAMES} | {"inner": {"x y": "small", "X Y": "large"}} | more
     return {"schema": {"type": "struct", "fields": list(FIELDS)}, "payload": values}
-
-
-def published(it: Mini, topic: str) -> list[bytes]:
-    reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
-    reader.assign([TopicPartition(topic, 0, 0)])
-    found = reader.consume(it.publish(topic).range.end, 30)
-    reader.close()
-    return [message.value() or b"" for message in found]
 
 
 def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) -> None:

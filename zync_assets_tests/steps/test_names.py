@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from click.testing import CliRunner
-from confluent_kafka import Consumer, TopicPartition
 
 from zync_assets.cli.main import main
 from zync_assets.local.services import Services
-from zync_assets_tests.steps.mini import Mini, mini
+from zync_assets_tests.steps.mini import mini, published
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,14 +27,6 @@ transforms:
   - {name: two, type: stateless, in: $left, out: $out.c, key: null, value: in.value}
 """
 FIELDS = [{"type": "int32", "field": "id"}, {"type": "string", "field": "a.b"}, {"type": "string", "field": "ü"}]
-
-
-def published(it: Mini, topic: str) -> list[bytes]:
-    reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
-    reader.assign([TopicPartition(topic, 0, 0)])
-    found = reader.consume(it.publish(topic).range.end, 30)
-    reader.close()
-    return [message.value() or b"" for message in found]
 
 
 def test_json_outputs_take_names_that_avro_lacks_and_keys_that_are_null_have_a_column(
