@@ -123,11 +123,18 @@ def missing_file(text: str) -> LakeError | None:
         return None
     place = re.search(r"(?:file|s3a?|gs|abfss?):/[^\s,]+\.parquet", text)
     name = re.sub("^file:/+", "/", place[0]) if place else "of a table"
+    table = f"table {_table(name)}: " if place else ""
     return LakeError(
-        f"file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
+        f"{table}file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
         " less than a week does. Nothing was committed. Restore the file from a copy, and"
         " look for others that are missing."
     )
+
+
+def _table(file: str) -> str:
+    """The table that a data file belongs to. Compaction and ETL write into folders of the table."""
+    found = re.fullmatch(r"(.+?)/(?:(?:batch-\d{12}-[0-9a-f]{12}|compact-[0-9a-f]{32}|topic=[^/]+)/.+|[^/]+)", file)
+    return found[1] if found else file
 
 
 def first_line(error: BaseException) -> str:

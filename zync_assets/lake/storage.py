@@ -199,7 +199,7 @@ def file_size(uri: str) -> int:
     system, path = filesystem(uri)
     info = system.get_file_info(path)
     if info.type != fs.FileType.File:
-        raise LakeError(f"file {uri} is not there")
+        raise LakeError(f"file {uri} is not there: another program removed it. Restore it from a copy.")
     return int(info.size or 0)
 
 

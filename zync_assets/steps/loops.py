@@ -39,7 +39,7 @@ LOSSES = 5
 """How often in a row retention may be faster than a read before ingest gives up."""
 
 EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
-"""Errors that every topic would have."""
+"""Errors that every topic and every pool would have."""
 
 PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost)
 """Errors that may pass by themselves: the command ``run`` waits them out."""
@@ -108,12 +108,24 @@ def _ingest_once(
 
 
 def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Iterator[EtlCommit]:
-    """Run ETL for every staging pool until nothing new is found; what ``retry`` asks for is in the first batch."""
+    """Run ETL for every staging pool until nothing new is found; what ``retry`` asks for is in the first batch.
+
+    A pool's error holds back no other pool: it is raised when the others are done.
+    """
+    troubles: list[ZyncError] = []
     for pool in pipeline.staging_pools:
         asked = retry
-        while (made := _retried(lambda pool=pool, asked=asked: etl_once(pipeline, session, pool, asked))) is not None:
-            asked = NOTHING
-            yield made
+        try:
+            while (
+                made := _retried(lambda pool=pool, asked=asked: etl_once(pipeline, session, pool, asked))
+            ) is not None:
+                asked = NOTHING
+                yield made
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+    _raise_first(troubles)
 
 
 def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlCommit | None:
@@ -190,7 +202,7 @@ def publish_all(
 
 
 def _raise_first(troubles: Sequence[ZyncError]) -> None:
-    """The first of several topics' errors, one that stays before one that may pass; the others are logged."""
+    """The first of the errors of several topics or pools, one that stays before one that may pass; the others are logged."""
     if troubles:
         lasting = [error for error in troubles if not isinstance(error, PASSING)]
         first = (lasting or list(troubles))[0]

@@ -27,6 +27,7 @@ from dagster import (
 )
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
+from zync_assets import pipeline_file
 from zync_assets.assets import facts, names, outside, sensor
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.failure import TickFailed
@@ -36,7 +37,7 @@ from zync_assets.local.services import Services
 from zync_assets.steps import ingest
 from zync_assets.steps.loops import etl_all
 from zync_assets.steps.session import spark_session
-from zync_assets_tests.assets.rig import OPEN, Rig, make_rig, orders, payments
+from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
 from zync_assets_tests.checks.chain import run_steps
 from zync_assets_tests.lake.rows import SCHEMA
 from zync_assets_tests.odd_topics import until
@@ -324,6 +325,45 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
             assert f"{lost} is not there" in str(failed)
             seen.append("red")
     assert 2 <= seen.count("red") <= len(seen) // 4
+
+
+def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(rig: Rig, tmp_path: Path) -> None:
+    path = rig.pipeline.path
+    shared, own = f"topic: {rig.pipeline.outputs[1].topic}, pool: Staging", "pool: Refunds"
+    path.write_text(path.read_text().replace(shared, shared.replace("pool: Staging", own)))
+    pipeline = pipeline_file.load(path)
+    rig = Rig(pipeline, rig.instance, build_definitions(pipeline))
+    ticks = Ticks(rig)
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1, -1))
+    settled(rig, ticks)
+    assert ends(rig) == [1, 1]
+
+    # A record that waits is read again with its counterpart.
+    rig.send(rig.orders, orders(2))
+    settled(rig, ticks)
+    state = raw.open_raw(pipeline.lake, "Raw", rig.orders)
+    assert state is not None
+    lost = Path(state.opened.uri) / raw.raw_files(state)[-1].path
+    lost.rename(tmp_path / "away")
+    rig.send(rig.payments, payments(2, -2))
+    rig.send(rig.notes, [{"id": 0}])
+    said: list[str] = []
+    for _ in range(3):
+        result = ticks()
+        for request in result.run_requests or ():
+            job = rig.definitions.resolve_job_def(request.job_name or "")
+            done = job.execute_in_process(instance=rig.instance, tags=dict(request.tags), raise_on_error=False)
+            assert done.success == (request.job_name != names.staging_job("Staging"))
+            said += failures(done)
+    assert ends(rig) == [1, 2]
+    [text] = set(said)
+    assert text.startswith(f"table {state.opened.uri}: file {lost} is in the Delta log and can't be read")
+    assert "Restore the file from a copy" in text
+
+    (tmp_path / "away").rename(lost)
+    rig.stage()
+    assert ends(rig) == [2, 2]
 
 
 def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, ticks: Ticks) -> None:

@@ -120,6 +120,50 @@ def test_a_partition_without_a_leader_stops_neither_other_records_nor_etl_nor_pu
     assert records() == [("ingest", 1), ("etl", 0)]
 
 
+POOLS = (
+    BOTH
+    + """
+  - {topic: $out.b, pool: Other, key-format: string, value-format: json, create: {replication-factor: 1}}
+""".lstrip("\n")
+    + JOIN
+    + """
+  - {name: copy, type: stateless, in: $right, out: $out.b, key: in.key, value: {id: in.value.id}}
+""".lstrip("\n")
+)
+
+
+def test_a_missing_raw_file_stops_its_pool_alone_and_is_said_with_table_and_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, POOLS)
+    it.send(it.left, row(1, "l"))
+    it.send(it.right, row(1, "r"))
+    it.ingest()
+    table = Path(it.lake, "Raw", it.left)
+    [file] = table.glob("*.parquet")
+    file.rename(tmp_path / "away")
+    it.send(it.left, row(2, "l"))
+    it.send(it.right, row(2, "r"))
+
+    def zync() -> list[tuple[str, str, int]]:
+        rows = [json.loads(line) for line in result.stdout.splitlines()]
+        return [(found["step"], found["target"], found["records"]) for found in rows]
+
+    result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
+    ingested = [("ingest", it.left, 1), ("ingest", it.right, 1)]
+    assert zync() == [*ingested, ("etl", "Other", 2), ("publish", f"{it.out}.b", 2)]
+    assert result.exit_code == 1
+    [said] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: table {table}: file {file} is in the Delta log and can't be read")
+    assert "Restore the file from a copy" in said
+    assert "Traceback" not in result.stderr
+
+    (tmp_path / "away").rename(file)
+    result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
+    assert result.exit_code == 0
+    assert zync() == [("etl", "Staging", 2), ("publish", it.out, 2)]
+
+
 TWO = """
 inputs:
   - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string",
