@@ -175,7 +175,7 @@ def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
     item = pipeline.input(record.topic)
     state = raw.open_raw(pipeline.lake, item.pool, item.topic)
     if state is None:
-        raise ZyncError(f"topic {record.topic}: its raw table is gone")
+        raise ZyncError(f"topic {record.topic}: its raw table is missing")
     whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
     if record.stage == "etl":
         span = OffsetRange(record.partition, record.offset, record.offset + 1)

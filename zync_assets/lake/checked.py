@@ -1,13 +1,13 @@
-"""What the blocking checks of a pool said: a table of blocks, and how far each check has passed.
+"""The results of a pool's blocking checks: a table of blocks, and the offsets up to which each check has passed.
 
 A block is a failed check with the offsets that the check looked at: one file of one row, ``block-<uuid>.parquet``. A block
-stays until the same check passes over all of these offsets; a writer takes out only blocks that were there before it looked.
+stays until the same check passes over all of these offsets. A writer removes only blocks that existed before its check began.
 Progress is kept as Delta ``txn`` actions:
 
     zync:passed:<check>:<table id>:<topic>:<partition>   below this offset the check has passed, from where it began
     zync:began:<check>:<table id>                        1 once the check has passed over a part of the table
 
-``<table id>`` is of the table that was looked at: of another table at the same place, the offsets are other records.
+``<table id>`` is the id of the checked table. Another table at the same place has other records at the same offsets.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _Change = tuple[list[DataFile], list[str], Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Look:
-    """What one run of a blocking check looked at.
+    """The table and the offsets that one run of a blocking check read.
 
-    ``subject``: the asset's path (``Raw/Invoices``, ``Staging``); ``table``: the id of the table; ``ranges``: the offsets,
-    by topic. ``extent``: each partition that there is, with the offset where checks of it begin if none has passed yet,
-    and its end. ``together``: no partition's progress moves unless that of all does.
+    ``subject``: the asset's path (``Raw/Invoices``, ``Staging``); ``table``: the table's id; ``ranges``: topic → offsets.
+    ``extent``: each existing partition → the offset where its first check begins, and the partition's end.
+    ``together``: the progress of the partitions moves for all of them at once, or for none.
     """
 
     check: str
@@ -100,7 +100,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the blocking checks of one pool said, as one version of the table has it."""
+    """The results of one pool's blocking checks, in one version of the table."""
 
     lake: str
     pool: str
@@ -114,7 +114,7 @@ class Checked:
         return tuple(sorted(found, key=lambda item: (item.time, item.path)))
 
     def blocks_of(self, subjects: Iterable[str], tables_there: Iterable[str]) -> list[Block]:
-        """The blocks of some assets' tables; those of tables that are no more at their places block nothing."""
+        """The blocks of some assets' tables. A block of a table that was replaced or removed blocks nothing."""
         wanted, there = set(subjects), set(tables_there)
         return [item for item in self.blocks if item.look.subject in wanted and item.look.table in there]
 
@@ -137,12 +137,12 @@ def spoken(look: Look) -> str:
 
 
 def open_checked(lake: str, pool: str) -> Checked:
-    """What the blocking checks of a pool said; nothing where no check has kept its result yet."""
+    """The results of a pool's blocking checks; empty until a check has kept a result."""
     return Checked(lake, pool, tables.open_table(storage.checked_uri(lake, pool)))
 
 
 def keep_failure(before: Checked, look: Look, summary: str) -> Checked:
-    """Block what a failed check looked at. Nothing is written where a block covers it already."""
+    """Write a block for the offsets of a failed check, unless an existing block covers them already."""
 
     def change(now: Checked) -> _Change:
         if any(item.look.covers(look) for item in now.blocks):

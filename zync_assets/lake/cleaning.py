@@ -1,14 +1,14 @@
-"""Take away what no one needs: old entries of a table's log, files that a commit replaced long ago, and files that no
-commit ever named.
+"""Remove unneeded files: old entries of a table's log, files that a commit replaced long ago, and files that no commit
+ever named.
 
-delta-rs looks through the whole log at each commit, and whoever opens a table lists it. Here the log is cleaned every
-COMMITS commits, and keeps LOG_VERSIONS versions and LOG_HOURS hours: then a commit costs the same after a week as in the
+delta-rs reads the whole log at each commit, and every reader lists the log to open a table. Here the log is cleaned every
+COMMITS commits, and keeps LOG_VERSIONS versions and LOG_HOURS hours. A commit then costs the same after a week as in the
 first hour.
 
-A reader may still be at a version whose files were replaced since, and a writer's files lie there before its commit names
-them. Both have RETENTION_HOURS for it: seven days, Delta's own default (Delta protocol, "Vacuum";
-``deletedFileRetentionDuration``). A young file has them from the time when it was written (``tables.YOUNG_HOURS``).
-A writer that took longer is refused by ``tables.commit``, a day before, so that no commit names a file that is gone.
+A reader may still read a version whose files were replaced since. A writer writes files before the commit that names them.
+Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum"; ``deletedFileRetentionDuration``).
+For a young file the hours count from the time when the file was written (``tables.YOUNG_HOURS``).
+``tables.commit`` refuses a slower writer a day earlier, so that no commit names a removed file.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
 
 
 def clean_log(opened: Opened) -> int:
-    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions, if they are older than LOG_HOURS;
-    how many there were.
+    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions, if they are older than LOG_HOURS.
 
-    ``delta.logRetentionDuration`` keeps more of them where the table sets it, ``delta.enableExpiredLogCleanup`` all.
+    Returns the number of removed files. A table's property ``delta.logRetentionDuration`` can keep more files. The property
+    ``delta.enableExpiredLogCleanup = false`` keeps every file.
     """
     properties = opened.table.metadata().configuration
     if properties.get("delta.enableExpiredLogCleanup", "").lower() == "false":

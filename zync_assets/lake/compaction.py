@@ -1,9 +1,9 @@
-"""Small neighbouring files of a table as one file, in offset order.
+"""Rewrites small neighbouring files of a table as one file, in offset order.
 
-Each batch adds a file, so a pipeline that runs every second leaves thousands. delta-rs's own ``optimize.compact`` mixes the
-rows of files; here a partition's records stay sorted, so that its files can still be skipped by their offsets. Nothing but
-the division into files changes, and the commit says so (Delta protocol, "Add File and Remove File": ``dataChange`` false).
-The old files stay on disk for those who read them, until ``cleaning`` takes them away.
+Each batch adds a file, so a pipeline that runs every second leaves thousands of files. delta-rs's own ``optimize.compact``
+mixes the rows of files. Here a partition's records stay sorted, so that readers can still skip files by their offsets.
+The records stay the same, and the commit says so (Delta protocol, "Add File and Remove File": ``dataChange`` false).
+The old files stay on disk for present readers, until ``cleaning`` removes the files.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def _balanced(run: Sequence[DataFile]) -> list[DataFile]:
 
 
 def alike(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:
-    """A run cut wherever a number becomes one of another kind from one file to the next; parts of one file are left out.
+    """Cuts a run of files wherever a numeric column has another type from one file to the next. Omits parts of one file.
 
-    The table's column may be wider, but what is staged is encoded by the schema that it was made for: a long as a double
-    is another value past 2^53 and no long at all for its encoder, and a float as a double has other digits in JSON.
+    The table's column may be wider, but publish encodes a staged record by the record's own output schema. A long past
+    2^53 changes its value as a double, and the encoder of a long refuses a double. A float has other digits in JSON as a
+    double.
     """
     part: list[DataFile] = []
     types: pa.DataType = pa.null()

@@ -97,7 +97,7 @@ def _mask(length: int, without: pa.Array) -> pa.Array:
 
 
 def _merged(rows: pa.Table) -> pa.Table:
-    """Ranges of one class that touch as one range."""
+    """Account rows where touching ranges of the same class are merged into one range."""
     kinds = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE}).schema
     parts: list[pa.Table] = []
     keys = rows.group_by(["kind", "topic", "partition"]).aggregate([]).to_pylist()

@@ -1,7 +1,7 @@
-"""What another program did to a table: told by the names of files that are not ours, and by commits without our token.
+"""Detects that another program changed a table: by foreign file names, and by commits without zync's token.
 
-A lake is open to every Delta tool, and any of them may have deleted, restored, optimised or appended. Nothing of that is
-repaired here: it is found, named, and the way back is said.
+A lake is open to every Delta tool, and any tool may have deleted, restored, optimised or appended. This module repairs
+nothing. It finds and names the change, and names the cure.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def _told(item: Mapping[str, Any]) -> str:
 
 
 def strange_file(opened: Opened, items: Iterable[DataFile]) -> str | None:
-    """What is to be said of the first file that this package did not write; None where it wrote them all."""
+    """An error text that names the first foreign file; None if this package wrote every file."""
     first = next((item for item in items if not _OWN.fullmatch(item.path)), None)
     return None if first is None else f"file {first.path} was written by another program.{commits(opened)}"
 
 
-def changed(opened: Opened, what: str) -> TableDamaged:
-    """The error for a table that is not what its numbers say. ``what``: how it is seen."""
-    told = commits(opened)
-    cure = "" if "Restore" in told else " Restore it to a version, or from a copy, from before that."
-    return TableDamaged(f"table {opened.uri} was changed by another program: {what}. Nothing was done.{told}{cure}")
+def changed(opened: Opened, sign: str) -> TableDamaged:
+    """The error for a table whose files contradict its counters. ``sign``: the sign of the change, for the user."""
+    others = commits(opened)
+    cure = "" if "Restore" in others else " Restore the table to an earlier version, or from a copy."
+    return TableDamaged(f"table {opened.uri} was changed by another program: {sign}. Nothing was done.{others}{cure}")
 
 
 def check(opened: Opened) -> None:
     """TableDamaged if another program changed the files of a table since our last commit to it."""
     if not sums.is_untouched(opened) and not _is_all_ours(opened):
-        raise changed(opened, "its files are others than those that zync committed")
+        raise changed(opened, "its files differ from the files that zync committed")
 
 
 def _is_all_ours(opened: Opened) -> bool:

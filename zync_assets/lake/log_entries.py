@@ -1,8 +1,7 @@
-"""The entries of a Delta log by themselves: whether a version is still the newest, and the numbers and tombstones
-that versions set.
+"""Reads the entries of a Delta log: whether a version is still the newest, and the numbers and tombstones of versions.
 
-To open a table is to read its log from the last checkpoint on, and to ask delta-rs for one number is to read it again. Here
-one reading gives all numbers: a table has several of them for each partition of its topic.
+delta-rs reads the log from the last checkpoint on to open a table, and reads the log again for each number. A table has
+several numbers for each partition of its topic. Here one read returns every number of the table.
 
 Delta protocol: "Delta Log Entries", "Checkpoints", "Last Checkpoint File", "Transaction Identifiers".
 """
@@ -26,7 +25,7 @@ from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 
 Mark = tuple[int | None, int | None]
-"""What tells a version's entry from another's at its place: its size, and when it was written."""
+"""Identifies a log entry: its size in bytes, and its modification time in nanoseconds."""
 CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.\d{10}\.\d{10})?\.parquet")
 """The names of a checkpoint's files: one file, or several parts."""
 _READERS = 16
@@ -35,7 +34,7 @@ _READERS = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set."""
+    """A commit's log entry. ``info``: the commitInfo; ``numbers``: the application ids that the commit set → versions."""
 
     info: Mapping[str, Any]
     numbers: Mapping[str, int]

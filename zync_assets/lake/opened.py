@@ -51,9 +51,9 @@ class DataFile:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A table as it was at one version. Commits are made on this object, so that they conflict with what came since.
+    """A table at one version. A commit on this object conflicts with every commit since that version.
 
-    It may have several holders: nothing changes the version that ``table`` is at.
+    Several callers may share the object: nothing changes the version of ``table``.
     """
 
     uri: str

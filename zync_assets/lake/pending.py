@@ -1,7 +1,7 @@
 """Which pending records have one of some join keys' hashes, looked up without Spark, in the ledger's own few columns.
 
-A ledger file never changes, so that what one says is kept, sorted, for the batches that follow: a batch reads the file of
-the batch before it and no other. A ledger with more than MOST entries is for Spark.
+A ledger file never changes. The process therefore keeps the sorted entries of the files that it has read. A batch reads
+only the file of the batch before. Spark looks up the entries of a ledger that has more than MOST entries.
 """
 
 from __future__ import annotations

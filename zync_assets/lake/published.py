@@ -69,17 +69,17 @@ def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Publ
 
 
 def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]:
-    """Output topic → the offset below which Kafka holds what staging held, of those that were published."""
+    """Published output topic → its verified offset. Below this offset, Kafka's records equal staging's."""
     opened = tables.open_table(storage.published_uri(lake, pool))
     found = {topic: opened.number(f"zync:verified:{topic}:0") for topic in topics} if opened else {}
     return {topic: offset for topic, offset in found.items() if offset is not None}
 
 
 def went_back(pool: str, topic: str, verified: int | None, end: int | None, recreate: str) -> LakeError | None:
-    """The error for a staging table that lacks what was published of it; None where it does not.
+    """The error for a staging table that lacks published records; None if no published record is missing.
 
-    ``verified``: up to where it was published; ``end``: the offset after the last that is staged, None: there is no such
-    output; ``recreate``: the command that publishes all of staging anew.
+    ``verified``: the offset below which Kafka's records equal staging's; ``end``: the offset after the last staged record,
+    None if staging has no such output; ``recreate``: the command that publishes all of staging again.
     """
     if not verified or (end is not None and end >= verified):
         return None

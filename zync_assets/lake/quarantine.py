@@ -1,13 +1,15 @@
-"""The side table of a raw table: records that could not be decoded, whole, offsets that retention took, and those that the
-input's shape left out.
+"""The side table of a raw table. It holds undecodable records whole, offsets that retention removed, and records that the
+input's shape excludes.
 
-It is committed before the raw table, each file under the number of the attempt that wrote it (``attempt-<number>-…``). An
-entry counts once the raw table's next offset has passed it, and while the raw table has no record at its offset: that is
-one that was replayed. An attempt that adds a file for a partition sets ``zync:sealed:<partition>`` in the same commit, to
-the next offset that the attempt was planned on. It removes the files below that offset that count no more. So all files
-below the sealed offset count. From there on one committed batch at the most has files here, and the raw table names
-the attempt of that batch. The other files were left by writers that came second, were paused or died. Nobody removes a
-file that has not been passed yet: its writer may be about to commit.
+A batch commits the side table before the raw table. A file's name has the number of its attempt (``attempt-<number>-…``).
+An entry counts once the raw table's next offset has passed the entry's offset. An entry no longer counts once a replay
+has put its record into the raw table.
+
+An attempt that adds a file for a partition sets ``zync:sealed:<partition>`` in the same commit, to the next offset that
+the attempt was planned on. The attempt also removes the files below that offset that do not count. Every remaining file
+below the sealed offset therefore counts. At or above the sealed offset, at most one committed batch has files, and the
+raw table names the attempt of that batch. Writers that lost a race, were paused or died left the other files. No attempt
+removes a file at or above the raw table's next offset, because the file's writer may be about to commit.
 """
 
 from __future__ import annotations
@@ -92,13 +94,15 @@ def _is_left_over(opened: Opened, item: DataFile, state: RawState | None) -> boo
 
 
 def check_whole(state: RawState, opened: Opened | None) -> None:
-    """TableDamaged if another program changed the side table: its files, or it holds fewer entries than were ever put there,
-    or it is gone. ``opened`` is not older than ``state``."""
+    """TableDamaged if another program changed the side table's files, removed entries, or removed the table.
+
+    ``opened`` must not be older than ``state``.
+    """
     if opened is None:
         if any(state.bad.values()) or any(state.left_out.values()):
             raise TableDamaged(
-                f"table {state.opened.uri}: records of it are in quarantine, and the quarantine table is gone. Nothing was"
-                " done. Restore the folder ~quarantine of the lake from a copy."
+                f"table {state.opened.uri}: records of it are in quarantine, and the quarantine table is missing. Nothing"
+                " was done. Restore the folder ~quarantine of the lake from a copy."
             )
         return
     held = Counter[int]()
@@ -117,9 +121,9 @@ def quarantine_files(
 ) -> list[DataFile]:
     """The files whose entries count, where the raw table's next offsets are ``upcoming``; sorted by partition and offset.
 
-    Raises TableDamaged if another program changed the side table, unless ``checked`` is false: a check tells more of it.
+    Raises TableDamaged if another program changed the side table. ``checked`` false: the caller reports the damage itself.
     """
-    # The raw table first: what is left over of its last batches is then told from what came after.
+    # Opens the raw table first, so that the side table is not older. A file of a later attempt then counts as left over.
     state = raw.open_raw(lake, pool, topic)
     opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
     if state is not None and checked:

@@ -12,20 +12,20 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
                              in milliseconds since the epoch; tables of older versions lack it (``times``)
     zync:kept:<partition>    below this offset retention took the records (``retention``); what replays brought stays
-    zync:removed:<partition>  how many records that was
-    zync:reached:<partition>  the highest time of them
-    zync:partitions          how many partitions have those above
-    zync:schemas:<side>      how many writer schemas of keys or of values have the four below
-    zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order in which they came; -1: it has none
-    …:partition, …:offset    the first record that it came with
-    …:changes                1 if its columns are other ones than those before, else 0
+    zync:removed:<partition>  the number of records that retention removed
+    zync:reached:<partition>  the highest time of the removed records
+    zync:partitions          the number of partitions that have the numbers above
+    zync:schemas:<side>      the number of writer schemas, of keys or of values, that have the four numbers below
+    zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order of arrival; -1: no id
+    …:partition, …:offset    the first record with the writer schema
+    …:changes                1 if the writer schema's columns differ from the columns of the schemas before, else 0
     zync:replay              how many replays were committed: records that were in quarantine and are here now
     zync:topic:<topic id>    the topic that this table was made from (its version says nothing)
 
-A replay adds files of its own, named ``replay-<its number>-…``. Their offsets lie between those of the other files, which
-overlap nowhere; no offset is in two files. That an offset is in such a file is what takes it out of quarantine: the side
-table keeps its entry, so that there is no moment in which a record is in both places or in neither. So these files must
-keep their names.
+A replay adds files of its own, named ``replay-<its number>-…``. Their offsets lie between the offsets of the other files.
+No offset is in two files. A record leaves quarantine when a replay file holds its offset; the side table keeps its entry.
+One commit therefore moves the record: at no moment is it in both places or in neither. Replay files must keep their
+names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REPLAY = "replay-"
 class WriterSchema:
     """A writer schema of a topic's keys or values, and the first record that came with it.
 
-    ``id``: the registry's; None for a format whose schemas have none. ``changes``: it has other columns than those before.
+    ``id``: the registry's id; None for a format without schema ids. ``changes``: the schema adds or changes columns.
     """
 
     side: str
@@ -123,7 +123,7 @@ class RawState:
 
     @property
     def table_id(self) -> str:
-        """What tells this table from another one at the same place."""
+        """The Delta table id. A new table at the same place has another id."""
         return str(self.opened.table.metadata().id)
 
     def made_from(self, topic_id: str) -> bool:
@@ -131,7 +131,7 @@ class RawState:
 
 
 def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
-    """The state of a raw table; None where there is none yet."""
+    """The state of a raw table; None before the first ingest."""
     opened = tables.open_table(storage.raw_uri(lake, pool, topic))
     return None if opened is None else _state(opened)
 
@@ -150,8 +150,10 @@ def _state(opened: Opened) -> RawState:
 
 
 def check_whole(state: RawState) -> None:
-    """TableDamaged if another program changed the files of the table, by the log alone: a file has no statistics, the files
-    don't hold as many records as were ingested and not removed, or their sum is another one."""
+    """TableDamaged if another program changed the files of the table. Reads the log alone.
+
+    The signs: a file without statistics, a record count other than ingested minus removed records, or a wrong checksum.
+    """
     held = Counter[int]()
     for item in state.opened.files:
         if item.partition is None or item.first is None or item.last is None:

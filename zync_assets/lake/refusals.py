@@ -46,8 +46,10 @@ _NO_CREDENTIALS = ("credentials provider", "CredentialsNotLoaded", "no providers
 
 
 def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> LakeError | None:
-    """What a store's refusal means and what to do, without the store's answer: that may quote what was signed. None where
-    the error is of another kind."""
+    """The error for a store's refusal, with the cure; None for another kind of error.
+
+    The text omits the store's answer, because the answer may quote signed requests.
+    """
     text = str(error)
     bucket, kind = urlsplit(uri).netloc, kind_of(uri)
     where = f"at {endpoint}" if (endpoint := settings.get("endpoint")) else f"in {kind.name}"
@@ -59,7 +61,7 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
         )
     if code in _NO_LOGIN or code == "401":
         return LakeError(
-            f"lake {uri}: the store {where} knows no such credentials ({code}). Correct the keys of lake: in the pipeline"
+            f"lake {uri}: the store {where} does not know the credentials ({code}). Correct the keys of lake: in the pipeline"
             " file, or the environment variables that stand for them."
         )
     if any(sign in text for sign in _NO_CREDENTIALS):
@@ -117,7 +119,7 @@ def disk_refusal(place: str, text: str) -> LakeError | None:
 
 
 def missing_file(text: str) -> LakeError | None:
-    """The error for a data file that Spark did not find; None where its text is of something else."""
+    """The error for a data file that Spark did not find; None for the text of another error."""
     found = re.search(r"(?:PATH_NOT_FOUND|FILE_NOT_EXIST|FILE_READ|FAILED_READ_FILE|FileNotFound)", text)
     if found is None:
         return None
@@ -138,7 +140,7 @@ def _table(file: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says in many lines, in one, without what a store answered."""
+    """A library's error of many lines as one line, without the XML answer of a store and without stack traces."""
     lines = [re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines()]
     plain = [line for line in lines if line and "<?xml" not in line and not _TRACE.match(line)]
     return ": ".join(plain[:1] + plain[-1:] if len(plain) > 1 else plain) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Take offsets out of their class of the account, so that an ETL batch can look at them as if they were new.
+"""Take offsets out of their class of the account, so that an ETL batch can match them again like new records.
 
-An offset is in one entry of the ledger, and stays so: the files that hold such an entry are written again without it, in the
-commit of the batch which gives the offset its new class. Nothing is cancelled by another entry.
+An offset is in exactly one entry of the ledger at any time. The batch that gives an offset its new class writes the files
+with the old entry again, without that entry, in the same commit. No entry cancels another entry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from zync_assets.offsets import OffsetRange
 
 @dataclass(frozen=True)
 class Taken:
-    """Offsets of one partition that leave a class: unmatched, quarantined or pending, whose ranges are made of single
-    records that touch, so that each offset of them is a record. ``rule``: of what was pending."""
+    """Offsets of one partition that leave a class: unmatched, quarantined or pending. Each offset is a record.
+
+    ``rule``: the rule that pending records waited for; None for the other classes.
+    """
 
     topic: str
     kind: str
@@ -36,7 +38,7 @@ class Taken:
         return self.part.end - self.part.first
 
     def entry(self, kind: str) -> dict[str, object]:
-        """The ledger row that has them in another class."""
+        """The ledger row that puts the offsets into class ``kind``."""
         place = {"topic": self.topic, "partition": self.part.partition}
         return {"kind": kind, **place, "first": self.part.first, "end": self.part.end, "count": self.records}
 
@@ -107,7 +109,7 @@ def without(rows: pa.Table, spans: Spans) -> pa.Table:
 
 
 def _cut(entry: Mapping[str, object], edges: Sequence[tuple[int, int]]) -> list[dict[str, object]]:
-    """What is left of an entry between ranges that are taken out of it."""
+    """The parts of a ledger entry that remain when the ranges ``edges`` (first offset, end) are cut out."""
     first, end = int(str(entry["first"])), int(str(entry["end"]))
     starts = [first, *(min(stop, end) for _, stop in edges)]
     stops = [*(max(start, first) for start, _ in edges), end]

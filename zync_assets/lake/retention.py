@@ -1,11 +1,12 @@
 """Take old records out of a raw table, as whole files, by the log's statistics alone.
 
-What goes is a prefix of a partition, so that what is left is told by one number (``zync:kept:<partition>``, in the commit
-that removes the files). A record's age is counted from its time, as Kafka's own retention counts it: the highest timestamp
-in its partition up to it, never later than its ingest. A file goes when its youngest record is old enough. What a replay
-brought stays: that it is there is what keeps it out of quarantine.
+Retention removes a prefix of a partition. One number, ``zync:kept:<partition>``, says where the remaining records begin;
+the commit that removes the files sets the number. A record's age counts from its time, as in Kafka's own retention: the
+highest timestamp in its partition up to the record, never later than its ingest. Retention removes a file when its
+youngest record is old enough. Retention keeps replayed records: without its record in the raw table, an entry of the
+quarantine would count again.
 
-The files stay on disk for those who read them, until ``cleaning`` takes them away.
+The files stay on disk for present readers, until ``cleaning`` removes the files.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from zync_assets.lake.staging import StagingState
 from zync_assets.lake.tables import DataFile
 
 SLACK = 16
-"""Files go when they are a 16th of the retention past it, with all that are past it by then: so few commits do."""
+"""A removal waits until a file is older than the retention by a 16th of it, and then removes every file past the
+retention. Few commits suffice."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a partition can go: ``files``, all below offset ``kept``; ``reached``: the highest time of their records,
-    and of what went before."""
+    """The removable files of a partition, all below offset ``kept``.
+
+    ``reached``: the highest time of all removed records, of earlier removals too, in milliseconds since the epoch.
+    """
 
     partition: int
     files: tuple[DataFile, ...]
@@ -43,8 +47,8 @@ def is_due(state: RawState, now: int, retention_ms: int) -> bool:
 
 
 def cuts(state: RawState, limit: int, needed: Mapping[int, int]) -> list[Cut]:
-    """What can go of each partition: files at its begin whose records are all from before ``limit`` (milliseconds since the
-    epoch) and below the offset that is ``needed``."""
+    """The removable files of each partition: the first files whose records are all older than ``limit`` (milliseconds since
+    the epoch) and below the offset that staging pools need (``needed``: partition → offset)."""
     found: list[Cut] = []
     for partition, files in _by_partition(state).items():
         upto = needed.get(partition, 0)
@@ -65,7 +69,7 @@ def _by_partition(state: RawState) -> dict[int, list[DataFile]]:
 
 
 def _old(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
-    """Those at the begin that are old. Of records without any time up to them only what comes after tells the age."""
+    """The first files that are old. Where records have no time (0), only a later record shows their age."""
     count = 0
     for place, item in enumerate(files):
         if item.max_time is None or item.max_time >= limit:

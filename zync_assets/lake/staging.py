@@ -7,7 +7,7 @@ Files lie in three groups (the table's partition column is ``topic``):
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
 Every batch's commit sets ``zync:batch`` to the next batch number; two writers of one batch conflict. A commit that releases
-raw records (``released``) sets the present batch number again. So the commit conflicts with a batch that may read them.
+raw records (``released``) sets the present batch number again, and conflicts with a batch that may read the records.
 
 The account column:
 
@@ -110,7 +110,7 @@ class Position:
 class OutputPosition:
     """Where an output partition stands: offsets ``base`` to before ``next`` are numbered.
 
-    ``topic_id`` and ``partitions`` are the topic's when numbering began; None where it was not there yet.
+    ``topic_id`` and ``partitions`` describe the topic at the start of numbering; None if the topic did not exist then.
     """
 
     base: int
@@ -140,8 +140,8 @@ class Head:
     """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
     them: later schemas must have one."""
     joins: Mapping[str, str] = field(default_factory=dict)
-    """Denorm rule → what the hashes of the records that wait for it depend on (``join_keys.join_text``). Versions that made
-    such records before did not keep it."""
+    """Denorm rule → the definition of the hashes of its pending records (``join_keys.join_text``). Tables of older versions
+    lack the definition."""
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -161,7 +161,7 @@ class StagingState:
 
     @property
     def table_id(self) -> str:
-        """What tells this table from another one at the same place."""
+        """The Delta table id. A new table at the same place has another id."""
         return str(self.opened.table.metadata().id)
 
     def output_files(self, topic: str) -> list[DataFile]:

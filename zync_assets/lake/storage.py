@@ -195,7 +195,7 @@ def make_folder(uri: str) -> None:
 
 
 def file_size(uri: str) -> int:
-    """Bytes of a file; LakeError if it is not there."""
+    """The size of a file in bytes; LakeError for a missing file."""
     system, path = filesystem(uri)
     info = system.get_file_info(path)
     if info.type != fs.FileType.File:

@@ -1,4 +1,4 @@
-"""The checksum of a table's files: by it a table that another program committed to is told from one that it did not touch.
+"""The checksum of a table's files. It shows whether another program changed the table.
 
 A commit of ours that adds or removes files carries the change of the sum in a Delta ``txn`` action. These numbers survive
 the clean-up of the log, and a Delta tool that is not ours never sets them.
@@ -6,11 +6,11 @@ the clean-up of the log, and a Delta tool that is not ours never sets them.
     zync:files          the sum over the files that the table had when the first of these numbers was set
     zync:files:<name>   by how much commits with the number ``name`` changed the sum since
 
-A commit of a version of zync without sums changes the files and no number. ``foreign.check`` recognises such a commit, and
-the next commit then begins the sum anew: it sets ``zync:files`` so that all numbers add up again.
+An older version of zync, without sums, changes the files and no number. ``foreign.check`` recognises its commits. The next
+commit then corrects ``zync:files``, and the numbers add up again.
 
-The table is untouched if the numbers add up to the sum over its files. Commits that rebase onto each other set numbers of
-different names, so each keeps its own part of the sum. Sums are taken modulo MODULUS, since a ``txn`` has 63 bits.
+The table is untouched if the numbers add up to the sum over its files. Two commits that rebase onto each other set numbers
+of different names, and each number keeps its own part of the sum. A sum is modulo MODULUS, since a ``txn`` has 63 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zync_assets.lake.opened import DataFile, Opened
 MODULUS = 1 << 62
 _BASE = "zync:files"
 _of_tables: WeakKeyDictionary[Opened, int] = WeakKeyDictionary()
-"""The sums over the files of opened tables: a commit asks twice."""
+"""The sums over the files of opened tables, because a commit needs the sum twice."""
 
 
 def of_files(files: Iterable[DataFile]) -> int:

@@ -33,7 +33,7 @@ _FORBIDDEN_OFF = ("false", "none")
 _known: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
 _newest: dict[str, tuple[Opened, log_entries.Mark]] = {}
-"""Place → its table as it was opened last, and what tells that version."""
+"""Place → the table object opened last, and the mark of its version's log entry."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
@@ -45,15 +45,16 @@ commit takes its time."""
 YOUNG_HOURS = 24
 """Age of a file up to which its removal leaves no lasting tombstone: ``cleaning`` goes by the time when it was written."""
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
-"""What delta-rs does after a commit. Its clean-up of the log lists all entries at each commit; ``cleaning`` does that."""
+"""delta-rs's work after a commit. Its own clean-up of the log would list all entries at each commit; ``cleaning`` cleans
+the log instead."""
 
 
 def open_table(uri: str, version: int | None = None) -> Opened | None:
-    """The table at a place, or None where there is none.
+    """The table at a place; None for an empty place.
 
-    Raises TableUnsupported for a table that this package could read wrongly or whose progress could be lost, LakeError
-    where this process has seen a table that is there no more, or a newer version of it. A version that is still the newest
-    is not read again.
+    Raises TableUnsupported for a table that this package could misread, or whose progress could get lost. Raises LakeError
+    for a table that this process has seen and that has vanished or is at an older version now. Returns the known object if
+    its version is still the newest, without a read of the log.
     """
     known = _newest.get(uri) if version is None else None
     if known is not None and log_entries.newest_mark(uri, known[0].version) == known[1]:
@@ -125,8 +126,11 @@ def forget(uri: str) -> None:
 
 
 def expect_nothing() -> None:
-    """Begin a Spark task. Its worker process may have served another command before, and since then the lake may have been
-    removed and made again. The process that runs the command knows which versions there were."""
+    """Forget the known versions, at the begin of a Spark task.
+
+    A worker process may have served another command before, and the lake may have been removed and created again since. The
+    process that runs the command guards against older versions.
+    """
     _known.clear()
 
 
@@ -135,19 +139,21 @@ def _check_writable(opened: Opened) -> None:
     for name, value in sorted(opened.table.metadata().configuration.items()):
         if name.startswith(_FORBIDDEN) and value.lower() not in _FORBIDDEN_OFF:
             raise TableUnsupported(
-                f"table {opened.uri} has the property {name} = {value}, which writers must obey and this one does not know."
+                f"table {opened.uri} has the property {name} = {value}, and this version of zync can't obey it."
                 " Nothing was committed. Unset the property."
             )
 
 
 def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
-    """Refuse files that were written so long ago that a clean-up may have taken them, or may be about to: a process that was
-    stopped for a week, or a machine that slept."""
+    """Refuse files so old that a clean-up may have removed them, or may be about to remove them.
+
+    The files are old if the process was stopped, or the machine slept, for days before the commit.
+    """
     age = (time.time() - min((item.made for item in files), default=time.time())) / 3600
     if age > UNCOMMITTED_HOURS:
         raise CommitConflict(
-            f"table {uri}: files that were written {age / 24:.0f} days ago are not committed: a clean-up may have taken them"
-            " since. Nothing of them is visible; run again, which makes them anew"
+            f"table {uri}: files that were written {age / 24:.0f} days ago are not committed, because a clean-up may have"
+            " removed them since. Nothing was committed. Run the command again: it writes new files"
         )
 
 
@@ -159,9 +165,9 @@ def create_table(
     numbers: Mapping[str, int],
     partition_by: Sequence[str] = (),
 ) -> None:
-    """Make a table whose first commit holds files and numbers together; CommitConflict if it is there already.
+    """Create a table whose first commit holds files and numbers together; CommitConflict if the table exists already.
 
-    Without retries: to delta-rs a creation that finds a first commit is one to be made after it, and both would count.
+    The commit has no retries: delta-rs would retry a lost creation as a second commit, and both commits would count.
     """
     _check_fresh(uri, files)
     storage.make_folder(uri)
@@ -245,7 +251,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     before, token = opened.version, uuid.uuid4().hex
     try:
         write_deltalake(
-            # It takes the object along to the version that it makes.
+            # A fresh object, because write_deltalake moves its object to the new version, and ``Opened`` never changes.
             DeltaTable(opened.uri, version=before, storage_options=storage.delta_options(opened.uri)),
             schema.empty_table(),
             mode="overwrite",

@@ -1,9 +1,11 @@
 """Tables whose columns got wider types than their older files have.
 
-The files stay as they are. A reader widens what it reads: delta-rs, DuckDB and Spark's Parquet reader do so by themselves
-for what the Delta protocol lists under "Supported Type Changes". (Its table feature ``typeWidening`` is not used: delta-rs
-1.6 refuses a table that has it, and the files need no feature to be read.) Spark's reader refuses one change that Avro
-allows, a long that became a double: a column that has it says so, and its files are read by their own types and cast.
+The files stay as they are, and a reader widens their values. delta-rs, DuckDB and Spark's Parquet reader widen the changes
+that the Delta protocol lists under "Supported Type Changes". The tables do without the protocol's feature ``typeWidening``,
+because delta-rs 1.6 refuses tables with this feature and no reader needs the feature.
+
+Spark's reader refuses one change that Avro allows: a long that became a double. The schema marks such a column, and its
+files are read by their own types and cast.
 """
 
 from __future__ import annotations

@@ -170,12 +170,12 @@ def test_what_another_program_does_to_the_side_table_is_an_error(tmp_path: Path)
     DeltaTable(uri).restore(ours)
     assert counted(tmp_path) == [(0, 3), (0, 4)]
     DeltaTable(uri).update({"error": "'other'"}, predicate="kafka.offset = 3")
-    with pytest.raises(TableDamaged, match=r"its files are others.*UPDATE.*Restore version"):
+    with pytest.raises(TableDamaged, match=r"its files differ.*UPDATE.*Restore version"):
         counted(tmp_path)
     DeltaTable(uri).restore(ours)
     Path(uri).rename(tmp_path / "away")
     forget(uri)
-    with pytest.raises(TableDamaged, match="the quarantine table is gone"):
+    with pytest.raises(TableDamaged, match="the quarantine table is missing"):
         counted(tmp_path)
 
 

@@ -95,7 +95,9 @@ def test_a_bucket_that_is_not_there(s3: S3) -> None:
 def test_wrong_credentials(s3: S3, table: LakeUri, changed: dict[str, str]) -> None:
     uri = place(s3, table.removeprefix("s3://"), **changed)
     for use in (lambda: tables.open_table(uri), lambda: written(uri, 2)):
-        with pytest.raises(LakeError, match=r"knows no such credentials \(\w+\). Correct the keys of lake:") as error:
+        with pytest.raises(
+            LakeError, match=r"does not know the credentials \(\w+\). Correct the keys of lake:"
+        ) as error:
             use()
         assert s3.secret not in str(error.value)
         assert "wrong-hush" not in str(error.value)
@@ -189,7 +191,7 @@ def test_an_azure_lake_asks_its_container_with_its_key(asked: tuple[str, list[tu
         "allow_http": "true",
     }
     uri = LakeUri("abfss://box@acc.dfs.core.windows.net/lake/Raw", settings)
-    with pytest.raises(LakeError, match=r"knows no such credentials \(AuthenticationFailed\)") as error:
+    with pytest.raises(LakeError, match=r"does not know the credentials \(AuthenticationFailed\)") as error:
         tables.open_table(uri)
     assert "box" in seen[0][0]
     assert "lake%2FRaw" in seen[0][0] or "lake/Raw" in seen[0][0]

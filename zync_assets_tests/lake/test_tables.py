@@ -67,7 +67,7 @@ def test_of_two_writers_from_one_state_one_wins_and_nothing_of_the_other_is_visi
 
 
 def test_the_same_number_again_is_no_success(table: str) -> None:
-    """The loser wrote the same offsets; its files are others than the winner's."""
+    """The loser wrote the same offsets; the winner wrote other files."""
     one, other = opened(table), opened(table)
     commit(one, [file(table, records([3]))], {"n": 4})
     with pytest.raises(CommitConflict):
@@ -179,7 +179,7 @@ def test_nothing_is_committed_onto_files_that_another_program_changed(table: str
         entry.unlink()
     tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
     before = rows(table)
-    with pytest.raises(TableDamaged, match="its files are others than those that zync committed"):
+    with pytest.raises(TableDamaged, match="its files differ from the files that zync committed"):
         commit(opened(table), [file(table, records([4]))], {"n": 5})
     assert rows(table) == before
     assert own == 1
@@ -275,7 +275,7 @@ def test_beside_commits_of_an_older_version_another_program_is_found(
         DeltaTable(table).delete("kafka.offset = 1")
     if unknown == "missing":
         forget_log(table)
-    with pytest.raises(TableDamaged, match="its files are others than those that zync committed"):
+    with pytest.raises(TableDamaged, match="its files differ from the files that zync committed"):
         commit(opened(table), [file(table, records([6]))], {"n": 7})
 
 

@@ -146,7 +146,7 @@ def test_what_another_program_does_to_a_raw_table(
     DeltaTable(uri).optimize.compact()
     more(it, 3)
     assert (
-        "its files are others than those that zync committed. Nothing was done. Another program committed version"
+        "its files differ from the files that zync committed. Nothing was done. Another program committed version"
         in (refused(it.ingest))
     )
     failed = [result for result in run_all(it.pipeline) if not result.passed]
