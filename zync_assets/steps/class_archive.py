@@ -1,9 +1,9 @@
-"""Spark's classes as the JVM has them after loading, kept in a file: a session then starts in half the CPU time.
+"""A file with Spark's loaded classes. With the file, a session starts in half the CPU time.
 
-Application class-data sharing with a dynamic archive (JEP 350): a JVM that is told ``-XX:ArchiveClassesAtExit`` writes the
-classes that it loaded, and one that is told ``-XX:SharedArchiveFile`` maps them. The file is for one JVM and one list of
-jars; the JVM checks both and goes on without it where they are others. It is made once on a machine, by a session that does
-what ingest and ETL do on a handful of rows, and lies beside the jars of the services (170 MB).
+This is application class-data sharing with a dynamic archive (JEP 350). With ``-XX:ArchiveClassesAtExit`` a JVM writes its
+loaded classes to the archive. With ``-XX:SharedArchiveFile`` a JVM maps the archive. An archive fits one JVM and one list
+of jars; another JVM ignores the archive. Each machine creates the archive once, in a session that runs ingest and ETL on a
+handful of rows. The archive (170 MB) lies beside the jars of the services.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def found(folder: Path, name: str) -> Path | None:
 
 
 def archive_name(java: Path) -> str | None:
-    """What the archive for that Java and this PySpark is called; None where no jars are found."""
+    """The archive's file name for a Java and this PySpark; None if PySpark's jars are not found."""
     jars = _jars()
     modules = java.parent.parent / "lib" / "modules"
     if jars is None or not modules.exists():

@@ -79,19 +79,19 @@ def shared_server(settings: Mapping[str, str]) -> spark_servers.Server:
     found = spark_servers.find(folder)
     if found is None:
         print("Starting a Spark server, which stays for the next commands (about 10 seconds) …", file=sys.stderr)
-        # Here, so that who waits is told what is missing; the server inherits what was found.
+        # Looks for Java in this process, so that the user sees an error. The server inherits the environment.
         use_this_machine()
         found = spark_servers.start(folder, settings)
     return found
 
 
 def servers_own(settings: Mapping[str, str]) -> dict[str, str]:
-    """What of a pipeline's Spark properties a shared server is started with."""
+    """The pipeline's Spark properties for the start of a shared server."""
     return {name: value for name, value in settings.items() if name != "spark.remote"}
 
 
 def shown(url: str) -> str:
-    """A server's URL without what may hold secrets."""
+    """A server's URL without the login and parameters, which may hold secrets."""
     return re.sub(r"//[^/@]*@", "//", url.partition(";")[0]).rstrip("/")
 
 
@@ -169,7 +169,7 @@ def _drop(session: Any) -> None:
 
 @atexit.register
 def _release() -> None:
-    """A session left to its server would hold what it keeps there until it times out."""
+    """Stop this process's sessions. Otherwise their cached data would stay on the server until the session's timeout."""
     for key in list(_sessions):
         session: Any = _sessions.pop(key)[1]
         session.client.set_retry_policies([])
@@ -177,8 +177,11 @@ def _release() -> None:
 
 
 def _channel(target: _Target) -> Any:
-    """What makes the connection. PySpark takes a login without TLS to ``localhost`` alone, a name that somebody else's
-    server may answer to on another address."""
+    """The builder of the connection.
+
+    PySpark accepts a login without TLS only for the name ``localhost``. Another user's server may answer to this name on
+    another address.
+    """
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
     if target.token is None:

@@ -63,7 +63,7 @@ class SideSchema:
 
 @dataclass(frozen=True)
 class RowSchema:
-    """How a row is encoded. ``provenance``: headers say which raw records made it."""
+    """The encoding of a row. ``provenance``: headers name the raw records behind the row."""
 
     key: SideSchema
     value: SideSchema
@@ -167,10 +167,10 @@ def _written(schema: RowSchema) -> Iterator[WrittenSchema]:
 
 
 def alike_ids(staged: StagedTopic, used: Collection[WrittenSchema], done: Published) -> AlikeIds:
-    """Whether an id that stands in Kafka means the schema that a staged row has under its own id: because this project
-    published it so, before the registry was created anew, or because the registry has one schema under both.
+    """A function that says whether a schema id in Kafka and the schema id of a staged row name the same schema.
 
-    ``used``: see ``encoded_rows``.
+    The ids name the same schema if the pool published the schema under the id in Kafka (the registry may have been created
+    again since), or if the registry has the schema under both ids. ``used``: see ``encoded_rows``.
     """
 
     @cache

@@ -1,9 +1,11 @@
 """ETL: raw tables → staging table.
 
-plan_etl         what is new since the account's seen positions (no JVM)
-read_raw         the lazy slice of one input
-transform        the lazy batch over all slices
-commit_staging   outputs, what became of each input, and positions, in one commit
+    plan_etl         the new offsets since the account's seen positions (no JVM)
+    read_raw         the lazy slice of one input
+    transform        the lazy batch over all slices
+    commit_staging   outputs, account and positions, in one commit
+
+The commit is atomic: after a kill, the next plan begins at the positions of the last commit.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ ROUNDS = 20
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
-    """The commit half. Records that a rule fails on, or that make an output which can't be encoded, go into quarantine,
-    and the rest of the batch is committed without them. A field that a rule names and no record has had yet is null, of the
-    type that the registry's newest schema says.
+    """The commit half of an ETL batch.
 
-    Raises CheckFailed if a blocking check of a raw table failed and has not passed since, CommitConflict if another batch
-    was committed since the plan, BadRecords where the file does not let such records pass, EtlError if something else
-    fails; nothing of the batch is visible then.
+    A record goes into quarantine if a rule fails on it, or if its output can't be encoded. The commit holds the rest of the
+    batch. A rule may name a field that no record has had yet: the field is null, with the type in the registry's newest
+    schema.
+
+    Nothing of the batch is visible after an error. Raises CheckFailed if a blocking check of a raw table failed and has not
+    passed since. Raises CommitConflict if another batch was committed since the plan. Raises BadRecords if the pipeline file
+    does not accept the bad records. Raises EtlError for every other failure.
     """
     try:
         return _commit(pipeline, batch)
@@ -122,7 +126,7 @@ def _admit(pipeline: Pipeline, batch: EtlBatch, failures: Failures, doing: str) 
     """BadRecords where an input does not let its failing records pass."""
     for item in pipeline.inputs:
         mine = [failure for place, failure in sorted(failures.found.items()) if place[0] == item.topic]
-        # What is replayed lies there already.
+        # Records that this batch takes out of quarantine are among the quarantined records already.
         there = sum(
             taken.records
             for taken in batch.plan.reopening.taken

@@ -47,12 +47,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """All failures of a batch that are known so far."""
+    """The known failures of a batch."""
 
     found: Mapping[Place, Failure] = field(default_factory=dict)
 
     def condition(self, topic: str) -> str | None:
-        """Whether a record of a topic is one of them, as SQL; None if there are none."""
+        """An SQL condition that is true for the failing records of a topic; None if no record of the topic fails."""
         offsets: dict[int, list[int]] = {}
         for name, partition, offset in sorted(self.found):
             if name == topic:
@@ -64,7 +64,7 @@ class Failures:
         return " OR ".join(parts) or None
 
     def of(self, plan: EtlPlan, *, old: bool) -> list[Failure]:
-        """Those that waited (``old``), or those that the batch looks at as new ones, by place."""
+        """The failures of pending records (``old``), or of the batch's new records. Sorted by topic, partition, offset."""
         reads = {topic: plan.reads(topic) for topic in plan.ranges}
         return [
             failure
@@ -77,7 +77,7 @@ class Failures:
         ]
 
     def waited(self, plan: EtlPlan) -> list[Taken]:
-        """Those that waited, as they leave that class."""
+        """The failing pending records, which leave the class pending."""
         return [Taken(one.topic, "pending", one.rule, one.part) for one in self.of(plan, old=True)]
 
 

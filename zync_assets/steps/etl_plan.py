@@ -1,4 +1,4 @@
-"""What an ETL batch is before it runs: the plan, the slices of its inputs, the batch; and what its commit did."""
+"""The plan of an ETL batch, the slices of its inputs, the lazy batch, and the result of its commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class EtlPlan:
-    """What there is to transform for one staging pool. Staging is read before raw, so that seen is never past next."""
+    """The new and reopened offsets of one batch for a staging pool.
+
+    The plan reads staging before raw, so that seen is never past the raw table's next offset.
+    """
 
     pool: str
     state: StagingState | None = field(repr=False)
@@ -37,7 +40,7 @@ class EtlPlan:
     ranges: Mapping[str, tuple[OffsetRange, ...]]
     """Input topic → new offsets of this batch, from seen on."""
     reopening: Reopening = field(default_factory=Reopening, repr=False)
-    """What is looked at again below seen."""
+    """The records below seen that the batch matches again."""
 
     @property
     def nothing_to_do(self) -> bool:
@@ -59,7 +62,7 @@ class EtlPlan:
 
 @dataclass(frozen=True)
 class RawSlice:
-    """The records of one input that a batch looks at, lazily: new ones, and those of before that it looks at again."""
+    """A lazy slice of one input: the batch's new records, and the records below seen that the batch matches again."""
 
     topic: str
     plan: EtlPlan = field(repr=False)
@@ -70,7 +73,7 @@ class RawSlice:
         return self.session()
 
     def dataframe(self) -> DataFrame | None:
-        """The records with ``kafka``, ``key``, ``value`` and ``time``; None where the topic has no table yet."""
+        """The records with ``kafka``, ``key``, ``value`` and ``time``; None if the topic has no raw table yet."""
         state = self.plan.raw[self.topic]
         return None if state is None else reading.record_frame(self.spark, state, self.plan.reads(self.topic))
 
@@ -90,7 +93,7 @@ class EtlBatch:
 
 @dataclass(frozen=True)
 class EtlCommit:
-    """What one ETL commit did. ``outputs``: the offsets numbered by it; ``counts``: new records by what became of them."""
+    """The result of one ETL commit. ``outputs``: topic → new output offsets; ``counts``: class → number of new records."""
 
     pool: str
     batch: int
@@ -158,7 +161,7 @@ def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
 
 
 def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) -> EtlBatch:
-    """The batch with all records that wait for ``rules`` as new ones."""
+    """The batch, where the pending records of ``rules`` are matched again like new records."""
     plan = batch.plan
     if plan.state is None:
         return batch
@@ -167,7 +170,7 @@ def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) ->
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
-    """Offsets below seen are done and would never be looked at; of another table they are other records."""
+    """EtlError if an input's raw table was replaced. ETL would skip the new table's records below seen."""
     for (name, partition), item in sorted(head.inputs.items()):
         if name == topic and item.table not in (None, found.table_id):
             raise EtlError(
@@ -206,7 +209,7 @@ def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, t
 def transform(
     spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]
 ) -> EtlBatch:
-    """The batch over all slices of one plan; EtlError if slices are missing or belong to another batch."""
+    """The lazy batch over the slices of one plan; EtlError if a slice is missing or belongs to another batch."""
     for topic in plan.ranges:
         found = slices.get(topic)
         if found is None or found.plan.head.batch != plan.head.batch:

@@ -20,7 +20,7 @@ from zync_assets.steps.outputs import OutputType
 
 
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
-    """Where each output stands; one that is new to the account is looked up in Kafka, which fixes its base."""
+    """(output topic, partition) → position. The end of a new output's topic in Kafka fixes the output's base."""
     fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
     found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
     positions = dict(head.outputs)

@@ -70,9 +70,9 @@ class EtlRun:
         self.bounds = numbering.time_bounds(spans)
         records = sum(item.records for item in read)
         self.small = records <= numbering.SMALL
-        """Whether all of it is one task, whose account is fetched."""
+        """Whether one Spark task runs the whole batch. The driver then fetches the task's account entries."""
         self.joins: dict[str, str] = {}
-        """Of the rules, as in ``Head``; known with the results."""
+        """Denorm rule → the definition of its join hashes, as in ``Head``. Filled with the results."""
         self.folder = f"batch-{self.plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
 
     def commit(self, started: float) -> EtlCommit:
@@ -150,16 +150,21 @@ class EtlRun:
         return EtlCommit(plan.pool, done.batch, made, plan.ranges, new_counts(found), time.monotonic() - started)
 
     def _has_large(self) -> bool:
-        """Whether records may be large: in one of the files that are read, or that hold what waits, they are on the average;
-        or the pipeline file says how large a batch of Arrow's may be."""
+        """Whether records may be large.
+
+        Records may be large if the mean record size of a new or pending input's file is, or if the pipeline file limits the
+        bytes of an Arrow batch.
+        """
         waits = {topic for (_, topic), count in self.plan.head.waiting.items() if count}
         old = (raw.raw_files(state) for topic, state in self.plan.raw.items() if state is not None and topic in waits)
         files = [item for found in (*self.files.values(), *old) for item in found]
         return BATCH_BYTES in self.pipeline.spark or any(item.size > MEASURED * item.records for item in files)
 
     def _tidied(self) -> tuple[list[DataFile], list[DataFile]]:
-        """Ledger files to add and to remove besides the batch's own: what leaves its class is taken out of them, else they
-        are folded when they are many."""
+        """Ledger files to add and to remove, in addition to the batch's own files.
+
+        If records leave their class, the files with their entries are written again. Otherwise many files are folded.
+        """
         state, taken = self.plan.state, [*self.plan.reopening.taken, *self.failures.waited(self.plan)]
         if state is None:
             return [], []
@@ -274,8 +279,11 @@ class EtlRun:
         )
 
     def _check(self, written: Results, types: Mapping[str, OutputType]) -> None:
-        """Every new record that was read is in exactly one class; none is unmatched where the file forbids it, none was
-        taken by a rule that can't say its types, and each output can be encoded."""
+        """Raise the first error of the results.
+
+        Every new record must be in exactly one class. No record may be unmatched if the pipeline file forbids unmatched
+        records. No rule with an unresolved NULL column may take a record. Publish must be able to encode every output.
+        """
         from pyspark.sql import functions as F
 
         found = written.facts

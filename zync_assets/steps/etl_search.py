@@ -1,9 +1,10 @@
 """Search for the records that an ETL batch fails on. See ``etl.failing`` for how.
 
-A search takes one Spark job for the conditions and join keys of each input, then one for the outputs, again for as long as
-it finds some: where one record of a pair is taken out, the other may make another pair. A few jobs more ask Spark for its
-words. Of a pair that can't be made the record is taken out that makes the expression fail by itself; if that can't be told,
-the one that completed the pair, which is the same wherever batches are cut.
+A search runs one Spark job for the conditions and join keys of each input. It then repeats a job for the outputs until the
+job finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs fetch
+Spark's error texts. If the output of a pair fails, the search removes the record that makes the expression fail alone. If
+no such record is found, the search removes the record that completed the pair. This choice does not depend on the cut of
+the batches.
 
 A record that overflows Java's stack fails the search too: ``etl_overflow`` finds it, and the search goes on without it.
 """
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
 TEXTS = 8
-"""Failures of one search that are told in Spark's own words; each takes a job. The first of each expression is among them."""
+"""The most failures of one search that quote Spark's error text, because each text takes a Spark job. The first failure of
+every expression quotes Spark."""
 
 
 def find_failures(pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> dict[Place, Failure]:
-    """The records that fail, besides those that are known; none if it is something else that fails.
+    """Place → failure of each failing record that is not ``known``; empty if the batch fails for another reason.
 
-    Raises EtlError where they are too many, or can't be found with MOST_JOBS jobs; what Spark raises, if it can't look.
+    Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if
+    the search itself fails.
     """
     return _Search(pipeline, batch, waiting, known).run()
 
@@ -50,11 +53,11 @@ class _Search:
     def __init__(self, pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> None:
         self.pipeline, self.batch, self.waiting, self.known = pipeline, batch, waiting, known
         self.found: dict[Place, tuple[Rule, str]] = {}
-        """Place → the rule, and what of it fails."""
+        """Place → the rule, and the failing part of the rule."""
         first = EtlRun(pipeline, batch, waiting, known)
         self.rules = first.rules
         self.overflowing: set[Place] = set()
-        """The places of those that overflow Java's stack."""
+        """The places of the records that overflow Java's stack."""
         self.frames: Mapping[str, DataFrame] = first.frames()
         self.types: Mapping[str, OutputType] = output_types(
             pipeline, batch.plan.pool, batch.plan.state, self.frames, first.tables(), lacks=first.lacks
@@ -166,7 +169,7 @@ class _Search:
         return made
 
     def _expression(self, place: Place, rule: Rule, side: str) -> tuple[str, str]:
-        """Which expression of a side fails on a record: its place in the rule, and its text, if that can be told."""
+        """The expression of a side that fails on a record: its place in the rule and its text, if the search finds it."""
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 
@@ -191,7 +194,7 @@ class _Search:
         return f"kind = 'out' AND exists(source, of -> {mine})"
 
     def _words(self, place: Place, rule: Rule, side: str) -> str:
-        """What Spark says when it is asked for this record alone."""
+        """Spark's error text for this record alone."""
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 

@@ -1,5 +1,5 @@
-"""What an ETL batch finds beside a raw table within its new offsets: records that could not be decoded, and ranges that
-retention took or an input's shape left out."""
+"""Reads the side table of a raw table within a batch's new offsets: undecodable records, and offset ranges that retention
+removed or that an input's shape excludes."""
 
 from __future__ import annotations
 

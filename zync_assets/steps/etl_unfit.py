@@ -1,9 +1,7 @@
-"""Outputs that can't be encoded, found before they get a number: afterwards the number is theirs, and publishing would stop
-at it for ever.
+"""Finds outputs that can't be encoded, before ETL numbers them. Publish would stop at the offset of such an output for ever.
 
-A cheap condition marks those that may be (``etl.encodable``); a look at all texts finds those that are not UTF-8. The marked
-ones are encoded, in Spark tasks, by the code that publishing uses. Where there are none, which is nearly always, nothing is
-encoded.
+A cheap SQL condition marks suspicious outputs (``etl.encodable``), and a check of every text finds texts that are not
+UTF-8. Spark tasks encode the marked outputs with the code of publish. Most batches mark no output and encode nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from zync_assets.steps.left_out import parse_group
 from zync_assets.steps.outputs import OutputType
 
 LARGE = 1_000_000
-"""Bytes from which on a record is measured: Kafka's default for ``max.message.bytes`` is 1,048,588. Where a topic takes less
-than that, and neither the topic's configuration can be seen nor does ``create`` say so, a record that is larger than it takes
-is found before its window is announced; raising ``max.message.bytes`` lets it pass."""
+"""ETL measures records from this size in bytes on. Kafka's default for ``max.message.bytes`` is 1,048,588. A topic may have
+a lower limit that neither Kafka's answer nor ``create`` shows. Publish then finds a record over the limit before it
+announces the record's window. A higher ``max.message.bytes`` lets the record pass."""
 
 _MAX_BYTES = "max.message.bytes"
 _AROUND = 100
-"""More bytes than a record batch takes besides its one record's key, value and headers."""
+"""An upper limit for the bytes of a record batch around the key, value and headers of its one record."""
 
 
 class Unfit(Exception):
-    """Some outputs can't be encoded: the failures, by the record that completed each."""
+    """Some outputs can't be encoded. ``failures``: the place of the record that completed the output → failure."""
 
     def __init__(self, failures: Mapping[Place, Failure]) -> None:
         super().__init__(f"{len(failures)} outputs can't be encoded")
@@ -116,11 +114,13 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
 
 
 def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
-    """The size that each topic takes, without those of which it is not known: what the topic says; if the topic is not there
-    yet, what it will say when it is created."""
+    """Topic → its ``max.message.bytes``. For a missing topic, the value that ``create`` will give the topic.
+
+    Topics whose limit is unknown are left out.
+    """
     limits = known_limits(pipeline.kafka, list(topics))
     creates = {topic: create for topic in topics if (create := pipeline.output(topic).create) is not None}
-    # Whether a topic is there may be seen with fewer rights than what it takes.
+    # Kafka shows a topic's existence with fewer rights than the topic's configuration.
     hidden = [topic for topic, create in creates.items() if topic not in limits and _MAX_BYTES not in create.config]
     absent = {topic for topic, limit in limits.items() if limit is None}
     if hidden:

@@ -1,7 +1,7 @@
-"""The pending records that a batch's new ones meet: those with a join key that a new record of the other side has.
+"""The pending records whose join key equals the key of a new record on the other side.
 
-They are looked up for all rules at once, in one Spark job, and once a batch however often it is tried: a batch that meets
-none, as nearly all do that follow one another closely, goes on as if nothing waited.
+One Spark job finds the pending records of every rule. A batch runs the job once, however often the batch is tried. Most
+batches of a close sequence find no pending record, and go on without pending records.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Waiting:
         """Whether the places were found here, and need no release."""
 
     def look_up(self, each: Iterable[New], *, small: bool) -> None:
-        """Which pending records the batch's new ones meet, over all rules. ``small``: the new ones' hashes are fetched."""
+        """Find the pending records that match the batch's new records, for every rule.
+
+        ``small``: the driver fetches the hashes of the new records.
+        """
         plan = self.batch.plan
         if self._spans is not None:
             return
@@ -68,7 +71,7 @@ class Waiting:
             rule = new.rule
             for topic, side, other in ((rule.left, "right", rule.right), (rule.right, "left", rule.left)):
                 counted = plan.head.waiting.get((rule.name, topic), 0)
-                # What is looked at again is new, and no longer waits.
+                # A reopened record is new for this batch, and is no longer pending.
                 again = (rule.name, topic) in plan.reopening.sides
                 if counted and side in new.frames and plan.reads(other) and not again:
                     names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"

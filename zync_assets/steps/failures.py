@@ -1,4 +1,4 @@
-"""What Spark says when it fails, in one line: its exceptions carry plans and two languages' stack traces."""
+"""Turns an error of Spark into one line. Spark's exceptions carry query plans and the stack traces of two languages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
 
 @contextmanager
 def released() -> Generator[None]:
-    """Give back what Spark keeps; where Spark is gone it keeps nothing, and what was done is no failure for that."""
+    """Ignore Spark's errors while caches are released. A Spark that has ended holds no cache, and the step has succeeded."""
     with suppress(*_of_spark()):
         yield
 
 
 def _of_spark() -> tuple[type[Exception], ...]:
-    """What Spark raises, and the way to its JVM."""
+    """The exceptions of Spark, and of the connection to its JVM."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -73,8 +73,8 @@ _GONE = {
     ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
     " committed before is kept: run it again.",
 }
-"""What Spark says of a part of it that ended, and what we say: of a Connect server; of a Python worker in a task, before it,
-or with the daemon that was about to fork it."""
+"""Spark's error text for a part of Spark that ended → the text for the user. The parts: a Connect server; a Python worker
+in a task or before the task; the daemon that forks the workers."""
 
 _OUT_OF_MEMORY = (
     "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is kept."

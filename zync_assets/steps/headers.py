@@ -20,7 +20,7 @@ def no_headers(count: int) -> pa.Array:
 
 
 def most_source_bytes(topics: Iterable[str]) -> int:
-    """The most bytes that the header of one raw record takes. ``topics``: those that the record may be of."""
+    """The most bytes that the header of one raw record takes. ``topics``: the possible topics of the record."""
     longest = max((len(topic) for topic in topics), default=0)
     # Two numbers, of 10 and of 19 digits, and the lengths of the header's name and value.
     return len(SOURCE_HEADER) + len('{"topic":"","partition":,"offset":}') + longest + 10 + 19 + 10

@@ -56,16 +56,16 @@ FEW_OFFSETS = 200_000
 
 @dataclass(frozen=True)
 class IngestPlan:
-    """What there is to ingest of one topic. ``state`` is the raw table that the plan was made on (None: not there yet)."""
+    """The offsets of one topic to ingest. ``state``: the raw table at the time of the plan, None before the first ingest."""
 
     input: Input
     topic_state: TopicState
     state: RawState | None = field(repr=False)
     ranges: tuple[OffsetRange, ...]
     first: Mapping[int, int]
-    """Partitions that are new to the table → where they begin."""
+    """New partition → its first offset."""
     lost: tuple[OffsetRange, ...]
-    """What retention took, where the pipeline accepts that."""
+    """Offsets that Kafka's retention removed before ingest. Empty unless the pipeline file accepts the loss."""
     lag: int
     """Offsets from the next offsets to the topic's end, over all partitions: at least as many as there are records."""
 
@@ -76,8 +76,10 @@ class IngestPlan:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """A lazy batch of one topic: what to read is fixed, nothing has been read. ``dataframe()`` has the decoded records;
-    committing reads and writes in the same Spark tasks."""
+    """A lazy batch of one topic. The offsets are fixed; no record has been read.
+
+    ``dataframe()`` returns the decoded records. The commit reads and writes in the same Spark tasks.
+    """
 
     plan: IngestPlan
     source: Source = field(repr=False)
@@ -114,7 +116,7 @@ class RawBatch:
 
 @dataclass(frozen=True)
 class RawCommit:
-    """What one ingest commit did. ``until``: each partition's next offset after it."""
+    """The result of one ingest commit. ``until``: partition → its next offset after the commit."""
 
     topic: str
     ranges: tuple[OffsetRange, ...]
@@ -181,7 +183,7 @@ def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPl
 
 
 def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:
-    """What a task needs to read a topic into its table."""
+    """The connections, formats and column types that a Spark task needs to read a topic into its raw table."""
     names = state.schema.names if state else []
 
     def present(side: str) -> pa.DataType | None:
@@ -219,7 +221,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     try:
         made = write_plain(reading) if item.shape is None else write_shaped(reading)
     except DataLoss:
-        # Before anything else is said of it: who accepts that retention takes records doesn't accept another topic's.
+        # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
         _check_identity(pipeline, plan)
         raise
     _check_identity(pipeline, plan)

@@ -57,12 +57,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """The files that one batch wrote. No commit names the files yet.
+    """The files of one batch before its commit.
 
-    ``schema``: the raw table's columns after it; ``source``: with the types that records are decoded to after it;
-    ``arrived``: the writer schemas that came; ``dropped``: side files with the ranges that a shape left out; ``left_out``:
-    how many records of each partition these are; ``reached``: the time of the last record of each of the reading's parts,
-    0 for a part without records.
+    ``schema``: the raw table's columns after the batch; ``source``: the source with the column types after the batch;
+    ``arrived``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
+    ``left_out``: partition → number of excluded records; ``reached``: the time of the last record of each part, in
+    milliseconds since the epoch, 0 for a part without records.
     """
 
     files: list[DataFile]
@@ -99,13 +99,13 @@ def write_plain(reading: Reading) -> BatchFiles:
                 [*assumed, *arrived],
                 reached=[part.reached for part in written],
             )
-        # Tasks met writer schemas that can't share a column: the first has it, as within one task; the files of the
-        # others stay invisible. Each time the types have grown, so that this ends.
+        # Two tasks found writer schemas that can't share a column. The first schema gets the column, as within one task,
+        # and the files of the other tasks stay invisible. The loop ends because each round widens the types.
         reading = replace(reading, source=settled)
 
 
 def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
-    """Files of the side table with what retention took."""
+    """Write the offset ranges that Kafka's retention removed to files of the side table."""
     files: list[DataFile] = []
     for row in lost_rows(reading.item.topic, lost, reading.now):
         with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.side_name) as writer:

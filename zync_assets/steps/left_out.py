@@ -19,7 +19,7 @@ _NULLABLE = "?"
 
 
 def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
-    """For each row what tells its schema: its fingerprint, then the paths that it leaves out, in lines."""
+    """One text per row that identifies the row's schema: the fingerprint, then each left-out path on a line."""
     if left_out.null_count == len(left_out):
         return prints
     # Spark writes lists whose items can't be null, and pyarrow joins only those whose items can.

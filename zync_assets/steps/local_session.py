@@ -47,7 +47,7 @@ def prepared(session: SparkSession) -> SparkSession:
 def use_this_machine() -> None:
     """Point Spark at a Java that it runs on, and its Python workers at this interpreter.
 
-    Raises SetupError if there is no such Java.
+    Raises SetupError if no fitting Java is found.
     """
     java = find_java()
     os.environ["JAVA_HOME"] = str(java.parent.parent)
@@ -57,10 +57,10 @@ def use_this_machine() -> None:
 
 
 def start_jvm(settings: Mapping[str, str]) -> None:
-    """Start this process's JVM, if there is none yet, with those settings on its command line that hold no secret.
+    """Start this process's JVM, unless it runs already. Its command line holds only the settings without secrets.
 
-    PySpark would put all of them there, for every user of the machine to read. The session that is made next gets the
-    others through the open connection.
+    PySpark would put every setting on the command line, which every user of the machine can read. The next session sends
+    the secret settings through the open connection.
     """
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
@@ -69,8 +69,8 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     os.environ.pop("SPARK_REMOTE", None)
     if "SPARK_CONNECT_MODE_ENABLED" in os.environ:
         raise SetupError("This process has a session on a Spark Connect server, and PySpark has one kind in a process.")
-    # At its debug level py4j logs all that passes to the JVM: settings, and tasks' code with the connections in it; at its
-    # info level that a connection was closed, which nobody asks for.
+    # py4j's debug level logs every message to the JVM, and so logs settings and connections with their secrets. The info
+    # level logs each closed connection, which helps nobody.
     logging.getLogger("py4j").setLevel(logging.WARNING)
     # Known to Spark's launcher before there is a JVM to ask.
     public = SparkConf(loadDefaults=False)

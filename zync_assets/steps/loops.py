@@ -139,8 +139,11 @@ def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOT
 
 
 def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> Iterator[ReplayCommit | EtlCommit]:
-    """Put the selected records of quarantine into their places: first those that can be decoded now, then, with these,
-    those that a rule failed on go through the rules again."""
+    """Replay the selected records of quarantine.
+
+    Ingest's quarantine comes first: records that can be decoded now go into the raw tables. ETL then matches these records,
+    and matches the selected records again that a rule failed on.
+    """
     for item in pipeline.inputs:
         if not selection.topics or item.topic in selection.topics:
             made = _retried(lambda item=item: _replay_once(pipeline, session, item, selection))
@@ -155,9 +158,9 @@ def _replay_once(pipeline: Pipeline, session: Session, item: Input, selection: S
 
 
 def drop_all(pipeline: Pipeline, selection: Selection) -> int:
-    """Turn the selected records of quarantine into dropped ones; how many there were. No JVM.
+    """Move the selected records from quarantine to the class dropped; returns their number. Needs no JVM.
 
-    ZyncError for a record of a topic that no rule reads: there is no account that could say of it that it is dropped.
+    Raises ZyncError for a record whose topic no rule reads, because no staging pool keeps an account of the topic.
     """
     for record in held(pipeline, selection):
         if not pipeline.readers_of(record.topic) and record.stage != "etl":

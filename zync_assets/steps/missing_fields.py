@@ -29,7 +29,7 @@ _said: set[tuple[str, str, str]] = set()
 """Pipeline, topic and field of the warnings that this process gave: each is one for as long as it runs."""
 
 _NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
-"""What becomes of a shape that is nothing but missing fields."""
+"""The result for a shape with nothing but missing fields."""
 
 Path: TypeAlias = tuple[str, ...]
 """``value``, ``after``, ``coupon``."""
@@ -37,7 +37,10 @@ Path: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Name:
-    """A column's name in an expression, from ``start`` to before ``end``; ``names`` begin with its side, if it has one."""
+    """A column's name in an expression, from character ``start`` to before ``end``.
+
+    ``names``: the parts of the dotted name, with the side first if the name has a side.
+    """
 
     start: int
     end: int
@@ -45,9 +48,9 @@ class _Name:
 
 
 def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, EtlBatch] | None:
-    """The pipeline and the batch with the fields that are missing; None if none is.
+    """The pipeline and the batch with the missing fields added as null; None if no field is missing.
 
-    FieldMissing, where the file says ``missing-field: fail``, for one that the newest schema lacks too.
+    Raises FieldMissing for a field that the newest schema lacks too, if the pipeline file says ``missing-field: fail``.
     """
     rules = pipeline.rules_of(batch.plan.pool)
     states = dict(batch.plan.raw)
@@ -199,7 +202,10 @@ def _newest(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> p
 
 
 def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int]) -> pa.DataType:
-    """The type with one field of the newest schema's, if that has it. ``ids``: of the writers' schemas so far, which lack it."""
+    """``kind`` with the field at ``path`` added from the type ``newest``; ``kind`` itself if ``newest`` lacks the field.
+
+    ``ids``: the registry ids of the known writer schemas, which lack the field.
+    """
     if pa.types.is_list(kind) and pa.types.is_list(newest):
         return pa.list_(_added(kind.value_type, newest.value_type, path, ids))
     if not pa.types.is_struct(kind) or not pa.types.is_struct(newest):

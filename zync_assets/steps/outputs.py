@@ -1,8 +1,8 @@
 """Output topics: the type of their keys and values over all rules, and each rule's own output schema.
 
-An output schema is what publishing needs to encode a record as it was meant, whatever the pipeline file says by then:
-the formats and, a side, the Avro schema of the fields that the rule makes; and whether headers say where a record came
-from. It is kept in the pool under its fingerprint.
+Publish encodes a record by its output schema, and not by the pipeline file, which may have changed since ETL. The output
+schema holds the formats, the Avro schema of the rule's fields for key and value, and whether headers name the raw records.
+The pool keeps an output schema under its fingerprint.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputType:
-    """An output topic's columns in the staging table, and what each of its rules puts there."""
+    """An output topic's columns in the staging table, and the values that its rules write there."""
 
     topic: str
     columns: Mapping[str, pa.DataType]
-    """Column name → type; a side that every rule makes NULL has no column, nor have headers that no rule gives."""
+    """Column name → type. A side that is NULL in every rule has no column; neither have headers that no rule sets."""
     targets: Mapping[str, Target]
     texts: Mapping[str, str]
     """Rule → its output schema, as JSON."""
     required: Collection[FieldPath]
-    """The fields of values that no schema of this batch has a null for."""
+    """The fields of values that every schema of this batch requires."""
     untyped: Mapping[str, str]
-    """Rule → what is wrong with it as long as the other rules of the topic can't be resolved: a NULL without a type."""
+    """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
 
     def target(self, rule: str) -> Target:
         return self.targets[rule]
@@ -225,8 +225,11 @@ def _unheld(kind: DataType) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What the schemas of a topic's records so far say, a side: the schemas, and fields that were null all the same. Fields
-    have the topic's names."""
+    """The schemas of a topic's earlier records.
+
+    ``sides``: key or value → Avro schemas; ``nullable``: required fields that were null nevertheless. Fields have the
+    topic's names.
+    """
 
     sides: Mapping[str, Sequence[Any]]
     nullable: Collection[FieldPath]
@@ -238,7 +241,7 @@ class _Earlier:
         return cls(sides, state.head.nullable.get(topic, ()) if state else ())
 
     def required(self, side: str) -> set[FieldPath] | None:
-        """The fields that all of a side's schemas have as required; None where there is no schema."""
+        """The fields that every schema of a side requires; None for a side without a schema."""
         if not self.sides[side]:
             return None
         found = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))

@@ -1,12 +1,12 @@
 """Publish: staging table → output topic.
 
-    plan_publish   what Kafka lacks, and what has to be verified first (no JVM)
+    plan_publish   the records that Kafka lacks, and the records to verify first (no JVM)
     read_staging   the lazy batch
     publish        verify, then send window by window
 
-The record at Kafka offset k is the one that staging numbers k. Kafka can't keep a second writer out (with transactions it
-could, but then commit markers would take offsets), so whatever lies in the topic unverified is compared first, and each
-delivery must get the offset that staging gave it.
+The record at Kafka offset k is the record that staging numbers k. Kafka can't keep a second writer out: transactions
+could, but their commit markers would take offsets. Publish therefore compares the topic's unverified records with staging
+before it sends. Each delivered record must get the offset that staging gave the record.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 WINDOW_RECORDS = 250_000
 WINDOW_BYTES = 64 << 20
-"""Records, and bytes of them, that are announced together. They are in memory together, so that all of them are known to
-fit before any is announced; and so is the window after them, which is encoded while they are sent."""
+"""The records and bytes of a window. A window is encoded in memory before publish announces it, so that no record exceeds
+the topic's limit. A task holds two windows in memory: it encodes the next window while it sends a window."""
 TASK_RECORDS = 8 * WINDOW_RECORDS
-"""Records that one Spark task sends, a window after the other."""
+"""The records that one Spark task sends, window by window."""
 
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """Where an output topic stands against staging. ``topic_state`` is None where the topic has to be created."""
+    """The state of an output topic compared with staging. ``topic_state`` is None for a topic that must be created."""
 
     output: Output
     state: StagingState | None = field(repr=False)
@@ -91,8 +91,8 @@ class PublishPlan:
 
     @property
     def lag(self) -> int:
-        """Staged records of which it is not known that the topic holds them. The topic's end does not tell: it may hold
-        records of another program."""
+        """The number of staged records past the verified offset. The topic's own end proves nothing, because the topic may
+        hold records of another program."""
         return max(0, self.end - self.verified)
 
 
@@ -120,7 +120,7 @@ class OutputBatch:
 
 @dataclass(frozen=True)
 class PublishCommit:
-    """What one publish did: the range that it sent, and how many records it found there and verified before."""
+    """The result of one publish: the range that it sent, and the number of records that it verified first."""
 
     topic: str
     range: OffsetRange
@@ -133,7 +133,7 @@ class PublishCommit:
 
 
 def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
-    """Where a topic stands. Raises TopicMissing, TopicRecreated, ForeignRecord for what is plain to see already."""
+    """The publish plan of a topic. Raises TopicMissing, TopicRecreated or ForeignRecord if the topic's state shows it."""
     item = pipeline.output(topic)
     # Each before what is ahead of it: another publisher may be at work, and must not look like damage.
     done = open_published(pipeline.lake, item.pool, topic)
@@ -267,7 +267,7 @@ def _create(pipeline: Pipeline, item: Output) -> TopicState:
 
 
 class _Publisher:
-    """One output partition on its way to Kafka. Keeps the published table's state from one commit to the next."""
+    """Publishes one output partition to Kafka. Keeps the published table's state from one commit to the next."""
 
     def __init__(self, pipeline: Pipeline, spark: SparkSession, plan: PublishPlan, topic_state: TopicState) -> None:
         assert plan.state is not None
@@ -294,8 +294,10 @@ class _Publisher:
         return high
 
     def verify(self, first: int, high: int) -> int:
-        """Compare what lies in the topic from the last verified offset on; returns how many records that were. What
-        retention and compaction took meanwhile can't be compared; that it was there, the offsets say."""
+        """Compare the topic's records from the last verified offset on with staging; returns the number of compared records.
+
+        Records that retention or compaction removed meanwhile can't be compared. Their offsets prove that they existed.
+        """
         first = max(first, min(self.low, high))
         if first < high:
             staged, kafka, topic = self.staged, self.kafka, self.topic
@@ -303,7 +305,7 @@ class _Publisher:
             compacted = is_compacted(kafka, topic)
 
             def compare(_: int) -> tuple[int | None, int]:
-                # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
+                # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
                 theirs = read_range(kafka, topic, 0, first, high, uncommitted=True)
                 used: set[WrittenSchema] = set()
                 ours = encoded_rows(staged, first, high, used)
@@ -337,12 +339,12 @@ class _Publisher:
             crash_point("publish:window-closed")
 
     def _windows(self, first: int, end: int) -> Callable[[int], tuple[int | None, int | None]]:
-        """The task that announces and sends the windows from ``first`` up to ``end``, and says what it announced last.
+        """The task that announces and sends the windows from ``first`` up to ``end``. It returns its last announcement.
 
-        It encodes a window and measures its records before it announces it: one that can't be sent then leaves nothing
-        behind. That is done while the window before it is on its way: what is announced and not verified may be two
-        windows. Should a publisher that took this one for dead, since it announced nothing for longer than ``settle``,
-        have announced another, what that one sent is not foreign."""
+        The task encodes and measures a window before it announces the window, so that a record that can't be sent leaves no
+        announcement. The task encodes a window while it sends the window before. Up to two windows may therefore be announced
+        and unverified. If the task announces nothing for longer than ``settle``, another publisher may start and announce a
+        window. The records of that window are not foreign."""
         staged, kafka, topic_id, recreate = self.staged, self.kafka, self.topic_id, self.recreate
         lake, pool = self.pipeline.lake, self.plan.output.pool
         known = (self.state.window, self.state.verified)

@@ -1,9 +1,10 @@
-"""Spark's Python daemon with what our tasks import: the workers that it forks have it from the start, and share its memory.
+"""Spark's Python daemon, with the tasks' modules imported. The forked workers share the modules' memory.
 
-``python -m pyspark.daemon`` forks workers that import the same half a second each, again after each failed task and after a
-minute without one. This is run in its place, as ``spark.python.daemon.module``, and then does what it does.
+``python -m pyspark.daemon`` forks workers that each spend half a second on the same imports. New workers start after a
+failed task and after a minute without a task. Spark runs this module instead (``spark.python.daemon.module``). This module
+imports ``MODULES`` and then runs PySpark's daemon.
 
-A fork takes one thread along, so that nothing here may start another: imports alone, and those of ``MODULES``.
+A fork copies only one thread. No import here, and no module of ``MODULES``, may start a thread.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ QUIET = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "_RJEM_MALLOC_CONF": "background_thread:false",
 }
-"""What keeps numpy's BLAS and the allocators of pyarrow and deltalake from a thread of their own as soon as they are loaded.
-A forked worker would be without it in any case, and we ask for no linear algebra."""
+"""Variables that stop numpy's BLAS and the allocators of pyarrow and deltalake from starting threads at import. A forked
+worker would lack the threads, and no task needs linear algebra."""
 
 MODULES = (
     "zync_assets.steps.ingest_files",
@@ -26,11 +27,11 @@ MODULES = (
     "zync_assets.steps.shaping_task",
     "zync_assets.steps.staged_outputs",
 )
-"""Those that tasks run in, with all that they import. Not numba, which small work does without: see ``compiled``."""
+"""The modules of the tasks. Numba is not imported here, because small tasks run without it: see ``compiled``."""
 
 
 def load() -> None:
-    """Import what tasks need."""
+    """Import the tasks' modules."""
     os.environ.update(QUIET)
     for name in MODULES:
         importlib.import_module(name)
@@ -38,9 +39,9 @@ def load() -> None:
 
     from zync_assets.steps.tasks import settle
 
-    # pyarrow looks for pandas, and loads it, when it is first given a list.
+    # pyarrow imports pandas, if installed, at its first conversion of a list.
     pa.array([0])
-    # What is there by now is no garbage: a worker that looked at it would have a copy of its own.
+    # The present objects are no garbage. A worker's garbage collector would touch them, and so copy their memory pages.
     settle()
 
 

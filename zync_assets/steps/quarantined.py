@@ -22,7 +22,7 @@ from zync_assets.pipeline import Input, Pipeline
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records are meant: of these topics (all if empty), in these ranges (all if empty)."""
+    """Selects records by topics and offset ranges. Empty ``topics`` or empty ``ranges`` select everything."""
 
     topics: tuple[str, ...] = ()
     ranges: tuple[OffsetRange, ...] = ()
@@ -42,8 +42,9 @@ EVERYTHING = Selection()
 class Held:
     """A record in quarantine.
 
-    ``stage``: ``key`` or ``value`` (it could not be decoded), or ``etl`` (``rule`` could not transform it). ``pool``: the
-    raw pool of the former, the staging pool of the latter. ``seen``: whether ETL has passed it, in every pool that reads it.
+    ``stage``: ``key`` or ``value`` (the side could not be decoded), or ``etl`` (``rule`` could not transform the record).
+    ``pool``: the raw pool for ``key`` and ``value``, the staging pool for ``etl``. ``seen``: whether the offset is below
+    seen in every pool that reads the topic.
     """
 
     pool: str

@@ -36,7 +36,7 @@ def can_read(source: Source, schema: pa.Schema) -> bool:
 
 
 def table_schema(known: pa.Schema, source: Source) -> pa.Schema:
-    """The raw table's columns, those that it has first."""
+    """The raw table's columns after a batch. Present columns keep their order."""
     wanted = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
     if set(known.names) & {"key", "value"} == set(wanted.names) & {"key", "value"}:
         return pa.schema(

@@ -1,10 +1,10 @@
-"""What an ETL batch looks at again below *seen*: records that leave their class of the account, and go through the rules once
-more as if they were new.
+"""The records below *seen* that an ETL batch matches again. The records leave their class of the account, and pass through
+the rules like new records.
 
-    replays          were quarantined since they could not be decoded, and are in the raw table now
-    Retry.failed     were quarantined since a rule failed on them
-    Retry.unmatched  no rule took them, or a rule that is no more has them wait
-    Retry.waiting    wait for a rule that was changed
+    replays          records that could not be decoded, were quarantined, and are in the raw table now
+    Retry.failed     records that were quarantined because a rule failed on them
+    Retry.unmatched  records that no rule took, or that wait for a rule that was removed
+    Retry.waiting    records that wait for a changed rule
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retry:
-    """What is asked for besides replays, which need not be asked for."""
+    """The user's request to match records again. Replayed records need no request."""
 
     unmatched: bool = False
     waiting: tuple[str, ...] = ()
@@ -130,9 +130,9 @@ def with_joins(
     before: Reopening,
     rules: frozenset[str],
 ) -> Reopening:
-    """``before``, and all records that wait for one of ``rules``, whose joins were changed. Their hashes are of no use."""
+    """``before``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
     _log.warning(
-        "pool %s: the join of %s is another one than that which records wait by; they go through the rules again",
+        "pool %s: the join of %s changed since records began to wait for it; these records go through the rules again",
         pool,
         ", ".join(sorted(rules)),
     )

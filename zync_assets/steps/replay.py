@@ -1,9 +1,9 @@
-"""Replay: records that could not be decoded, decoded once more and put into their place in the raw table.
+"""Replay: decodes quarantined records again, and puts them into their places in the raw table.
 
-The side table has them whole, so Kafka is not asked. One commit adds the files of all that can be decoded now, and that is
-the whole of it: an entry whose offset is in the raw table lies in quarantine no more. ETL finds by the number of replays
-that there is something below *seen* to look at. Killed before the commit nothing happened, after it all did; of two
-replays at once the second conflicts, and looks again.
+The side table holds the records whole, so that replay does not read Kafka. One commit adds the files of every record that
+can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side table. ETL
+compares the number of replays with its account, and so finds the replayed records below *seen*. A kill before the commit
+leaves no trace; after the commit, the replay is complete. Of two concurrent replays, the second conflicts and plans again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What of one topic is to be decoded once more, by its raw table's state."""
+    """The quarantined offsets of one topic to decode again, for one state of the raw table."""
 
     input: Input
     state: RawState
@@ -39,7 +39,10 @@ class ReplayPlan:
 
 @dataclass(frozen=True)
 class ReplayCommit:
-    """What one replay did: how many records are in the raw table now, and why the others stay in quarantine."""
+    """The result of one replay: the number of replayed records, and why the other records stay in quarantine.
+
+    ``reasons``: (partition, offset) → error text.
+    """
 
     topic: str
     records: int
@@ -52,7 +55,7 @@ def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> Replay
     state = raw.open_raw(pipeline.lake, item.pool, item.topic)
     if state is None:
         return None
-    # What lies there is told by a state that is not older than this one: at worst a replay came between, and ours conflicts.
+    # ``held`` opens the raw table after ``state``. If another replay committed in between, this replay's commit conflicts.
     places: dict[int, list[int]] = {}
     for record in held(pipeline, Selection((item.topic,), selection.ranges)):
         if record.stage != "etl":
@@ -61,10 +64,10 @@ def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> Replay
 
 
 def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> ReplayCommit:
-    """Decode, write, commit, in one Spark task: what is in quarantine is little, and types can't differ between tasks.
+    """Decode, write and commit. One Spark task suffices for the few quarantined records, and gives one type per column.
 
-    Raises CommitConflict if another replay came first, SchemaChanged where the file accepts no new schema; nothing of this
-    one is visible then.
+    Raises CommitConflict if another replay came first, and SchemaChanged if the pipeline file accepts no new schema. Nothing
+    of this replay is visible after an error.
     """
     item, state = plan.input, plan.state
     files = quarantine.quarantine_files(pipeline.lake, item.pool, item.topic, state.next)

@@ -28,21 +28,26 @@ _ROWS = 20_000
 
 @dataclass(frozen=True)
 class Floors:
-    """The times of one partition's files: by the time of a record its place in the order of outputs is told, and it must
-    never run back. Arrays sorted by offset; milliseconds."""
+    """The times of one partition's files.
+
+    A record's time decides the order of outputs, and must never decrease from one offset to the next. The arrays are sorted
+    by offset. Times are milliseconds since the epoch.
+    """
 
     lasts: npt.NDArray[np.int64]
     highest: npt.NDArray[np.int64]
-    """The highest time in the files up to each."""
+    """Per file: the highest time in this file and in the files before it."""
     firsts: npt.NDArray[np.int64]
     lowest: npt.NDArray[np.int64]
-    """The lowest time in each."""
+    """Per file: its lowest time."""
     before: int = 0
-    """The highest time of what retention took, which lay before them."""
+    """The highest time of the records that retention removed from before the files."""
 
     def time(self, offset: int, reached: int, own: int | None) -> int:
-        """The time of a record that comes into its place now. ``reached``: the time reached before it when it was read,
-        0 if none was; ``own``: its timestamp."""
+        """The time of a replayed record at ``offset``.
+
+        ``reached``: the partition's highest time when ingest read the record, 0 if unknown; ``own``: the record's timestamp.
+        """
         at = int(np.searchsorted(self.lasts, offset)) - 1
         floor = max(reached, int(self.highest[at]) if at >= 0 else 0, self.before)
         if floor:
@@ -66,7 +71,7 @@ def floors_of(state: RawState, wanted: Offsets) -> dict[int, Floors]:
 
 @dataclass
 class Decoded:
-    """What the task found, as it goes on."""
+    """The results of the task, which grow as the task runs."""
 
     files: list[DataFile] = field(default_factory=list)
     key_type: pa.DataType = field(default_factory=pa.null)
@@ -78,7 +83,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """All that the Spark task needs; it pickles."""
+    """The picklable arguments of the Spark task."""
 
     source: Source
     side_uri: str
@@ -107,8 +112,10 @@ class ReplayTask:
         return found
 
     def decoded(self, found: Decoded) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The wanted records that can be decoded, by partition and offset, each batch with its partition; ``found`` is told
-        what else there is, and at the end the types."""
+        """Batches of decodable records with their partition, in order of partition and offset.
+
+        Adds writer schemas and reasons to ``found`` on the way, and the column types at the end.
+        """
         key, value = make_decoders(self.source)
         for partition in sorted(self.wanted):
             for rows in self._rows(partition):

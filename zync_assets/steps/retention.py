@@ -1,9 +1,9 @@
-"""Retention of raw data: what an input's ``retention`` says is old goes, once no staging pool wants it any more.
+"""Retention of raw data: removes records older than an input's ``retention``, once no staging pool needs them.
 
-Two tables take part, so it goes in two commits. First every staging pool lets go of the records (``staging.release``), in a
-commit that conflicts with any batch planned before it: from then on no batch takes one of them up again, also not one that
-is asked to look again at what no rule took. Then the raw table removes the files. Killed in between, the next attempt goes on;
-a batch that reads the files meanwhile still has them, since only ``cleaning`` deletes them, days later.
+Retention takes two commits, because two tables change. First every staging pool releases the records (``staging.release``).
+The release conflicts with every batch planned before it, and no later batch reads a released record, not even to retry
+unmatched records. Second, the raw table removes the files. After a kill in between, the next attempt continues. A batch that
+still reads the files finds them on disk, because only ``cleaning`` deletes them, days later.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Writer schemas that come for the first time: which of them change a topic's columns, and what the file says to that.
+"""New writer schemas: which of them change a topic's columns, and which action the pipeline file demands.
 
-A topic's *known* schemas are those that its raw table has taken records of, kept there with the first record of each. A
-schema is a *change* if none of the known ones has the same columns: names, types, aliases, units. The first schema that
-ever comes changes nothing. Connect's JSON has no ids for its schemas: there a change is what the table's columns lack.
+The raw table keeps a topic's *known* schemas, each with its first record. A schema is a *change* if no known schema has the
+same columns: names, types, aliases, units. A topic's first schema is no change. Connect's JSON has no schema ids: a schema
+of Connect is a change if the table's columns lack a field or type of the schema.
 
-``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and puts the records aside;
-``error`` commits nothing of the batch. What is put aside stays a change until it is merged.
+``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and quarantines the records; ``error``
+commits nothing of the batch. A schema whose records are in quarantine stays a change until it is merged.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ def assuming(source: Source, firsts: Sequence[Arrived]) -> Source:
 def settled(
     item: Input, source: Source, arrived: Sequence[Arrived]
 ) -> tuple[tuple[WriterSchema, ...], tuple[SchemaChange, ...]]:
-    """What a batch's new schemas are: those that the table is to know from now on, and those that are changes. ``source``
-    has the columns' types after the batch.
+    """A batch's new known schemas, and its schema changes. ``source`` has the columns' types after the batch.
 
-    SchemaChanged if there is a change and the file says ``error``.
+    Raises SchemaChanged if there is a change and the pipeline file says ``error``.
     """
     writers: list[WriterSchema] = []
     changes: list[SchemaChange] = []
@@ -143,8 +142,10 @@ def _type_of(registry: Registry, number: int) -> pa.DataType | None:
 def _judged(
     item: Input, ordered: Sequence[Arrived], side: str, column: pa.DataType | None
 ) -> Iterator[tuple[Arrived, tuple[str, ...], bool]]:
-    """Each new schema of a side once, in order, with what it changes of those that were taken before, and whether it is
-    taken. ``column``: the column's type after the batch."""
+    """Each new schema of a side once, in order, with its differences from the known schemas, and whether it becomes known.
+
+    ``column``: the column's type after the batch.
+    """
     known = ordered[0].schema.before if ordered else ()
     met: set[int] = set()
     for each in ordered:

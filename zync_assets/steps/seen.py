@@ -1,5 +1,8 @@
-"""A raw table that has less than was transformed of it went back, or is gone: what is ingested again need not be what was.
-So is a lake without a staging table whose output topics hold records."""
+"""Detects a lost lake table before a step uses its replacement.
+
+A raw table with fewer offsets than ETL has transformed was restored or removed. A new ingest may bring other records to the
+same offsets. A missing staging table was removed if its output topics hold records.
+"""
 
 from __future__ import annotations
 

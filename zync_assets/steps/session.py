@@ -16,14 +16,14 @@ Session = Callable[[], "SparkSession"]
 
 
 def deferred(spark: SparkSession | Session) -> Session:
-    """A session, or what gives one, as what gives one."""
+    """A function that returns the session. Accepts a session or such a function."""
     return spark if callable(spark) else lambda: spark
 
 
 def spark_session(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> SparkSession:
-    """The session of this process, made at the first call: with a JVM of its own, or on the server that ``remote`` names.
+    """The session of this process, created at the first call: in the process's own JVM, or on the server ``remote``.
 
-    Raises SetupError if there is no Java that Spark runs on, or no such server. ``lake`` and ``long``: as for
+    Raises SetupError if no fitting Java is found, or the server does not answer. ``lake`` and ``long``: as for
     ``spark_settings``.
     """
     return session_with(spark_settings(spark, lake, long=long))
@@ -42,10 +42,10 @@ def session_with(settings: Mapping[str, str]) -> SparkSession:
 
 
 def _hush() -> None:
-    """PySpark logs each error that it raises to stderr, as JSON, plan and all; who catches it says it in a line."""
+    """Silence PySpark's loggers. PySpark logs each raised error to stderr as JSON with the plan; zync prints one line."""
     from pyspark.logger import PySparkLogger
 
-    # Connect's word about a server that is away, which is an error soon after.
+    # Spark Connect warns of an unreachable server, and raises an error soon after.
     warnings.filterwarnings("ignore", message=r"\[RETRIES_EXCEEDED\]")
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel("CRITICAL")

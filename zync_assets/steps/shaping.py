@@ -1,11 +1,11 @@
 """Ingest of an input with a ``shape``: every record is filtered and mapped before it reaches the lake.
 
-A Spark task reads and decodes a range, Spark SQL shapes it, and the same task writes what is left: no decoded record is
-stored on its way. What the types are is known from the batches before (a table without rows, ``~decoded``), or from a first
-look at the records; a task that meets others stops, and all begins anew with types that hold both.
+A Spark task reads and decodes a range, Spark SQL shapes it, and the same task writes the shaped records. No decoded record
+is stored on the way. The column types come from earlier batches (the table ``~decoded``, without rows) or from a first read
+of the records. A task that finds a wider type stops, and the batch starts again with types that hold both.
 
-Records that the shape leaves out are kept as ranges of offsets beside the raw table. A record that the shape fails on goes to
-quarantine with the bytes that Kafka had: one more job finds all of them (``etl.failing``).
+The side table keeps the records that the shape excludes, as offset ranges. A record that the shape fails on goes into
+quarantine with its bytes from Kafka. One more Spark job finds these records (``etl.failing``).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_FAILURES = 10_000
-"""Records of one batch that a shape may fail on: more are no bad records but a bad shape."""
+"""The most records of one batch that a shape may fail on. More failures mean a bad shape instead of bad records."""
 TEXTS = 8
-"""Failures of one search that are told in Spark's own words; each takes a job."""
+"""The most failures of one search that quote Spark's error text. Each text takes a Spark job."""
 
 
 def known_types(lake: str, item: Input) -> Types | None:
-    """The types that a shaped topic's records were decoded to so far; None before the first batch."""
+    """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
     opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
     if opened is None:
         return None
@@ -91,7 +91,10 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 
 
 def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame) -> pa.Schema:
-    """The raw table's columns (``table``: those that it has), with those of a shaped frame. SchemaError if these don't fit."""
+    """The raw table's present columns (``table``) merged with the columns of a shaped frame.
+
+    Raises SchemaError for types that can't be merged.
+    """
     types: dict[str, pa.DataType] = {}
     for side in ("key", "value"):
         have = table.field(side).type if side in table.names else None
@@ -99,9 +102,9 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame
             types[side] = merge_types(have, with_notes(arrow_type(made.schema[side].dataType)), side)
         except SchemaError as error:
             raise SchemaError(
-                f"input {item.topic}, shape: what it makes does not fit the raw table that is there: {error}. Nothing was"
-                " ingested. CAST it to the type of the table; or begin anew: give the input another pool, and its outputs"
-                " another staging pool and other topics."
+                f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"
+                " ingested. CAST the result to the type of the table. Or begin anew: give the input another pool, and its"
+                " outputs another staging pool and other topics."
             ) from None
     return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
 
@@ -201,8 +204,12 @@ def write_shaped(reading: Reading) -> BatchFiles:
 
 
 def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]:
-    """The reading with types after a first look at its records, the writer schemas that are assumed to be known, and where
-    there are none all that came: with their types at hand, none would be found to change them."""
+    """Look at the first records of a reading. Returns three values.
+
+    The reading with the types of these records; the writer schemas that the batch assumes as known; and, if no schema is
+    assumed, every writer schema of these records. The batch would not report the latter as changes, because the types hold
+    them already.
+    """
     types, arrived = _first_look(reading)
     firsts = schema_changes.first_schemas(reading.source, reading.item, arrived)
     source = schema_changes.assuming(reading.source, firsts)
@@ -212,7 +219,7 @@ def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]
 
 
 class _FailsOnData(Exception):
-    """An expression failed on a record; the text is what Spark says."""
+    """An expression failed on a record. The text is Spark's error."""
 
 
 class _Overflows(_FailsOnData):
@@ -242,8 +249,10 @@ class _Job:
         return ends
 
     def failing(self) -> list[tuple[int, int]]:
-        """Partition and offset of records that the shape fails on, the lowest MOST_FAILURES and one; of a task that stopped,
-        those before that. One job, in which nothing is written."""
+        """Partition and offset of the records that the shape fails on, in one Spark job that writes nothing.
+
+        Returns at most MOST_FAILURES + 1 places, the lowest. A task that stops early reports only the places before its stop.
+        """
         most = MOST_FAILURES + 1
         with looking(self.reading.spark):
             frame = failing_frame(_decoded(self.reading, self.refused, None), self.reading.item)
@@ -254,7 +263,7 @@ class _Job:
         return sorted((row["partition"], row["offset"]) for row in rows if row[CONTROL] is None)[:most]
 
     def fails(self, part: OffsetRange) -> str | None:
-        """What Spark says where an expression fails in this part; None where none fails. Nothing is written."""
+        """Spark's error for a failing expression in this part; None if no expression fails. Writes nothing."""
         alone = replace(self, reading=replace(self.reading, parts=[part]))
         try:
             alone._collected(alone._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary"))
@@ -380,13 +389,13 @@ def _first_look(reading: Reading) -> tuple[list[Types], list[Arrived]]:
 
 
 def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:
-    """What was found in each part, by partition and offset: which type comes first must not depend on how the work is shared
-    out."""
+    """The results of the parts, sorted by partition and offset. The order of types must not depend on Spark's division of
+    the work."""
     return [each for _, each in sorted(zip(parts, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _with_types(source: Source, met: Sequence[Types]) -> Source:
-    """The source with types that hold what was met too; of those that can't be merged the first has it."""
+    """The source with its types widened by the types ``met``. A type that can't be merged is skipped: the first type wins."""
     key, value = source.key_type, source.value_type
     for one, other in met:
         with suppress(SchemaError):

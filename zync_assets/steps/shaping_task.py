@@ -1,6 +1,6 @@
 """The two ends of a Spark task that shapes records: Kafka → decoded columns, and shaped columns → files of the raw table.
 
-What Spark SQL does between them is in ``shaping``. The decoded records pass from one to the other in memory.
+The module ``shaping`` holds the Spark SQL in the middle. The decoded records pass through the task in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Types = tuple[pa.DataType | None, pa.DataType | None]
 
 @dataclass(frozen=True)
 class ReadEnd:
-    """What the reading end found. ``wider``: types that hold what it met, where those of the source don't; it stopped."""
+    """The results of the reading end. ``wider``: set if the end stopped at records that the source's types don't hold; these
+    types hold the records."""
 
     bad: list[DataFile] = field(default_factory=list)
     wider: Types | None = None
@@ -44,7 +45,10 @@ class ReadEnd:
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """What one task did. ``dropped``: side files of ranges that the shape left out; ``left_out``: how many records."""
+    """The results of one task.
+
+    ``dropped``: side files with the offset ranges that the shape excludes; ``left_out``: the number of excluded records.
+    """
 
     read: ReadEnd
     files: list[DataFile] = field(default_factory=list)

@@ -27,15 +27,15 @@ _PLUGIN = "org.apache.spark.sql.connect.SparkConnectPlugin"
 _CONNECT = {
     "spark.connect.grpc.binding.address": "127.0.0.1",
     "spark.connect.grpc.binding.port": "0",
-    # A client that was killed: what it ran is interrupted, and later its session goes. One that lives attaches to what it
-    # runs again within seconds, and makes another session where its own went while it was idle.
+    # The server interrupts the queries of a killed client, and removes the client's session later. A living client attaches
+    # to its queries again within seconds. A client whose idle session was removed creates another session.
     "spark.connect.execute.manager.detachedTimeout": "30s",
     "spark.connect.session.manager.defaultSessionTimeout": "10m",
 }
 
 
 def serve(folder: Path) -> None:
-    """Start the server of that folder and stay until it is idle, is stopped, or its JVM ends."""
+    """Start the folder's server. Returns when the server is idle, is stopped, or its JVM ends."""
     given = spark_servers.load(folder)
     assert given is not None
     signal.signal(signal.SIGTERM, _stop)
@@ -74,7 +74,7 @@ def _watch(session: SparkSession, service: Any, jvm: subprocess.Popen[bytes], id
         if not service.sessionManager().listActiveSessions().isEmpty():
             used, cleared = time.monotonic(), False
         elif not cleared:
-            # What a client kept and did not give back before it was killed: Spark does not know whose it was.
+            # A killed client leaves cached data behind. Spark does not know the owner of a cache.
             session.catalog.clearCache()
             cleared = True
 

@@ -1,4 +1,5 @@
-"""Spark's properties for a pipeline: defaults, and the file's own. ``spark_pins`` has those that results depend on."""
+"""Spark's properties for a pipeline: defaults, and the pipeline file's own. The properties that change results are in
+``spark_pins``."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ _LONG = (
     " -XX:Tier4BackEdgeThreshold=400000 -XX:+UseParallelGC"
 )
 """HotSpot's compilers. The quick one alone starts a session and does a small first batch in half the time; the optimising one
-halves the time of large batches, after tens of CPU seconds. Ten times its usual thresholds keep it to what is really hot.
-The collector that stops the world takes a tenth less of a large batch than the one beside it, a fifth where nothing is compiled
-yet, and nobody waits for a pause. What is new gets little room where memory is to be the same however much there is to do."""
+halves the time of large batches, after tens of CPU seconds. Thresholds of ten times the default restrict it to hot methods.
+The parallel collector saves a tenth of a large batch's time over the concurrent collector, and a fifth before compilation.
+Its pauses disturb nobody. A small young generation keeps the memory of a short session constant for any amount of data."""
 
 _STACK = "-Xss16m"
-"""A thread's stack, of which memory is only what was used once. In Java's own megabyte a regular expression that repeats a
-group overflows on 10,000 characters."""
+"""The size of a thread's stack. Only the used part takes memory. With Java's default of 1 MB, a regular expression that
+repeats a group overflows on 10,000 characters."""
 
 _DEFAULTS = {
     "spark.master": "local[*]",
@@ -38,17 +39,17 @@ _DEFAULTS = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1536m",
-    # The more records a batch has the more of these tasks, of one size, once what is little is put together.
+    # Spark merges small partitions into tasks of one size: a larger batch has more tasks, up to this number.
     "spark.sql.shuffle.partitions": "24",
-    # Else Spark makes as few of them as there are cores: tasks that sort as much as that are slow, take memory, and end
-    # one long after the other. What is little stays together.
+    # By default Spark merges partitions down to the number of cores. Such large sort tasks are slow, take memory, and end at
+    # different times.
     "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "4m",
-    # What is kept is read twice, a moment later: to compress it takes longer than to read it.
+    # A cache is read at most twice, soon after it was written. Compression would take longer than the reads.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
-    # Compiled code is found again by its text; a session that goes on has more of it than Spark's hundred places.
+    # Spark finds compiled code again by its source text. A long session has more than Spark's default of 100 sources.
     "spark.sql.codegen.cache.maxEntries": "1000",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
     "spark.redaction.regex": SECRET,
@@ -69,11 +70,11 @@ def _has_package(own: Mapping[str, str]) -> bool:
 
 
 def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:
-    """Spark's properties for a pipeline's ``spark:``: its own win over the defaults. ``long``: for a session that goes on.
+    """Spark's properties for a pipeline. The properties of ``spark:`` win over the defaults. ``long``: for a long session.
 
-    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``. For a ``lake`` in S3 the jars that read it
-    are added (and fetched the first time), unless ``spark:`` names a hadoop-aws; a remote Spark has jars of its own, but for
-    the shared one, which is started with these settings.
+    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``. A ``lake`` in S3 adds Spark's S3 jars, and
+    downloads them the first time, unless ``spark:`` names a hadoop-aws. A remote Spark uses its own jars, except the shared
+    server, which starts with these settings.
     """
     own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     log = Path(__file__).with_name("log4j2.properties").as_uri()

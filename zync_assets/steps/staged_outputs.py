@@ -101,7 +101,7 @@ class StagedTopic:
 
 @dataclass(frozen=True)
 class Unfitting:
-    """An output that can't be encoded: its topic, the record that completed it, the index of its rule, and why."""
+    """An output that can't be encoded: its topic, the raw record that completed it, its rule's index, and the error."""
 
     topic: str
     place: int
@@ -113,7 +113,7 @@ class Unfitting:
 
 @dataclass(frozen=True)
 class Written:
-    """What a task made of its rows."""
+    """The results of one task: files, output counts, outputs that can't be encoded, and required fields that were null."""
 
     files: Sequence[DataFile]
     counts: Sequence[Count]
@@ -151,16 +151,16 @@ def row_sql(
 
 @dataclass(frozen=True)
 class BucketWriter:
-    """Writes the outputs of one Spark partition, all of one bucket, in order, and accounts for all of its rows."""
+    """Writes the outputs of one Spark partition in order, and accounts for every row. The rows belong to one bucket."""
 
     uri: str
     topics: Sequence[StagedTopic]
     labels: Labels
     group: int = 50_000
-    """Records of a row group, which ends with GROUP_BYTES, shared by the topics, if that comes first."""
+    """The most records of a row group. A row group also ends when the topics together reach GROUP_BYTES."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Rows of _RESULT: entries as they come, then what was found."""
+        """Rows of _RESULT: account entries first, then one row with the pickled results."""
         settle()
         files: dict[int, _File] = {}
         counted: list[Count] = []
@@ -361,7 +361,7 @@ class Results:
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""
         if self._entries is not None:
-            # Those of the query that was run: to run it again would write its files again.
+            # The entries of the query that ran. A second run of the query would write its files again.
             return arrow_frame(self._spark, self._entries)
         return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
@@ -372,7 +372,7 @@ class Results:
 
 
 def _written(packed: bytearray) -> Written:
-    """What a task found; raises it if it is an error."""
+    """The unpickled results of a task. Raises the error of a failed task."""
     found = pickle.loads(bytes(packed))
     if isinstance(found, ZyncError):
         raise found
@@ -394,7 +394,8 @@ def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _raise_errors(found: Iterable[bytearray | None]) -> None:
-    """What Spark has lost of what it kept it makes anew, and that may fail: its entries are missing then."""
+    """Raise the error of a recomputed task. Spark recomputes an evicted cache block, and a failed task has too few
+    entries."""
     for packed in found:
         if packed is not None:
             _written(packed)
@@ -402,8 +403,11 @@ def _raise_errors(found: Iterable[bytearray | None]) -> None:
 
 @contextmanager
 def _unmeasured(spark: SparkSession) -> Generator[None]:
-    """Arrow's batches end by the number of their rows alone, which is a low one. Else Spark asks after each row how large its
-    batch is by now, by a walk over all columns that takes longer than all that is done with the row."""
+    """Limit Arrow's batches by a low number of rows alone.
+
+    With a limit in bytes, Spark would measure the batch after each row. This walk over the columns takes longer than the
+    rest of the work on the row.
+    """
     before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
     spark.conf.set(BATCH_BYTES, str(2**31 - 1))
     spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))

@@ -1,7 +1,7 @@
-"""What keeps tables fit while they are used: small files become large ones, and files that no one needs go.
+"""Maintenance of a table in use: merges small files, and removes unneeded files.
 
-It is done after a commit, by the session that made it, where it is due; what it needs is decided by the log, so that no
-history is read for nothing. It never fails the step: what could not be done is done after another commit.
+Maintenance runs after a commit, in the session of the commit, if the table's log shows that it is due. No history is read
+in vain. A failure never fails the step; a later commit tries again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ SHARES = 8
 
 
 def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int | None = None) -> None:
-    """Look after the table that a commit was made on; ``before`` is what it was opened as (None: it is new).
+    """Compact and clean a table after a commit. ``before``: the table before the commit, None for a new table.
 
-    ``retention_ms``: how long its records are kept; files of a share of that time go while their neighbours stay.
+    ``retention_ms``: how long records are kept. Compaction then merges only files within a share of this time, so that
+    retention can remove files bit by bit.
     """
     span = None if retention_ms is None else retention_ms // SHARES
     if before is None or not (compaction.due(before.files, span) or cleaning.is_due(before)):

@@ -91,7 +91,7 @@ def test_a_writer_that_held_its_files_for_too_long_is_refused(
         lambda: tables.commit(opened, [late], {"mine": 2}),
         lambda: tables.create_table(f"{opened.uri}2", SCHEMA, "", [late], {"mine": 2}),
     ):
-        with pytest.raises(CommitConflict, match=r"a clean-up may have taken them since.*run again"):
+        with pytest.raises(CommitConflict, match=r"a clean-up may have removed them since.*Run the command again"):
             refused()
     monkeypatch.undo()
     assert tables.open_table(f"{opened.uri}2") is None
