@@ -1,7 +1,7 @@
-"""What became of a batch's input records: counts, and an entry for each that was pending or makes no output.
+"""The account of a batch's input records: counts, and an entry for each record that was pending or makes no output.
 
-Result rows (see ``matching``) are looked at in Arrow, some at a time, by the tasks that make them: in Spark it would be jobs
-of its own, over all rows once more.
+The Spark tasks that make the result rows (see ``matching``) also account for the rows, in Arrow batches. Spark SQL would need
+more jobs over the same rows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ ENTRIES = pa.schema(
         "text": pa.string(),
     }
 )
-"""An input record that was pending and is done (kind ``completed``; ``text``: ``dropped`` if it is that), or is new and makes
-no output; not those that a rule failed on, which are told apart."""
+"""An input record that is no longer pending (kind ``completed``; ``text``: ``dropped`` for a dropped record), or a new record
+without an output. Records that a rule failed on have no entry here: see ``etl_failures``."""
 
 
 class Count(NamedTuple):
-    """How many of some result rows are of a kind and rule, and made of one input partition's records, new ones or ``old``:
-    ``entries`` (sources) and ``rows`` (counted at their first source). ``place``: the input's."""
+    """Result rows of one kind and rule, counted for the sources in one input partition.
+
+    ``entries``: the number of sources; ``rows``: the number of rows, counted at their first source; ``place``: the input's
+    label; ``old``: whether the sources were pending.
+    """
 
     kind: str
     rule: int | None
@@ -123,7 +126,7 @@ def fact(one: Count, labels: Labels) -> Fact:
 
 
 def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
-    """Rows of ENTRIES, one for each source that has an entry of its own."""
+    """The rows of ENTRIES for the sources that were pending or make no output."""
     completed = found.old & np.isin(found.kind, (_OUT, _DROPPED))
     wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (_OUT, _QUARANTINED)))
     kind, rule, offset = found.kind[wanted], found.rule[wanted], found.offset[wanted]

@@ -1,10 +1,12 @@
-"""How much of a backlog one ETL batch takes: so many records, and those that came first in time.
+"""Chooses the part of a backlog for one ETL batch: the oldest records in time, up to a limit.
 
-Outputs are numbered batch by batch, so a batch that took one topic's last week and another's last hour would number what
-happened an hour ago before what happened a week ago. Raw files know the times that they lie between; a batch takes whole
-files, in the order of the highest time that their partition has reached by then, so that it takes a partition's first.
-It ends, within its second half, where the fewest records of the same times are left behind in other files: their
-counterparts would have to wait for the next batch, and a record that waits costs several times one that does not.
+Outputs are numbered batch by batch. A batch of one topic's last week and another topic's last hour would number a recent
+event before an event of last week. The log knows the lowest and highest time of each raw file. A batch takes whole files, in
+the order of the highest time that their partition has reached so far. This order keeps the files of a partition in sequence.
+
+The batch ends within the second half of its limit, at the cut that leaves the fewest records of the same times in other
+files. The counterparts of such records would be pending until the next batch, and a pending record costs several times as
+much as a new record.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which outputs may be impossible to encode, as a cheap condition: those that it holds for are then encoded, to see.
+"""A cheap SQL condition for outputs that may be impossible to encode. A later step encodes these outputs as a test.
 
-It holds for every record that can't be encoded, and for few others: JSON has no NaN and no infinities, years past 9999 have
-no form in most languages, bytes that become text must be UTF-8, and a record has a largest size. Columns of strings that are
-not UTF-8 are found elsewhere (``codecs.utf8``).
+The condition is true for every record that can't be encoded, and for few other records. JSON has no NaN and no infinities,
+most languages have no years past 9999, bytes that become text must be UTF-8, and a record has a largest size. The module
+``codecs.utf8`` finds strings that are not UTF-8.
 """
 
 from __future__ import annotations

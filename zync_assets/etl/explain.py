@@ -23,8 +23,11 @@ class Statement:
 
 
 def explain_rules(pipeline: Pipeline) -> list[Statement]:
-    """One statement for each shape of an input, for each input that a staging pool reads (which rule of the pool takes a
-    record), and for each rule (what the rule makes), in the file's order."""
+    """The SQL statements of a pipeline, in the file's order.
+
+    An input with a shape has one statement. An input of a staging pool has one statement that chooses the pool's rule for a
+    record. The statement of a rule makes the rule's outputs.
+    """
     found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
     for pool in pipeline.staging_pools:
         rules = pipeline.rules_of(pool)

@@ -1,8 +1,8 @@
-"""Which records an expression fails on. Spark says that one does, and not on which; it stops at the first.
+"""Finds the records that an expression fails on. Spark stops at the first failing record, and does not name the record.
 
-``fails`` is a condition that is true where an expression would fail: Spark's ``try_to_binary`` gives NULL for whatever is
-raised below it. So one pass over a batch finds all such records. It needs the settings SETTINGS: otherwise Spark computes
-an expression that occurs twice once, and outside.
+``fails`` is a condition that is true for a record on which an expression fails: Spark's ``try_to_binary`` returns NULL for
+any error inside its argument. One pass over a batch therefore finds every failing record. The pass needs the settings
+SETTINGS. Otherwise Spark computes an expression that occurs twice once, outside of ``try_to_binary``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def looking(spark: SparkSession) -> Generator[None]:
 
 
 def fails(sql: str) -> str:
-    """Whether an expression fails. The hash makes Spark compute all of it."""
+    """An SQL condition: whether an expression fails. The hash makes Spark compute the whole expression."""
     return f"(try_to_binary(CAST(xxhash64({sql}) AS STRING), 'utf-8') IS NULL)"
 
 
 def sides_sql(rule: Rule, target: Target) -> dict[str, str]:
-    """What makes a rule's outputs: the side (shape, key, value, headers) → its expression."""
+    """A rule's output expressions: side (shape, key, value, headers) → SQL."""
     sides = {} if rule.keep is None else {"shape": rule.keep}
     sides |= {side: wanted(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
     if target.headers and rule.headers is not None:
@@ -55,9 +55,11 @@ def sides_sql(rule: Rule, target: Target) -> dict[str, str]:
 
 
 def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
-    """For ``matching.singles`` and ``paired``: the columns ``failed``, the side of an output that can't be made, and
-    ``blamed``: left or right, where an expression fails with that record, whatever the other one is, and not with the other
-    one; null where it takes both or can't be told."""
+    """The columns ``failed`` and ``blamed`` for ``matching.singles`` and ``paired``, as (name, SQL).
+
+    ``failed``: the output side whose expression fails. ``blamed``: the input side, left or right, whose record makes the
+    expression fail with any record on the other side. Null if both records fail alone, or if only the pair fails.
+    """
     sides = sides_sql(rule, target)
     found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
@@ -101,7 +103,7 @@ def failing_records(
         f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in asked[: end + 1])} END"
         for end in range(len(asked))
     ]
-    # What fails up to a rule and not before it fails at that rule.
+    # The first rule at which the conditions fail is the failing rule.
     where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(asked, chosen, strict=True))
     if not asked or not has_schema(frame):
         return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")

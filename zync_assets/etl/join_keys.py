@@ -1,9 +1,9 @@
 """Join keys: the common type of both sides, and the hash by which pending records are found.
 
-Spark's ``=`` decides which records pair. The hash only finds the pending records that may be equal, so that two keys which
-``=`` calls equal must have one hash, whatever batch brought each of them. A column may get a wider type while records wait,
-and the other side's type may be unknown when a record begins to wait. The hash is therefore made of a form that does not
-depend on the width of a number, nor on the letters that a collation takes for equal.
+Spark's ``=`` decides which records pair. The hash finds the pending records that may be equal. Two keys that are equal for
+``=`` must therefore have the same hash, in whichever batches they come. A column may get a wider type while records are
+pending, and the other side's type may be unknown when a record becomes pending. The hash therefore ignores the width of a
+number, and the differences between letters that a collation ignores.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def hash_sql(names: Sequence[str], kinds: Sequence[DataType]) -> str:
 
 
 def join_text(rule: Denorm, kinds: Sequence[DataType]) -> str:
-    """What the hashes of a rule's pending records depend on, as JSON: its topics, its ``join-on``, and the hashed types.
+    """The definition of a rule's join hashes, as JSON: the rule's topics, its ``join-on``, and the hashed types.
 
-    The account keeps the text beside the records that wait. Records that wait by another text have other hashes.
+    The account keeps the text beside the pending records. Pending records of another text have other hashes.
     """
     types = [kind.simpleString() if _is_collated(kind) else _hashed_type(kind).simpleString() for kind in kinds]
     return json.dumps({"left": rule.left, "right": rule.right, "on": rule.join_on, "hashed": types})
@@ -83,7 +83,7 @@ def is_hashed_as_ever(kinds: Sequence[DataType]) -> bool:
 
 
 def _hashed_sql(sql: str, kind: DataType, depth: int = 0) -> str:
-    """What is hashed of a value. Two values that ``=`` calls equal, of whatever types, give the same."""
+    """The SQL expression that is hashed for a value. Values of any types that are equal for ``=`` give equal results."""
     from pyspark.sql.types import ArrayType, StringType, StructType
 
     if not _is_collated(kind):
@@ -101,7 +101,7 @@ def _hashed_sql(sql: str, kind: DataType, depth: int = 0) -> str:
         text, name = f"rtrim({text})", name.removesuffix("_RTRIM")
     # UTF8_LCASE compares the lower case of each letter by itself. lower() makes another sigma at the end of a word.
     known = {"UTF8_BINARY": text, "UTF8_LCASE": f"translate(lower({text}), '\u03c2', '\u03c3')"}
-    # Spark has no public function of ICU's sort keys. All texts then share a hash, and `=` finds the equal ones.
+    # Spark has no public function for ICU's sort keys. Every text then has the same hash, and `=` finds the equal texts.
     return known.get(name, "CAST(NULL AS STRING)")
 
 

@@ -1,4 +1,4 @@
-"""What the numbers in result rows stand for (see ``matching``): names in each row would double it on its way."""
+"""The names behind the numbers in result rows (see ``matching``). Full names would double the size of the rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What became of the inputs of a batch, as ledger rows: ranges of offsets for what is settled, rows for what waits.
+"""The account of a batch's inputs as ledger rows: offset ranges for finished records, and one row for each pending record.
 
-New offsets that are in no other class are done; so done facts cost nothing where nothing else happened. That they are
-right is checked by counting before the commit: new records = sources of outputs + records in the other classes.
+New offsets in no other class are done. A batch with only done records therefore needs one entry a range. A count before the
+commit checks the account: new records = sources of outputs + records in the other classes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 STRIDE = 100_000
-"""Offsets of one partition that are made into ranges together, in one task: few, so that a batch of one partition has work
-for many tasks."""
+"""The number of offsets whose ranges a single task makes. A low number gives many tasks to a batch of one partition."""
 
 FEW = 20_000
-"""Rows that are fetched and made into ranges here, rather than by Spark jobs that each take longer than a small batch."""
+"""Up to this number of rows, the driver fetches the rows and makes the ranges. A Spark job would take longer."""
 
 _EDGES = ("open", "close")
 _EDGE = pa.schema(
@@ -61,7 +60,7 @@ def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]
 def few_rows(
     ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, object]]:
-    """What ``ledger_rows`` makes, of rows that have been fetched. ``found``: rows of ``account.ENTRIES``, and ``failed``."""
+    """The rows of ``ledger_rows``, made from fetched rows. ``found``: rows of ``account.ENTRIES``, and failures."""
     places: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(found, key=lambda row: row["first"]):
         places[row["topic"], row["partition"]].append(row)
@@ -74,7 +73,7 @@ def few_rows(
 
 
 def _covering(topic: str, part: OffsetRange, found: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
-    """Entries that cover one range: what is found there, neighbours of one class as one, and done between."""
+    """Entries that cover one range: the entries found there, with neighbours of a class merged, and done in between."""
     last: dict[str, Any] = {"kind": "open", "end": part.first}
     for row in found:
         text = row.get("text")

@@ -14,8 +14,8 @@ makes none, with the columns
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
 
-All of it is Spark SQL text rather than column objects: each of those costs a call or more into the JVM, and a small batch
-would spend more time on building its plan than on running it.
+The module builds Spark SQL text rather than column objects. A column object costs a call or more into the JVM, and a small
+batch would spend more time on its plan than on its run.
 """
 
 from __future__ import annotations
@@ -61,12 +61,15 @@ class Target:
 
 
 Made: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
-"""Columns of a rule's results, each with its expression: ``columns``, or what looks whether these fail."""
+"""A function that returns the columns of a rule's results as (name, SQL): ``columns``, or ``failing.failing_sides``."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A topic's new records, and which rule takes them: that of the first of the ``conditions`` that holds."""
+    """A topic's new records, and the conditions that choose a record's rule. The first true condition decides.
+
+    ``conditions``: (index of the rule, SQL).
+    """
 
     item: Input
     place: int
@@ -74,25 +77,25 @@ class Taken:
     conditions: Sequence[tuple[int, str]]
 
     def choice(self, made: Mapping[int, str], other: str = "NULL", none: str = "NULL") -> str:
-        """What is made of a record by the index of the rule that takes it; ``other``: by a rule that is not named,
-        ``none``: if no rule takes it.
+        """An SQL expression for a record. ``made``: index of the record's rule → SQL; ``other``: the SQL for a rule that is
+        not in ``made``; ``none``: the SQL if no rule takes the record.
 
-        The conditions stand in each choice, instead of in a column that is used in many: Spark looks at each of them once
-        all the same, and only without such a column sees which fields of a record are used at all.
+        Each choice repeats the conditions. Spark evaluates a repeated condition once anyway. With a shared column of the
+        rule's index, Spark would not see which fields of a record are used, and would read every field.
         """
         cases = " ".join(f"WHEN {condition} THEN {made.get(index, other)}" for index, condition in self.conditions)
         return f"CASE {cases} ELSE {none} END" if cases else none
 
     def by(self, index: int) -> DataFrame:
-        """The records that one rule takes."""
+        """The records of the rule ``index``."""
         return self.frame.where(self.choice({index: "true"}, "false", "false"))
 
 
 def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Taken:
     """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
-    ``failed``: a condition for the records of which it is known that an expression fails on them; they go to no rule
-    (FAILED), and none looks at them.
+    ``failed``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
+    condition is evaluated for the record.
     """
     known = [] if failed is None else [(FAILED, failed)]
     return Taken(item, place, frame, [*known, *conditions(item, frame, rules)])
@@ -160,12 +163,12 @@ def singles(
     untyped: Sequence[int],
     made_by: Made,
 ) -> DataFrame:
-    """What becomes of a topic's new records, but for those that a denorm rule takes; all in one pass over them.
+    """The results of a topic's new records in one pass, without the records of denorm rules.
 
-    ``targets``: the pool's stateless rules, by index; ``joined``: its denorm rules, whose records are not in the result;
-    ``untyped``: rules whose types can't be told yet, so that they must take no record (kind ``untyped``). A record that no
-    rule of the pool takes is unmatched, or dropped where the file says so. A tombstone that no rule takes is dropped, since
-    Debezium writes one after each delete. ``made_by``: as in ``columns``.
+    ``targets``: the pool's stateless rules, by index; ``joined``: the indexes of its denorm rules; ``untyped``: rules with
+    unresolved types, which must take no record (kind ``untyped``). A record without a rule is unmatched, or dropped if the
+    pipeline file says so. A tombstone without a rule is dropped, since Debezium writes a tombstone after each delete.
+    ``made_by``: see ``Made``.
     """
     fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
     kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined"}
@@ -199,15 +202,18 @@ def in_frame(frame: DataFrame, name: str) -> DataFrame:
 
 
 def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
-    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of these types) and the key's hash. A null key matches
-    nothing; its records are told apart by ``lone``, so that many of them don't end up on one task.
+    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of the types ``kinds``) and the key's hash.
+
+    A null key matches nothing. The column ``lone`` gives every record with a null key a value of its own. Without ``lone``,
+    Spark would send every record with a null key to the same task.
 
     ``frame`` is from ``in_frame``.
     """
     index = 0 if side == "left" else 1
     names = key_names(rule)
     keys = [f"CAST(({pair[index]}) AS {type_sql(kind)})" for kind, pair in zip(kinds, rule.join_on, strict=True)]
-    # Of the keys' own expressions: a name that is used twice would be a column first, with the record as a whole beside it.
+    # Repeats the keys' expressions. For a name that is used twice, Spark would make a column first, and carry the whole record
+    # beside the column.
     missing = " OR ".join(f"{key} IS NULL" for key in keys)
     lone = f"CASE WHEN {missing} THEN {side}.kafka.offset ELSE -1 END AS lone"
     named = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
@@ -238,9 +244,9 @@ def paired(
     names = key_names(rule)
     sides = {side: _ranked(rule, frame, side) for side, frame in (("left", left), ("right", right))}
     equal = " AND ".join(f"left_{name} = right_{name}" for name in (*names, "lone", "rank"))
-    # What is asked of a side as a whole is asked of another column of it: Spark then reads, and takes through the join, just
-    # those fields of the records that are used. For the same reason nothing is given a name to be used twice, and the keys
-    # of the sides stay two: what a join by names makes of them would be such a name.
+    # No expression uses a side's record as a whole; the columns beside the record answer such questions. Spark then reads and
+    # joins only the used fields of the records. For the same reason no name is used twice. The join is not by names either:
+    # it would merge the keys of both sides into a column with a new name.
     both = "left_old IS NOT NULL AND right_old IS NOT NULL"
     at = {"left": places[rule.left], "right": places[rule.right]}
     source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
@@ -299,8 +305,8 @@ def one_sided(index: int, frame: DataFrame, side: str, place: int) -> DataFrame:
 
 
 def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
-    """The results, those outputs dropped that the output's own condition does not hold for."""
-    # To ask Spark for the columns takes as long as to analyse the whole batch.
+    """The results, where an output is dropped if its own condition is false."""
+    # Without conditions, skips ``results.columns``, which takes Spark as long as the analysis of the whole batch.
     if all(rule.keep is None for rule in rules) or KEPT not in results.columns:
         return results
     names = [name_sql(name) for name in results.columns if name not in ("kind", KEPT)]
@@ -308,7 +314,7 @@ def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
 
 
 def union(frames: Iterable[DataFrame]) -> DataFrame:
-    """All rows of result frames; a column that one lacks is null there."""
+    """The rows of several result frames. A column that a frame lacks is null in the frame's rows."""
     first, *others = frames
     for frame in others:
         first = first.unionByName(frame, allowMissingColumns=True)
@@ -341,5 +347,5 @@ def columns(rule: Rule, target: Target) -> list[tuple[str, str]]:
 
 
 def wanted(rule: Rule, sql: str) -> str:
-    """What a rule makes, only where the output's own condition holds: of what is dropped nothing is made, nor fails."""
+    """A rule's expression, evaluated only if the output's own condition is true. A dropped output can't fail."""
     return sql if rule.keep is None else f"CASE WHEN {rule.keep} THEN {sql} END"

@@ -1,12 +1,12 @@
-"""Order and number outputs without putting them all on one task.
+"""Order and number outputs in parallel tasks.
 
-Results are cut into buckets by time, a Spark partition each, and sorted within. The number of a row is then the bucket's
-first number plus its place in the bucket. Bounds of buckets come from the statistics of the raw files: sampling the rows, as
-``repartitionByRange`` does, would run the joins twice.
+Results are divided into buckets by time. A bucket is a Spark partition, and is sorted. A row's number is the bucket's first
+number plus the row's place in the bucket. The bounds of the buckets come from the statistics of the raw files.
+``repartitionByRange`` would sample the rows instead, and so run the joins twice.
 
-A bucket's first number is known once all are counted. They are counted in a subquery of the query that writes them, over the
-same shuffle, which Spark then makes once (``spark.sql.exchange.reuse``): kept in any other way, rows would be written and read
-once more. Who writes tells how many they were, so that it can be seen whether it was the same rows.
+A bucket's first number is the count of the rows in the earlier buckets. A subquery of the writing query counts the rows, over
+the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write and read the rows
+once more. The writing tasks report their own counts, and so show whether both queries had the same rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BUCKET_RECORDS = 150_000
 """New raw records for each bucket, about."""
 
 SMALL = 20_000
-"""New raw records of a batch that is small: all of it is one Spark task, and what became of each record is fetched."""
+"""The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
 
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """Some raw records and the times that they lie between, in milliseconds."""
+    """The number of some raw records, and their lowest and highest time in milliseconds since the epoch."""
 
     low: int
     high: int
@@ -62,13 +62,13 @@ def _reached(spans: Sequence[TimeSpan]) -> tuple[npt.NDArray[np.int64], npt.NDAr
     points = np.unique(np.concatenate([low, high]))
     begin, end = np.searchsorted(points, low), np.searchsorted(points, high)
     wide = high > low
-    # Records a millisecond from each point on, and those that come at one.
+    # Records per millisecond from each point on, and records that lie exactly at a point.
     rates, at_once = np.zeros(len(points)), np.zeros(len(points))
     rate = records[wide] / (high - low)[wide]
     np.add.at(rates, begin[wide], rate)
     np.add.at(rates, end[wide], -rate)
     np.add.at(at_once, begin[~wide], records[~wide])
-    # Where no span is, what is left of the sum is the rounding of what was added and taken away.
+    # Between spans the rate must be zero, but rounding errors of the sums remain.
     under_way = np.cumsum(
         np.bincount(begin[wide], minlength=len(points)) - np.bincount(end[wide], minlength=len(points))
     )
@@ -105,8 +105,8 @@ def arranged(
 def _firsts(found: DataFrame, buckets: int, outs: Sequence[str]) -> DataFrame:
     """One row with an array: for each topic and bucket, how many of the topic's outputs are in the buckets before.
 
-    The shuffle is shared only if both ask it for the same columns, so this one has an expression of all that it never
-    evaluates.
+    Spark shares the shuffle only between queries that read the same columns. This query therefore has an expression over
+    every column, which Spark never evaluates.
     """
     from pyspark.sql import functions as F
 
@@ -128,10 +128,10 @@ def _topic_sql(outs: Sequence[str]) -> str:
 
 
 def _bucket_sql(bounds: Sequence[int]) -> str:
-    """How many bounds a row has reached, by halving.
+    """An SQL expression for a row's bucket: the number of reached bounds, by binary search.
 
-    The index is one that Spark can't fold: bounds that become literals are in the generated code, which each batch would
-    then have to compile anew. A lambda over the array would not be compiled at all.
+    Spark can't fold the index into a constant. Constant bounds would be literals in the generated code, and each batch would
+    compile its own code. Spark does not compile a lambda over the array at all.
     """
     array = f"array({', '.join(f'{bound}L' for bound in bounds)})"
 

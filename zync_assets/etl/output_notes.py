@@ -1,5 +1,6 @@
-"""What an output's schema says beside its types (``codecs.connect_notes``): a field that is a bare column of an input has the
-column's note, and a field has one note in all rules of its topic.
+"""The notes of an output's schema (``codecs.connect_notes``), which say more about a field than its type.
+
+A field that is a bare column of an input has the column's note. A field has the same note in every rule of its topic.
 
 A path is the names of the fields down to a field; ``[]`` stands for an array's items, and ``{}`` for a map's values.
 """
@@ -63,10 +64,11 @@ def _of_shape(
 
 
 def lacking_sql(shape: Shape, sides: Mapping[str, pa.Schema]) -> list[str]:
-    """What a value leaves out since the record's own schema lacks the column that a field is: expressions for paths such as
-    ``value.address.street``, null where the record has the field. They use the ids in ``kafka`` (``lake.reading``).
+    """SQL expressions for the fields that a value omits, because the raw record's own schema lacks the field's column.
 
-    A column with a value is never left out: a registry that was created anew may give a lacking schema's id to another one.
+    An expression gives a path such as ``value.address.street``, or null if the record has the field. The expressions use the
+    schema ids in ``kafka`` (``lake.reading``). A column with a value is never omitted: a new registry may give the id of such
+    a schema to another schema.
     """
     return list(_lacking(shape, sides, ("value",)))
 
@@ -150,11 +152,11 @@ def _names(sql: str) -> list[str]:
 def topic_notes(
     rules: Iterable[Notes], required: Collection[FieldPath] | None, *, whole: bool
 ) -> dict[FieldPath, Note]:
-    """One note for each field over all rules of a topic.
+    """Path → the common note of a field in every rule of a topic.
 
-    A field is required only if it is in all rules, and in none of them may be null: a consumer of one rule's records must be
-    able to read the other rule's. ``whole``: no rule is left whose types are not known yet. ``required``: the fields that the
-    records before have as required; None: there are none before.
+    A field is required only if every rule makes the field, and no rule may make it null. A consumer of one rule's records
+    must be able to read another rule's records. ``whole``: the types of every rule are known. ``required``: the fields that
+    earlier records have as required, None without earlier records.
     """
     parts = list(rules)
     found: dict[FieldPath, Note] = {}

@@ -1,4 +1,4 @@
-"""What a rule makes: shapes as Spark SQL, the types that they have, and one type for an output topic over all its rules."""
+"""A rule's shapes as Spark SQL, the types of shapes, and the common type of an output topic's rules."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
 """Conditions of Spark's errors for a name that a record does not have."""
 _SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
 _TYPES: Recent[tuple[object, ...], DataType] = Recent(10_000)
-"""What expressions were found to be, by their sides' types: to ask Spark again for each batch would take longer than a
-small batch takes."""
+"""The known types of expressions, by the types of their sides. A question to Spark takes longer than a small batch."""
 
 
 def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: str) -> DataType:
     """The type of an expression over record frames, each under its side's name, or one frame's own columns (side "").
 
-    Every field of it may be null. EtlError, in Spark's words, if Spark can't resolve it: FieldMissing if a field is missing.
+    Every field of the type may be null. Raises EtlError with Spark's text if Spark can't resolve the expression, and
+    FieldMissing for a missing field.
     """
     from pyspark.errors import AnalysisException, ParseException
 
@@ -52,7 +52,7 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
 
 
 def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str) -> DataType:
-    """The type of all that a shape makes. EtlError, which names the field, if Spark can't resolve its expression."""
+    """The type of a whole shape. Raises EtlError, with the field's name, if Spark can't resolve the field's expression."""
     try:
         return expression_type(sides, shape_sql(shape), rule, key)
     except EtlError:
@@ -62,8 +62,10 @@ def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str
 
 
 def learn_types(questions: Iterable[Question]) -> None:
-    """Ask for the types of many expressions at once: on a Spark server each asking is a request. Where one of them can't be
-    resolved none is known afterwards, and ``expression_type`` finds out which it is."""
+    """Ask Spark for the types of many expressions at once, because every question to a Spark server is a request.
+
+    If Spark can't resolve an expression, no type is learned. ``expression_type`` then finds the failing expression.
+    """
     from pyspark.errors import AnalysisException, ParseException
 
     groups: dict[tuple[tuple[str, int], ...], list[Question]] = {}
@@ -138,15 +140,16 @@ def short(error: Exception) -> str:
 
 
 def without_advice(text: str) -> str:
-    """What Spark says, without its advice to turn ANSI mode off: the mode stays on, since results depend on it."""
+    """Spark's error text without its advice to turn ANSI mode off. Results depend on ANSI mode."""
     return _ANSI_ADVICE.sub("", text)
 
 
 def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: DataType | None = None) -> DataType:
-    """One type that holds the fields of all, in the order in which they appear. ``parts``: (rule, its type); ``table``:
-    what the staging pool has, whose fields come first, and may have narrower or wider types than the rules now give them.
+    """One type with the fields of every rule, in the order of their appearance.
 
-    Raises EtlError if a field has two types in the rules, or one that the pool's can't be widened to.
+    ``parts``: (rule, its type); ``table``: the type in the staging pool, whose fields come first. A field's type in the pool
+    may be narrower or wider than in the rules. Raises EtlError if a field has two types in the rules, or a type to which the
+    pool's type can't be widened.
     """
     from pyspark.sql.types import NullType
 
@@ -254,7 +257,7 @@ def own_type(kind: DataType, whole: DataType) -> DataType:
 
 
 def made_sql(shape: Shape, have: DataType, want: DataType) -> str:
-    """What a shape makes, as an expression of the topic's wider type; fields that the rule lacks are null.
+    """A shape as an SQL expression of the topic's wider type ``want``. Fields that the rule lacks are null.
 
     ``have``: the type of the shape itself.
     """

@@ -1,13 +1,19 @@
 """Values that the source did not send: Debezium's placeholder for a large column that an update left as it was.
 
 PostgreSQL keeps large values apart (TOAST) and does not log those that an update leaves unchanged; Debezium puts a placeholder
-there, ``unavailable.value.placeholder`` in its configuration. An output field that is the placeholder is left out of its
-record, so that it overwrites nothing downstream.
+there, ``unavailable.value.placeholder`` in its configuration. A record omits an output field that is the placeholder, so
+that the placeholder overwrites no value downstream.
 
-What the placeholder looks like depends on the column's type (Debezium, ``UnchangedToastedPlaceholder`` of its PostgreSQL
-connector): a string is the placeholder; binary its bytes; an array of strings or binary holds it alone, of UUIDs the
-name-based UUID of its bytes, of numbers, dates and times one element a byte; an hstore maps it to itself, as a map or as
-JSON. Arrays of booleans are not looked at: one true a byte may be a value.
+The placeholder's form depends on the column's type (Debezium, ``UnchangedToastedPlaceholder`` of its PostgreSQL connector):
+
+- a string: the placeholder itself
+- binary: the placeholder's bytes
+- an array of strings or binary: the placeholder as the only item
+- an array of UUIDs: the name-based UUID of the placeholder's bytes
+- an array of numbers, dates or times: an element for each byte
+- an hstore, as a map or as JSON: the placeholder mapped to itself
+
+Arrays of booleans are ignored, because an array with a true for each byte may be a value.
 """
 
 from __future__ import annotations
@@ -103,7 +109,7 @@ def _is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None
 
 
 def _texts(placeholder: str) -> tuple[str, str]:
-    """What a string is: the placeholder, or an hstore as JSON that maps it to itself."""
+    """The forms of the placeholder as SQL strings: the placeholder, and the JSON of an hstore that maps it to itself."""
     text = placeholder_bytes(placeholder).decode(errors="replace")
     as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
     return text_sql(text), text_sql(as_hstore)

@@ -1,7 +1,7 @@
 """librdkafka's clients: their configuration, their log, and their errors as this package's own.
 
-A pipeline's ``kafka:`` mapping holds any librdkafka property. Where and how to connect is the user's; what a
-reader's or a writer's promise stands on is ours, and overrides it.
+A pipeline's ``kafka:`` mapping may hold any librdkafka property. The user's properties decide where and how to connect. The
+package's own properties, on which exactly-once depends, override the user's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ UNREACHABLE = frozenset(
         ClientError._TIMED_OUT_QUEUE,
         ClientError._MSG_TIMED_OUT,
         ClientError._WAIT_COORD,
-        # What is left of these when a refusal has been told apart: a token endpoint that is down, a broken handshake.
+        # A login or certificate that was refused has its own error before this point. Here remain passing troubles: a token
+        # endpoint that is down, a broken handshake.
         ClientError._AUTHENTICATION,
         ClientError._SSL,
         ClientError.REQUEST_TIMED_OUT,
@@ -70,7 +71,7 @@ NOT_AUTHORIZED = frozenset(
 )
 
 Operation: TypeAlias = Literal["Describe", "DescribeConfigs", "Read", "Write", "Create", "Delete"]
-"""What an ACL allows on a topic, as Kafka's own tools spell it. Read, Write and Delete allow Describe too."""
+"""The operations of an ACL on a topic, spelled as in Kafka's own tools. Read, Write and Delete allow Describe too."""
 
 UNKNOWN_TOPIC = frozenset(
     {ClientError.UNKNOWN_TOPIC_OR_PART, ClientError._UNKNOWN_TOPIC, ClientError._UNKNOWN_PARTITION}
@@ -83,15 +84,15 @@ def librdkafka_version() -> str:
 
 
 def servers(kafka: Mapping[str, str]) -> str:
-    """What a message calls the broker."""
+    """The broker's addresses, for a message."""
     return kafka.get("bootstrap.servers") or kafka.get("metadata.broker.list") or "(no bootstrap.servers given)"
 
 
 class Connection:
-    """One client's configuration, and the last trouble that it reported.
+    """One client's configuration, and the last trouble that the client reported.
 
-    librdkafka reports trouble with a broker to a callback and goes on trying; only who waits knows when it
-    has waited for long enough, and then wants to say why.
+    librdkafka reports trouble with a broker to a callback and tries again. The caller decides when the wait is too long,
+    and then names the trouble in the error.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Connection:
     ) -> None:
         """``owned`` overrides the user's ``kafka``, which overrides ``defaults``.
 
-        Raises SetupError or AuthenticationFailed where ``oauth_cb`` names a function that makes no token.
+        Raises SetupError or AuthenticationFailed if the function that ``oauth_cb`` names returns no token.
         """
         self.servers = servers(kafka)
         self.trouble: ClientError | None = None
@@ -186,7 +187,7 @@ class Connection:
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
 
     def _not_authorized(self, doing: str, topic: str, needs: Operation) -> NotAuthorized:
-        """Who may not do what, and the ACL that lets them. A user's name is no secret."""
+        """The error for a missing right, with the command that grants it. A user's name is no secret."""
         user = self._kafka.get("sasl.username") or self._kafka.get("sasl.user.name")
         principal = f"User:{user}" if user else "this client's principal"
         return NotAuthorized(
@@ -197,7 +198,7 @@ class Connection:
 
 
 def _is_not_authorized(error: ClientError) -> bool:
-    # What ended an idempotent producer has a code of its own; its text has the broker's.
+    # The fatal error of an idempotent producer has its own code, and quotes the broker's error in its text.
     return error.code() in NOT_AUTHORIZED or any(ClientError(code).str() in error.str() for code in NOT_AUTHORIZED)
 
 

@@ -26,11 +26,11 @@ _MESSAGE = np.dtype(
         "itemsize": MESSAGE_SIZE,
     }
 )
-"""What is left out stays zero."""
+"""A message in librdkafka's memory layout. Fields that are not named here stay zero."""
 
 
 class Handover:
-    """Hands records over to one partition, by a producer that must outlive this."""
+    """Hands the records of one partition over to a producer. The producer must outlive this object."""
 
     def __init__(self, producer: Producer, topic: str, partition: int) -> None:
         self._handle = handle_of(producer)
@@ -39,15 +39,15 @@ class Handover:
 
     @property
     def possible(self) -> bool:
-        """Where it is not, records go by ``Producer.produce``, one by one."""
+        """Whether librdkafka's functions are at hand. Otherwise the caller sends each record with ``Producer.produce``."""
         return self._handle is not None
 
     def hand_over(self, records: pa.RecordBatch) -> KafkaError | None:
-        """Queue the records (columns ``key`` and ``value``, binary) in order; the error of the first that was refused."""
+        """Queue the records (columns ``key`` and ``value``, binary) in order. Returns the error of the first refused record."""
         assert LIBRARY is not None
         messages = np.zeros(len(records), _MESSAGE)
         messages["partition"] = self._partition
-        # Held until librdkafka has copied what lies in them.
+        # The columns must live until librdkafka has copied their bytes.
         columns = {name: records[name].cast(pa.binary()) for name in ("key", "value")}
         for name, column in columns.items():
             messages[name], messages[f"{name}_size"] = _places(column)

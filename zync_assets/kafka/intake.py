@@ -29,7 +29,7 @@ def open_intake(consumer: Consumer, topic: str, partition: int) -> Generator[Int
         yield None
         return
     queue = LIBRARY.rd_kafka_queue_get_partition(handle, topic.encode(), partition)
-    # What is assigned later does not alter that: the partition's messages stay in its queue, and nothing else does.
+    # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
     LIBRARY.rd_kafka_queue_forward(queue, None)
     try:
         yield Intake(consumer, queue, topic, partition)
@@ -39,14 +39,14 @@ def open_intake(consumer: Consumer, topic: str, partition: int) -> Generator[Int
 
 class Intake:
     def __init__(self, consumer: Consumer, queue: int, topic: str, partition: int) -> None:
-        # Late, for who only reads little.
+        # A late import, because a reader of few records does not need numba.
         from zync_assets.kafka import intake_loops
 
         self._consumer, self._queue, self._topic, self._partition = consumer, queue, topic, partition
         self._loops = intake_loops
 
     def take(self, count: int, timeout: float) -> Taken:
-        """What comes within ``timeout`` seconds, up to ``count`` messages."""
+        """The messages that arrive within ``timeout`` seconds, at most ``count``."""
         messages = np.zeros(count, np.int64)
         found = self._loops.take(self._queue, int(timeout * 1000), messages)
         messages = messages[: max(0, found)]
@@ -54,7 +54,7 @@ class Intake:
             records, troubles = self._look(messages)
         finally:
             self._loops.release(messages)
-        # What is not of the partition: callbacks, and trouble with connections and rights.
+        # Also serves events that belong to no partition: callbacks, and trouble with connections and rights.
         return Taken(records, [*troubles, *troubles_of(self._consumer.consume(100, 0))])
 
     def _look(self, messages: Longs) -> tuple[pa.RecordBatch, list[Trouble]]:

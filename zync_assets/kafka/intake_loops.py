@@ -1,7 +1,8 @@
-"""What is done with each message of librdkafka, compiled by numba: a Python object a message costs more than all that is done
-with it here. To import this module takes a quarter of a second; the compiled code is kept beside it, or in the user's cache.
+"""Loops over librdkafka's messages, compiled by numba. A Python object per message would cost more than the loops.
 
-A message is an address, ``rd_kafka_message_t *``. Whoever takes messages has to ``release`` them, once.
+The import takes a quarter of a second. Numba keeps the compiled code beside this module, or in the user's cache.
+
+A message is an address, ``rd_kafka_message_t *``. The caller must ``release`` each message exactly once.
 """
 
 # numba gives its functions no types that a checker sees.
@@ -60,7 +61,7 @@ def release(messages: Any) -> None:
 
 @njit(types.void(_Longs, _Ints, _Longs, types.int64[:, ::1], types.int64[:, ::1], _Longs), cache=True, nogil=True)
 def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, headers: Any) -> None:
-    """What each message is: its error code, its offset, address and size of its value and key, and how many headers."""
+    """Fill the arrays with each message's error code, offset, value and key (address and size), and number of headers."""
     scratch = np.zeros(1, np.int64)
     found = np.uintp(scratch.ctypes.data)
     for index in range(len(messages)):

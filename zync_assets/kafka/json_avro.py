@@ -1,7 +1,7 @@
-"""One JSON value as one Avro datum, and back: for people and their small files.
+"""Converts one JSON value to one Avro datum, and back, for small files that people write.
 
-What JSON lacks is a string there: bytes and fixed in base64, decimals in digits, dates and times in ISO 8601
-(or the plain number that Avro holds).
+Avro types that JSON lacks are JSON strings: bytes and fixed in base64, decimals in digits, dates and times in ISO 8601. A
+date or time may also be the plain number that Avro holds.
 """
 
 from __future__ import annotations

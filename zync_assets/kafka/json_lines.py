@@ -28,7 +28,7 @@ ENVELOPE = frozenset({"kafka", "key", "value", "headers", "partition", "timestam
 
 @dataclass(frozen=True)
 class Line:
-    """What a JSON line asks for. ``timestamp``: milliseconds since the epoch, None: now."""
+    """The record to produce for one JSON line. ``timestamp``: milliseconds since the epoch, None: now."""
 
     value: Any
     key: Any = None

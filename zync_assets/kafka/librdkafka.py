@@ -48,7 +48,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
 
 
 def _library() -> ctypes.CDLL | None:
-    """None where it does not show its functions."""
+    """librdkafka's functions, typed; None for an untried version of confluent-kafka, or a build that hides the functions."""
     if ctypes.sizeof(ctypes.c_void_p) != 8 or version("confluent-kafka") not in TRIED:
         return None
     library = ctypes.CDLL(cimpl.__file__)
@@ -65,8 +65,11 @@ LIBRARY = _library()
 
 
 def handle_of(client: Producer | Consumer) -> int | None:
-    """The ``rd_kafka_t`` of a client, which it keeps right after what every Python object begins with, and whose opaque is
-    the client; None where that is not so."""
+    """The address of a client's ``rd_kafka_t``; None if it is not found.
+
+    The client keeps the address right after the header of every Python object. The handle's opaque pointer must be the
+    client, which proves that the address is right.
+    """
     if LIBRARY is None:
         return None
     found = ctypes.c_void_p.from_address(id(client) + object.__basicsize__).value
@@ -74,7 +77,7 @@ def handle_of(client: Producer | Consumer) -> int | None:
 
 
 def addresses() -> Iterator[tuple[str, int]]:
-    """Each function's name and where it lies, for compiled code."""
+    """Each function's name and address, for compiled code."""
     assert LIBRARY is not None
     for name in _FUNCTIONS:
         found = ctypes.cast(getattr(LIBRARY, name), ctypes.c_void_p).value

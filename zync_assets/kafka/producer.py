@@ -73,7 +73,7 @@ def _no_key(value: Any) -> bytes:
 def produce(
     kafka: Mapping[str, str], topic: str, records: Iterable[Line], encode_key: Encode, encode_value: Encode
 ) -> int:
-    """Produce ``records`` to a topic that is there; return how many, all of them acknowledged."""
+    """Produce ``records`` to an existing topic. Returns the number of records, which are all acknowledged."""
     connection = Connection(kafka, _PROMISES, _DEFAULTS)
     doing = f"producing to {topic}"
     if topic not in topic_states(kafka, [topic]):

@@ -81,12 +81,12 @@ BETWEEN_LEADERS = {
 
 
 class Question:
-    """Requests that share one deadline and one name for the errors."""
+    """Several requests with one common deadline, and one name for error messages."""
 
     def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float, needs: Operation = "Describe") -> None:
         self._kafka = kafka
         self._admin = _admin(kafka)
-        # Reports of trouble queue up until they are asked for; those of an earlier question are old news.
+        # Trouble reports wait in a queue. The reports of an earlier question are outdated.
         self._admin.client.poll(0)
         self.connection = self._admin.connection
         self.connection.trouble = None
@@ -95,7 +95,7 @@ class Question:
         self.needs: Operation = needs
         self._began = time.monotonic()
         self._timeout = timeout
-        # Where several brokers are known, there is one to take over.
+        # With several known brokers, another broker can take over.
         self._deadline = self._began + timeout * (ELECTION if "," in self.servers else 1)
 
     def left(self) -> float:
@@ -148,8 +148,11 @@ class Question:
                     raise
 
     def until_led(self, question: Callable[[], T]) -> T:
-        """Ask again, up to the deadline: a partition may be between two leaders, since it was just added or its leader has
-        just gone, and the broker that was asked may be the one that hangs."""
+        """Ask again until the deadline.
+
+        A partition may have no leader yet, because the partition is new or its leader has just failed. The broker that
+        received the request may hang.
+        """
         asked = time.monotonic()
         while True:
             try:
@@ -158,8 +161,8 @@ class Question:
                 if self.left() <= 0.2:
                     raise
             if time.monotonic() > asked + ATTEMPT - 1:
-                # The client goes on asking the broker that it chose once, for as long as it is told of no other; and with the
-                # leader's epoch that it learned once, for as long as it may keep its metadata, though that is refused.
+                # A client keeps its first broker until it learns of another broker. It also keeps a refused leader epoch
+                # until its metadata expires. A new client has neither.
                 self._admin = _another_admin(self._kafka, self._admin)
                 self.connection = self._admin.connection
                 asked = time.monotonic()

@@ -1,8 +1,8 @@
 """Reads a range of offsets of one partition into Arrow, read-committed and in order.
 
-Offsets have legal gaps (compaction, transaction markers, aborted transactions), so a range ends with the
-first record at or past its end, or with the end of the partition: never with a count, and never by waiting
-for the offset ``end - 1``. Arguments are plain data, so that a Spark task can make the call.
+Offsets have legal gaps (compaction, transaction markers, aborted transactions). A range therefore ends with the first
+record at or past its end, or with the end of the partition. The reader never counts records, and never waits for the
+offset ``end - 1``. Arguments are plain data, so that a Spark task can make the call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STALLED = 60.0
 """Seconds without any progress after which the broker counts as gone."""
 
 PROPAGATION = 5.0
-"""Seconds for which a broker that comes back may not know a topic that is there."""
+"""Seconds for which a restarted broker may not know an existing topic."""
 
 FIRST, CHUNK = 1000, 4000
-"""Messages asked for at once, at first and at the most: large enough that a call costs nothing, small enough to see how large
-they are."""
+"""Messages of one request: of the first, and the most of a later one. Large requests save calls. Small requests show the
+size of the records before a batch gets too large."""
 
 POLL = 0.05
 """Seconds that one call waits for a chunk to fill."""
@@ -41,7 +41,7 @@ POLL = 0.05
 TUNING: Mapping[str, Any] = {
     # By default a full local queue makes the fetcher pause for a second.
     "fetch.queue.backoff.ms": 5,
-    # What is fetched past the end of a range is thrown away: twice these bounds, for each range.
+    # A reader discards the bytes fetched past a range's end, up to twice these bounds.
     "max.partition.fetch.bytes": 4 << 20,
     "fetch.max.bytes": 50 << 20,
     "queued.min.messages": 20_000,
@@ -53,16 +53,15 @@ _PROMISES: Mapping[str, Any] = {
     "enable.partition.eof": True,
     "enable.auto.commit": False,
     "enable.auto.offset.store": False,
-    # A position that is gone is data loss, to be reported; never a reset.
+    # A missing position is data loss and must be reported. A reset would hide the loss.
     "auto.offset.reset": "error",
     "allow.auto.create.topics": False,
-    # A topic that was there and is unknown now is gone; the default waits 30 s for it.
+    # A topic that becomes unknown was deleted. By default librdkafka waits 30 s for the topic.
     "topic.metadata.propagation.max.ms": int(PROPAGATION * 1000),
 }
 
 _GROUP: Mapping[str, str] = {"group.id": "zync"}
-"""A consumer needs a group's name; partitions are assigned here and nothing is committed, so that it is only
-a name."""
+"""librdkafka demands a group's name. The reader assigns partitions itself and commits nothing, so that no group exists."""
 
 
 def read_range(
@@ -79,8 +78,8 @@ def read_range(
     """The visible records with ``first <= offset < end``, as batches of RECORD_SCHEMA, in order.
 
     A batch has up to ``batch_records`` records, and little more than ``batch_bytes`` of keys and values.
-    ``end`` must not be past the partition's last stable offset at the time of the call; with ``uncommitted``, which
-    shows the records of open and of aborted transactions too, not past its high watermark.
+    ``end`` must not be past the partition's last stable offset at the time of the call. ``uncommitted`` also returns the
+    records of open and aborted transactions; ``end`` must then not be past the high watermark.
 
     Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without progress.
     """
@@ -221,7 +220,7 @@ class _Parts:
         return size
 
     def take(self) -> pa.RecordBatch:
-        """The batch; there are no parts then."""
+        """Return the collected parts as one batch, and start a new batch."""
         whole = pa.concat_batches(self._parts)
         self._parts, self._count, self.bytes = [], 0, 0
         return whole
@@ -233,9 +232,9 @@ def _bytes_of(column: pa.Array) -> int:
 
 
 def end_reported(trouble: Trouble, connection: Connection, place: str, wanted: str) -> int | None:
-    """The partition's end, if that is what is reported; None for trouble that may pass.
+    """The partition's end if librdkafka reports an end; None for trouble that may pass.
 
-    Raises anything else as what it is. ``place``: topic and partition; ``wanted``: the offset that was to be read.
+    Raises DataLoss or another KafkaError for lasting trouble. ``place``: topic and partition; ``wanted``: the offset to read.
     """
     error = trouble.error
     if error.code() == ClientError._PARTITION_EOF:
@@ -246,7 +245,7 @@ def end_reported(trouble: Trouble, connection: Connection, place: str, wanted: s
             "raise the topic's retention, and set on-data-loss: continue on the input to go on after the gap"
         )
     if not error.fatal() and (trouble.topic is None or error.code() in UNREACHABLE):
-        # Of the connection or of the unused group: librdkafka goes on trying.
+        # Trouble with the connection or with the unused group. librdkafka tries again.
         connection.trouble = error
         return None
     raise connection.error(error, f"reading {place}", trouble.topic, "Read")

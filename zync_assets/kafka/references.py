@@ -18,7 +18,7 @@ _NAMED = frozenset({"record", "error", "enum", "fixed"})
 
 
 def inline(schema: str, referenced: Sequence[str]) -> str:
-    """``schema`` with each type that it takes from ``referenced`` (JSON documents) defined where it is first used.
+    """``schema`` with each type from ``referenced`` (JSON documents) defined at its first use.
 
     Raises SchemaError for a document that is no JSON, or a name that nothing defines.
     """
@@ -39,7 +39,7 @@ def full_name(name: str, namespace: str) -> str:
 
 
 def _namespace(schema: Mapping[str, Any], enclosing: str) -> str:
-    """The namespace of a named type, which is that of all names inside it."""
+    """The namespace of a named type. Names inside the type belong to the same namespace."""
     name = str(schema["name"])
     return name.rpartition(".")[0] if "." in name else str(schema.get("namespace", enclosing))
 

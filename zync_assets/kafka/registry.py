@@ -45,7 +45,7 @@ def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: s
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a subject. ``type``: ``AVRO``, ``JSON`` or ``PROTOBUF``; ``schema``: its text, as it was registered."""
+    """A version of a subject. ``type``: ``AVRO``, ``JSON`` or ``PROTOBUF``; ``schema``: the registered text."""
 
     number: int
     id: int
@@ -54,7 +54,7 @@ class Version:
 
 
 class Registry:
-    """A schema registry. It holds its configuration only until it is asked, and pickles as that."""
+    """A schema registry. Creates its client at the first request. Pickles as its configuration, without the client."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class Registry:
         return _schemas[place]
 
     def latest(self, subject: str) -> tuple[int, str] | None:
-        """The id and the schema of a subject's latest version; None if there is no such subject."""
+        """The id and the schema of a subject's latest version; None for an unknown subject."""
         try:
             found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
         except SchemaUnknown:
@@ -92,7 +92,7 @@ class Registry:
         return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
 
     def last_version(self, subject: str) -> Version | None:
-        """A subject's latest version; None if there is no such subject."""
+        """A subject's latest version; None for an unknown subject."""
         try:
             found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
         except SchemaUnknown:
@@ -115,7 +115,7 @@ class Registry:
         return sorted(self._ask(lambda client: client.get_subjects(), "listing subjects"))
 
     def versions(self, subject: str) -> list[int]:
-        """The versions of a subject, ascending; RegistryError if there is no such subject."""
+        """The version numbers of a subject, ascending; RegistryError for an unknown subject."""
         return sorted(self._ask(lambda client: client.get_versions(subject), f"subject {subject}"))
 
     def _whole(self, schema: Schema, what: str) -> str:
@@ -126,7 +126,7 @@ class Registry:
         return inline(str(schema.schema_str), self._referenced(schema, what))
 
     def _referenced(self, schema: Schema, what: str) -> list[str]:
-        """The schemas that ``schema`` refers to, those that they refer to first."""
+        """The referenced schemas of ``schema``, as JSON. A schema comes after the schemas that it refers to."""
         found: list[str] = []
         for reference in schema.references or ():
             subject, version = str(reference.subject), int(reference.version or -1)

@@ -159,7 +159,7 @@ def arrived(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -
 
 
 def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:
-    """What could not be decoded, by index: the side, and the error."""
+    """Row index → the side that could not be decoded, and the error. Only the key is named if both sides fail."""
     return {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
 
 

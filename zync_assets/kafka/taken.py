@@ -1,4 +1,4 @@
-"""What a consumer gives at once: records as columns, and what else it has to say."""
+"""The messages of one consumer call: records as columns, and the errors among the messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Taken:
 
 
 def take_messages(consumer: Consumer, count: int, timeout: float) -> Taken:
-    """What comes within ``timeout`` seconds, up to ``count`` messages, by the client's own objects."""
+    """The messages that arrive within ``timeout`` seconds, at most ``count``, read through the client's own objects."""
     with _no_collection():
         messages = consumer.consume(count, timeout)
         troubles: list[Trouble] = []
@@ -60,7 +60,7 @@ def take_messages(consumer: Consumer, count: int, timeout: float) -> Taken:
             troubles = troubles_of(messages)
             messages = [message for message in messages if message.error() is None]
         found = Taken(_columns(messages), troubles)
-        # Let go of while nobody collects: see there.
+        # Freed while the garbage collector is off: see ``_no_collection``.
         del messages
     return found
 
@@ -76,8 +76,11 @@ def troubles_of(messages: Iterable[Message]) -> list[Trouble]:
 
 @contextmanager
 def _no_collection() -> Generator[None]:
-    """Without Python's search for garbage in cycles, where that was on. A chunk's messages are more new objects than it takes
-    to set it off, and are in no cycle: it would look through them a few times, for a third of what reading takes."""
+    """Turn Python's garbage collector off for a while.
+
+    A chunk of messages has enough new objects to start the collector several times, although messages are in no cycle. The
+    collector would cost a third of a read's time.
+    """
     on = gc.isenabled()
     gc.disable()
     try:
@@ -88,8 +91,10 @@ def _no_collection() -> Generator[None]:
 
 
 def _columns(messages: Sequence[Message]) -> pa.RecordBatch:
-    """To look at a message's parts while they are in the processor's cache, and to let go of them then, takes half as long as
-    to keep them until a batch is whole."""
+    """The messages of a chunk as columns.
+
+    The messages of one chunk are still in the processor's cache. A conversion of the whole batch would take twice as long.
+    """
     # An int for every record; the stubs also think of messages that were not sent yet.
     offsets = np.fromiter(cast("Iterator[int]", map(Message.offset, messages)), np.int64, len(messages))
     pairs = chain.from_iterable(map(Message.timestamp, messages))
@@ -106,8 +111,11 @@ def _columns(messages: Sequence[Message]) -> pa.RecordBatch:
 
 
 def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
-    """librdkafka's (type, milliseconds), an array of shape (records, 2), as int64; null where the type is "not available",
-    the time is -1 (or before 1970), or past the year 9999, which few readers of a table can tell."""
+    """Milliseconds since the epoch, int64. ``pairs``: librdkafka's (type, milliseconds), an array of shape (records, 2).
+
+    A time is null if its type is "not available", or if it is before 1970 (librdkafka's -1) or past the year 9999. Few
+    readers of a table know later years.
+    """
     kinds, times = pairs[:, 0], pairs[:, 1]
     return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
 

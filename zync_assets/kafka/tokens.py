@@ -1,8 +1,8 @@
-"""Tokens for OAUTHBEARER from a function of the user's, or of this package: ``oauth_cb: module:function``.
+"""Tokens for OAUTHBEARER from a function of the user or of this package: ``oauth_cb: module:function``.
 
-librdkafka fetches tokens by itself where a server gives them for client credentials (``sasl.oauthbearer.method: oidc``). For
-all else it asks a callback, which confluent-kafka calls ``oauth_cb``. Here it is a name, so that it travels to Spark's
-executors as text; the function is imported there, with the credentials that it finds there.
+librdkafka fetches tokens itself from a server that accepts client credentials (``sasl.oauthbearer.method: oidc``). For other
+servers librdkafka calls a callback, confluent-kafka's ``oauth_cb``. In a pipeline file ``oauth_cb`` is the function's name,
+which travels to Spark's executors as text. An executor imports the function, and the function finds its credentials there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Callback: TypeAlias = Callable[[str], Token]
 def token_callback(name: str, config: str) -> Callback:
     """The function ``module:function`` as a callback for librdkafka.
 
-    It is called once now, with ``config`` (``sasl.oauthbearer.config``): librdkafka would wait ten seconds for a token that
-    never comes, and not say why. Raises SetupError if there is no such function, AuthenticationFailed if it raises.
+    The function is called once now, with ``config`` (``sasl.oauthbearer.config``). Otherwise librdkafka would wait ten seconds
+    for a missing token, and not report the cause. Raises SetupError for a missing function, and AuthenticationFailed if the
+    function raises.
     """
     function = _function(name)
     ready = [_called(function, name, config)]

@@ -63,15 +63,15 @@ class TopicState:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of several topics. One that is missing is neither in ``states`` nor in ``problems``."""
+    """The states of several topics. A missing topic is neither in ``states`` nor in ``problems``."""
 
     states: Mapping[str, TopicState]
     problems: Mapping[str, KafkaError]
-    """Topics that nothing is known of, and why: the right to describe them is missing."""
+    """Topics whose state is unknown → the error: the right to describe the topic is missing."""
 
     @property
     def errors(self) -> dict[str, KafkaError]:
-        """Topic → what is wrong with it: a problem, or the first partition without a leader."""
+        """Topic → its error: a problem, or the error of the first partition without a leader."""
         led = {topic: min(state.away.items())[1] for topic, state in self.states.items() if state.away}
         return {**self.problems, **led}
 
@@ -173,7 +173,7 @@ def _offsets(
     away: Mapping[str, dict[int, KafkaError]],
     problems: dict[str, KafkaError],
 ) -> dict[tuple[str, int], int]:
-    """The offsets that were told; what was not told goes into ``away`` or ``problems``."""
+    """(topic, partition) → offset. Adds the errors of the other partitions to ``away`` or ``problems``."""
     found: dict[tuple[str, int], int] = {}
     for (topic, partition), offset in ask.each(answers):
         if isinstance(offset, int):
@@ -194,7 +194,7 @@ def _leaderless(ask: Question, topic: str, partition: int, replicas: Sequence[in
 
 
 def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = None) -> TopicState:
-    """The state of one topic; TopicMissing if it is not there."""
+    """The state of one topic; TopicMissing for an unknown topic."""
     states = topic_states(kafka, [topic], timeout)
     if topic not in states:
         raise missing(topic, servers(kafka))
@@ -202,7 +202,7 @@ def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = No
 
 
 def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[int, int]:
-    """Per partition the first offset whose timestamp is at or after ``timestamp_ms``; the end where there is none.
+    """Partition → the first offset whose timestamp is at or after ``timestamp_ms``; the partition's end if none is.
 
     ``timestamp_ms``: milliseconds since the epoch, UTC.
     """
@@ -238,7 +238,7 @@ def create_topic(
     replication_factor: int,
     config: Mapping[str, str],
 ) -> TopicState:
-    """Create ``topic`` unless it is there, wait until it can be used, and return its state."""
+    """Create ``topic`` unless the topic exists, wait for a leader of each partition, and return the topic's state."""
     ask = Question(kafka, f"creating topic {topic}", 3 * WAIT, "Create")
     new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
     for _, future in ask(lambda admin, left: admin.create_topics([new], request_timeout=left)):
@@ -260,7 +260,7 @@ def create_topic(
 
 
 def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
-    """Delete ``topic`` if it is there, and wait until it is gone."""
+    """Delete ``topic`` if the topic exists, and wait until the brokers no longer list the topic."""
     ask = Question(kafka, f"deleting topic {topic}", 3 * WAIT, "Delete")
     for _, future in ask(lambda admin, left: admin.delete_topics([topic], request_timeout=left)):
         try:
@@ -299,8 +299,8 @@ def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tup
     """The configuration to create a topic with, and the ``max.message.bytes`` that the topic will have: ``config``'s, else
     the brokers' ``message.max.bytes``.
 
-    Where the brokers do not show their configuration, for lack of a right, the topic gets Kafka's own default as a setting of its
-    own. ETL measures outputs by this limit before the topic exists.
+    If a right to read the brokers' configuration is missing, the topic gets Kafka's default limit as its own setting. ETL
+    measures outputs by this limit before the topic exists.
     """
     given = config.get(_MAX_BYTES, "").strip()
     if given.isdigit():
@@ -347,9 +347,9 @@ def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
 def commit_group_offsets(
     kafka: Mapping[str, str], group: str, topic: str, offsets: Mapping[int, int], timeout: float = 2.0
 ) -> None:
-    """Note the next offset of each partition under a consumer group, for those who look there; nothing here reads it.
+    """Commit the next offset of each partition for a consumer group, for monitoring tools. The package never reads it.
 
-    KafkaError where the group has members of its own, a partition is gone, or the right to READ the group is missing.
+    Raises KafkaError if the group has members, a partition is missing, or the right to READ the group is missing.
     """
     ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", timeout)
     places = [TopicPartition(topic, partition, offset) for partition, offset in sorted(offsets.items())]

@@ -1,9 +1,8 @@
-"""Writes records to one partition so that record k lands at offset k, or finds out that it did not.
+"""Writes records to one partition so that record k gets offset k, or reports that a record got another offset.
 
-Kafka can't be told to write at an offset. So: one idempotent producer that sends in order and stops at the
-first record that is not accepted (KIP-98's sequence numbers, with librdkafka's gapless guarantee on top),
-sizes that are checked before anything is sent, and a delivery report for every record whose offset must be
-the expected one.
+A Kafka producer can't choose an offset. The writer therefore uses one idempotent producer, which sends in order and stops
+at the first record that is not accepted (KIP-98's sequence numbers, with librdkafka's gapless guarantee on top). The writer
+checks record sizes before it sends anything. It compares the offsets of the delivery reports with the expected offsets.
 """
 
 from __future__ import annotations
@@ -88,20 +87,19 @@ class _Chunk:
 class InOrder:
     """Writes to one partition from ``first`` on: ``with InOrder(…) as writer: writer.write(batch)``.
 
-    ``sent`` and ``confirmed`` are the next offset to send and to be confirmed; ``write`` returns before all is confirmed.
-    Below ``verified`` each record is known to be at its own offset.
-    When the block ends, every record has been acknowledged by all replicas in sync, at its own offset. When it raises,
-    those that were written are a prefix.
+    ``sent``: the next offset to send; ``confirmed``: the next offset to be confirmed. ``write`` returns before every record
+    is confirmed. Below ``verified`` each record is at its own offset. When the block ends, the replicas in sync have
+    acknowledged every record at its own offset. When the block raises, the written records are a prefix.
 
-    A report for every record would halve the rate. One for the last record of a chunk tells as much: chunks are sent in
-    order, so a record of anybody else shifts all that follow it, and a refused record ends the producer.
+    A report for every record would halve the rate. A report for the last record of a chunk suffices: chunks are sent in
+    order, a foreign record shifts the offsets of every later record, and a refused record ends the producer.
 
     Raises ForeignRecord if another writer's record is in the way, DataLoss if the topic ends before ``first``,
     TopicMissing, and BrokerUnavailable after two minutes without a delivery.
     """
 
     def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int, rebuild: str) -> None:
-        """``rebuild``: the command that publishes the topic anew; errors name it."""
+        """``rebuild``: the command that publishes the topic again. Errors quote the command."""
         limit = max_message_bytes(kafka, topic)
         self.sent = first
         self.confirmed = first
@@ -186,7 +184,7 @@ class InOrder:
         last = len(records) - 1
         if self._handover.possible and not _has_headers(records):
             if (refused := self._handover.hand_over(records.slice(0, last))) is not None:
-                # Where an earlier record ended the producer, its report says why.
+                # If an earlier record ended the producer, the report of that record has the cause.
                 self._serve(1.0)
                 raise KafkaError(f"{self._doing}: a record was refused: {refused.str()}; run it again")
             records, last = records.slice(last), 0
@@ -201,19 +199,19 @@ class InOrder:
             )
 
     def _drain(self) -> None:
-        """Wait until all that was sent is confirmed."""
+        """Wait until every sent record is confirmed."""
         while self.confirmed < self.sent:
             self._wait()
 
     def _drop(self) -> None:
-        """Send nothing more. What is on its way may still arrive, as a prefix."""
+        """Send nothing more. Records on the network may still arrive, as a prefix."""
         self._producer.purge()
-        # That it ends the producer is what is wanted.
+        # The purge ends the producer with an error, as intended.
         with suppress(KafkaException):
             self._producer.poll(0)
 
     def _wait(self) -> None:
-        """Wait for a report; BrokerUnavailable if there is none for too long, TrustError if none can come."""
+        """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""
         began = time.monotonic()
         before = self.confirmed
         while self.confirmed == before:
@@ -245,8 +243,8 @@ class InOrder:
             return
         chunk = self._waiting[0]
         offset = message.offset()
-        # Where the answer to the first try was lost and the broker had the record already, it doesn't say where; the next
-        # chunk's offset, or the topic's end, then tells it of this one too.
+        # If the broker's first answer was lost, the broker answers the retry without an offset. The next chunk's offset, or
+        # the topic's end, then proves this chunk's offset too.
         if offset is not None and offset >= 0:
             if offset != chunk.end - 1:
                 self._misplaced = (chunk, offset)
