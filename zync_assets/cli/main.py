@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "produce": Lazy("zync_assets.cli.topics:produce", "JSON lines into a topic."),
     "local": Lazy("zync_assets.cli.local:local", "A Kafka broker and a schema registry on this machine."),
     "spark": Lazy("zync_assets.cli.spark:spark", "Spark servers that stay between commands."),
+    "help": Lazy("zync_assets.cli.help:help_", "The keys of the pipeline file: type, default, example."),
     "demo": Lazy("zync_assets.cli.demo:demo", "The demo, from nothing to its result."),
     "version": Lazy("zync_assets.cli.version:version", "The versions of everything that matters."),
 }

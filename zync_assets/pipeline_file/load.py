@@ -23,6 +23,8 @@ from zync_assets.pipeline import (
     Rule,
 )
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
+from zync_assets.pipeline_file.grammar import FILE
+from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.lake import read_lake
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
@@ -34,10 +36,6 @@ DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_SETTLE_SECONDS = 45.0
 
-_KEYS = (
-    *("name", "kafka", "registry", "lake", "spark", "settle", "unavailable-value", "consumer-group", "missing-field"),
-    *("inputs", "outputs", "output", "transforms"),
-)
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -52,7 +50,7 @@ def load(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
     path = Path(path)
     node, problems = read(path, env)
     if isinstance(node, Table):
-        pipeline = _pipeline(Fields(node, "", problems, _KEYS, _HINTS), path, env)
+        pipeline = _pipeline(Fields(node, "", problems, known_names(FILE), _HINTS), path, env)
         if not problems:
             return pipeline
     elif not problems:

@@ -10,12 +10,12 @@ from zync_assets.pipeline import Denorm, Input, Output, Rule, Shape, SideFormat,
 from zync_assets.pipeline_file.compose import Missing, composed, unmade
 from zync_assets.pipeline_file.fields import Fields, listed, suggestion
 from zync_assets.pipeline_file.join_on import split_join
+from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.reach import leaves_nothing
+from zync_assets.pipeline_file.rule_keys import RULE, RULE_TYPES, WHERE_SIDES
 from zync_assets.pipeline_file.shapes import read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.source import Table
 
-_KEYS = ("name", "type", "where", "left", "right", "join-on", "in", "out", "key", "value", "headers")
-_TYPES = ("denorm", "stateless")
 _HINTS = {
     "zed": "write key: and value: with Spark SQL expressions",
     "select": "write key: and value: with Spark SQL expressions",
@@ -46,7 +46,7 @@ def read_rules(
     placed: list[_Placed] = []
     names: dict[str, int] = {}
     for position, (path, table) in enumerate(tables, start=1):
-        fields = Fields(table, path, problems, _KEYS, _HINTS)
+        fields = Fields(table, path, problems, known_names(RULE), _HINTS)
         found = _read_rule(fields, position, inputs, outputs)
         name = fields.text("name") if "name" in fields else None
         if name is not None and ("\n" in name or len(name) > 200):
@@ -149,10 +149,10 @@ def _read_rule(
 
 
 def _rule_type(fields: Fields) -> str | None:
-    word = fields.text("type", f"write one of {listed(_TYPES)}")
-    if word is None or word in _TYPES:
+    word = fields.text("type", f"write one of {listed(RULE_TYPES)}")
+    if word is None or word in RULE_TYPES:
         return word
-    fields.problem("type", f"is no type of rule; known: {listed(_TYPES)}{suggestion(word, _TYPES)}")
+    fields.problem("type", f"is no type of rule; known: {listed(RULE_TYPES)}{suggestion(word, RULE_TYPES)}")
     return None
 
 
@@ -188,7 +188,7 @@ def _where_sides(fields: Fields) -> tuple[str | None, str | None]:
     if not isinstance(node, Table):
         where = read_condition(fields, "where")
         return where, where
-    sides = Fields(node, fields.key("where"), fields.problems, ("left", "right"))
+    sides = Fields(node, fields.key("where"), fields.problems, known_names(WHERE_SIDES))
     if not node.entries:
         fields.problem("where", "is empty; write an expression, or left: and right: with one each")
     return read_condition(sides, "left"), read_condition(sides, "right")

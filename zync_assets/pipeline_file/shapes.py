@@ -8,6 +8,8 @@ from zync_assets.errors import Problem
 from zync_assets.pipeline import SOURCE_HEADER, Headers, RecordShape, Shape
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind
+from zync_assets.pipeline_file.keys import known_names
+from zync_assets.pipeline_file.rule_keys import input_shape
 from zync_assets.pipeline_file.source import Node, Scalar, Table
 
 
@@ -83,7 +85,7 @@ def read_record_shape(
     table = item.table("shape")
     if table is None:
         return None
-    fields = Fields(table, item.key("shape"), item.problems, ("where", "key", "value"))
+    fields = Fields(table, item.key("shape"), item.problems, known_names(input_shape().keys))
     if not table.entries:
         item.problem("shape", "is empty; write where:, key: or value:, or leave it out")
     sides: dict[str, Shape] = {}

@@ -23,15 +23,11 @@ from zync_assets.pipeline import (
 )
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.shapes import read_record_shape
 from zync_assets.pipeline_file.source import Items, Scalar
+from zync_assets.pipeline_file.topic_keys import CREATE, FORMATS, INPUT, OUTPUT
 
-_FORMAT_KEYS = ("format", "key-format", "value-format", "schema", "key-schema", "value-schema")
-_LIMIT_KEYS = ("unmatched", "on-data-loss", "on-bad-record", "max-bad-records", "on-schema-change")
-_INPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "from", *_LIMIT_KEYS, "shape", "retention")
-_SUBJECT_KEYS = ("subject-name-strategy", "key-subject-name-strategy", "value-subject-name-strategy", "namespace")
-_OUTPUT_KEYS = ("topic", "pool", *_FORMAT_KEYS, "create", "start-at", "provenance", "shape", *_SUBJECT_KEYS)
-_FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json", "string", "bytes")
 _POOL = re.compile(r"[A-Za-z0-9_]+")
 _NAMESPACE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
@@ -49,7 +45,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
     lines: dict[str, tuple[str | None, int]] = {}
     pools: dict[str, str] = {}
     for path, table in tables(node, "inputs", fields.problems):
-        item = Fields(table, path, fields.problems, _INPUT_KEYS)
+        item = Fields(table, path, fields.problems, known_names(INPUT))
         before = len(fields.problems)
         topic, pool = _topic(item), _pool(item)
         key, value = _sides(item, is_output=False)
@@ -110,7 +106,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
     lines: dict[str, int] = {}
     pools: dict[str, str] = {}
     for path, table in tables(node, name, fields.problems):
-        item = Fields(table, path, fields.problems, _OUTPUT_KEYS)
+        item = Fields(table, path, fields.problems, known_names(OUTPUT))
         before = len(fields.problems)
         topic, pool = _topic(item), _pool(item)
         key, value = _sides(item, is_output=True)
@@ -238,10 +234,10 @@ def _format(item: Fields, key: str) -> Format | None:
     word = item.text(key) if key in item else None
     if word is None:
         return None
-    for known in _FORMATS:
+    for known in FORMATS:
         if word == known:
             return known
-    item.problem(key, f"is no known format; formats: {listed(_FORMATS)}{suggestion(word, _FORMATS)}")
+    item.problem(key, f"is no known format; formats: {listed(FORMATS)}{suggestion(word, FORMATS)}")
     return None
 
 
@@ -306,7 +302,7 @@ def _create(item: Fields) -> CreateTopic | None:
     table = item.table("create")
     if table is None:
         return None
-    create = Fields(table, item.key("create"), item.problems, ("partitions", "replication-factor", "config"))
+    create = Fields(table, item.key("create"), item.problems, known_names(CREATE))
     config = create.table("config")
     properties = {} if config is None else Fields(config, create.key("config"), item.problems, None).flat()
     partitions = create.integer("partitions", 1, 100_000)

@@ -1,0 +1,190 @@
+"""Every key of the pipeline file, as a tree."""
+
+from __future__ import annotations
+
+from zync_assets.pipeline import UNAVAILABLE_VALUE
+from zync_assets.pipeline_file.keys import Key, paths
+from zync_assets.pipeline_file.rule_keys import RULE
+from zync_assets.pipeline_file.topic_keys import INPUT, OUTPUT
+
+KAFKA: tuple[Key, ...] = (
+    Key(
+        "bootstrap.servers",
+        "HOST:PORT, with commas between",
+        "The brokers to ask first.",
+        "kafka: {bootstrap.servers: 'broker:9092'}",
+        default="$KAFKA_BOOTSTRAP_SERVERS, else localhost:9092",
+    ),
+    Key(
+        "oauth_cb",
+        "package.module:function",
+        "A function that makes tokens for OAUTHBEARER. It gets `sasl.oauthbearer.config`, and returns a token and its end in"
+        " seconds since the epoch.",
+        "kafka: {oauth_cb: 'zync_assets.kafka.msk_iam:token'}",
+        default="none",
+    ),
+)
+REGISTRY: tuple[Key, ...] = (
+    Key(
+        "url",
+        "a URL",
+        "The address of a schema registry with Confluent's API.",
+        "registry: {url: 'https://registry:8081'}",
+        default="http://localhost:8081",
+    ),
+)
+
+
+def _setting(name: str, scheme: str, text: str, default: str = "none", beside: str = "") -> Key:
+    return Key(
+        name,
+        "text",
+        f"{text} For a lake in {scheme}://.",
+        f'lake: {{uri: "{scheme}://bucket/folder", {name}: {beside or "…"}}}',
+        default=default,
+    )
+
+
+_AWS = "the AWS variables of the environment, else the AWS chain"
+LAKE: tuple[Key, ...] = (
+    Key(
+        "uri", "a URI", "The place of the lake in an object store.", 'lake: {uri: "s3://bucket/folder"}', required=True
+    ),
+    _setting("endpoint", "s3", "The URL of a server other than Amazon's.", _AWS, '"https://minio:9000"'),
+    _setting("region", "s3", "The region of the bucket.", _AWS, "eu-west-1"),
+    _setting("access-key-id", "s3", "The access key.", _AWS, '"${KEY}", secret-access-key: "${SECRET}"'),
+    _setting("secret-access-key", "s3", "The secret of the access key.", _AWS, '"${SECRET}", access-key-id: "${KEY}"'),
+    _setting("session-token", "s3", "The token of a temporary login.", _AWS, '"${TOKEN}"'),
+    _setting("service-account", "gs", "The path of a JSON key.", "GOOGLE_SERVICE_ACCOUNT", "/run/secrets/key.json"),
+    _setting("account-name", "abfss", "The storage account.", "AZURE_STORAGE_ACCOUNT_NAME", "shop"),
+    _setting("account-key", "abfss", "The key of the storage account.", "AZURE_STORAGE_ACCOUNT_KEY", '"${KEY}"'),
+    _setting("sas-token", "abfss", "A shared access signature.", "AZURE_STORAGE_SAS_TOKEN", '"${TOKEN}"'),
+)
+SPARK: tuple[Key, ...] = (
+    Key(
+        "master",
+        "a Spark master",
+        "The master of the Spark session.",
+        'spark: {master: "local[2]"}',
+        default="local[*]",
+    ),
+    Key(
+        "remote",
+        "`shared`, or sc://host:port",
+        "A Spark Connect server. `shared` starts a server on this machine, or uses the one that runs there already.",
+        "spark: {remote: shared}",
+        default="$SPARK_REMOTE",
+    ),
+)
+
+_OUTPUTS = "The topics to write, each with the staging pool that holds its outputs."
+
+FILE: tuple[Key, ...] = (
+    Key(
+        "name",
+        "letters, digits, `.`, `_` and `-`",
+        "The pipeline's name. In Dagster it stands before the names of jobs, sensors and partitions.",
+        "name: invoices",
+        default="the file's name without its suffix",
+    ),
+    Key(
+        "kafka",
+        "a mapping of librdkafka's properties",
+        "The connection to Kafka. Any property of librdkafka is legal, under librdkafka's own name.",
+        "kafka: {bootstrap.servers: 'broker:9092', security.protocol: SSL}",
+        default="$KAFKA_BOOTSTRAP_SERVERS, else ~/.zync/kafka.json, else localhost:9092",
+        keys=KAFKA,
+        open=True,
+    ),
+    Key(
+        "registry",
+        "a mapping of `url` and properties",
+        "The schema registry. The properties are those of Confluent's client for Python.",
+        "registry: {url: 'https://registry:8081', timeout: 10}",
+        default="$SCHEMA_REGISTRY_URL, else ~/.zync/schema_registry.json, else http://localhost:8081",
+        keys=REGISTRY,
+        open=True,
+    ),
+    Key(
+        "lake",
+        "a folder, a URI, or a mapping of `uri` and settings",
+        "The place of the Delta tables. A relative folder begins at the file. delta-rs's own storage options are legal"
+        " beside `uri` too.",
+        "lake: ./shop-lake",
+        default="./lake",
+        keys=LAKE,
+        open=True,
+    ),
+    Key(
+        "spark",
+        "a mapping of `master` or `remote`, and Spark's properties",
+        "The Spark session. Properties begin with `spark.`. Properties that results depend on (ANSI mode, time zone,"
+        " `spark.sql.legacy.…`) are fixed, and a file that changes one is not valid.",
+        'spark: {master: "local[2]", spark.sql.shuffle.partitions: 24}',
+        default="$SPARK_REMOTE, else master local[*]",
+        keys=SPARK,
+        open=True,
+    ),
+    Key(
+        "consumer-group",
+        "a consumer group",
+        "A group that shows in Kafka how far ingest is. zync writes its offsets after each commit, and never reads them.",
+        "consumer-group: shop-pipeline",
+        default="none",
+    ),
+    Key(
+        "settle",
+        "a number of seconds",
+        "The time that the high watermark must stand still after an unclean stop of a publisher. Then the next publisher"
+        " compares the topic with staging.",
+        "settle: 90",
+        default="45",
+    ),
+    Key(
+        "missing-field",
+        "one of the allowed values",
+        "The effect of a field that a rule names, and that neither a record nor the registry's newest schema has. `null`"
+        " gives null and one warning. `fail` stops ETL.",
+        "missing-field: fail",
+        default="null",
+        allowed=("null", "fail"),
+    ),
+    Key(
+        "unavailable-value",
+        "text, or null",
+        "Debezium's `unavailable.value.placeholder`. An output field with the placeholder is left out of its record; null"
+        " means that there is none.",
+        "unavailable-value: __gap",
+        default=UNAVAILABLE_VALUE,
+    ),
+    Key(
+        "inputs",
+        "a list of mappings",
+        "The topics to read, each with the raw pool that gets its records. A file of inputs alone ingests.",
+        "inputs: [{topic: Invoices, pool: Raw}, {topic: InvoiceStatus, pool: Raw, format: avro}]",
+        keys=INPUT,
+    ),
+    Key(
+        "outputs",
+        "a list of mappings",
+        f"{_OUTPUTS} A file of outputs alone publishes a pool that another file fills.",
+        "outputs: [{topic: NewInvoices, pool: Staging, start-at: end}]",
+        keys=OUTPUT,
+    ),
+    Key(
+        "output",
+        "a mapping, or a list of mappings",
+        f"{_OUTPUTS} Another name of `outputs`, with the same keys.",
+        "output: {topic: NewInvoices, pool: Staging, start-at: end}",
+    ),
+    Key(
+        "transforms",
+        "a list of rules",
+        "The rules that make outputs of raw records. Within a staging pool, the first rule that matches a record takes it.",
+        "transforms: [{type: stateless, in: Invoices, out: NewInvoices, key: in.key, value: in.value}]",
+        keys=RULE,
+    ),
+)
+
+KEYS = dict(paths(FILE))
+"""Path, such as ``inputs.retention`` → key."""
