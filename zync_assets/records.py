@@ -39,7 +39,7 @@ BAD_SCHEMA = pa.schema(
 
 LOST, DROPPED = "lost", "dropped"
 RANGE_STAGES = (LOST, DROPPED)
-"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention took
+"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention removed
 them before they were ingested; or the input's shape left out these records."""
 
 
@@ -51,7 +51,7 @@ def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
 
 
 def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
-    """What stands in quarantine for ranges that retention took, each alone. ``now``: milliseconds since the epoch."""
+    """What stands in quarantine for ranges that retention removed, each alone. ``now``: milliseconds since the epoch."""
     return [
         pa.RecordBatch.from_pylist(
             [

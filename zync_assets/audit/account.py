@@ -31,18 +31,21 @@ _COMPLETED = len(CLASSES)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ledger says of one input partition. Three parallel arrays, sorted by ``first``, one entry a range or a
-    record that was ever pending; ``completed`` is sorted."""
+    """The ledger entries of one input partition.
+
+    ``first``, ``end`` and ``kind`` are parallel arrays, sorted by ``first``, with one entry per range or pending record.
+    Records that are no longer pending keep their entry, and their offsets are in ``completed``, sorted.
+    """
 
     first: np.ndarray
     end: np.ndarray
     kind: np.ndarray
     completed: np.ndarray
     became: np.ndarray
-    """What each of ``completed`` is now: an index of CLASSES."""
+    """The present class of each offset in ``completed``, as an index of CLASSES."""
 
     def classes(self, offsets: np.ndarray) -> np.ndarray:
-        """The class of each offset now, an index of CLASSES; NONE where the ledger says nothing."""
+        """The present class of each offset, as an index of CLASSES; NONE for an offset without an entry."""
         at = np.searchsorted(self.first, offsets, side="right") - 1
         known = at >= 0
         known[known] = offsets[known] < self.end[at[known]]
@@ -93,9 +96,11 @@ _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class _Said:
-    """What one ledger file says: by place its entries (first, end, kind), sorted, and how many records more wait by it.
+    """The contents of one ledger file.
 
-    ``counted``: (place, class) → the records that its entries count; None where an entry has no count."""
+    ``places``: place → sorted entries (first, end, kind); ``waiting``: the file's change of the number of pending records;
+    ``counted``: (place, class) → the sum of the entries' counts, None if an entry has no count.
+    """
 
     places: Mapping[Place, _Entries]
     waiting: Counter[tuple[str, str]]
@@ -103,7 +108,7 @@ class _Said:
 
 
 _KEPT = 6_000_000
-"""Ledger entries of all staging tables that are kept in memory at the most."""
+"""The most ledger entries that a process keeps in memory, over all staging tables."""
 _Mark = tuple[str, int | None, int | None]
 """Path of a ledger file, its size and the time of its last change."""
 
@@ -143,7 +148,8 @@ def read_facts(
 
 
 def _mark(uri: str, path: str) -> _Mark:
-    """What tells a file from its change. In a store, which has a price for each question, a file is taken as unchanged."""
+    """A file's path, size and modification time, which show a change. In a store every request costs money, and the path
+    alone must do."""
     if storage.is_store(uri):
         return path, None, None
     system, place = storage.filesystem(uri)

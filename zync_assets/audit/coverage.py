@@ -26,8 +26,8 @@ Ranges = Mapping[str, Sequence[OffsetRange]]
 def problems(
     pipeline: Pipeline, state: StagingState, ranges: Ranges | None, numbers: dict[str, Number]
 ) -> Iterator[str]:
-    """What is wrong with the account, worst first within a partition; ``numbers`` are filled in. Raises DamagedFile."""
-    # Who looks at one batch does so again and again; who looks at all of it wants to know what lies there now.
+    """The problems of the account, the worst first within a partition. Fills ``numbers``. Raises DamagedFile."""
+    # A check of one batch repeats often, and may use cached files. A check of the whole account reads the present files.
     facts, waiting, counted = read_facts(state, kept=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
@@ -110,7 +110,7 @@ def _mark(sources: pa.StructArray, marks: Marks) -> None:
 
 @dataclass(frozen=True)
 class _Input:
-    """One input partition: its ledger facts, its raw records and the outputs that were made of them."""
+    """One input partition: its ledger entries, its raw records, and the records' outputs."""
 
     pipeline: Pipeline
     state: StagingState
@@ -133,10 +133,10 @@ class _Input:
             return
         kept = table.kept.get(self.partition, 0)
         if self.position.seen < kept:
-            yield f"{name}: seen is {self.position.seen}, and retention took all below offset {kept}"
+            yield f"{name}: seen is {self.position.seen}, and retention removed all below offset {kept}"
             return
         low = table.first.get(self.partition, -1)
-        # A pool that came after retention took something begins where the raw pool began then.
+        # A pool that came after retention removed something begins where the raw pool began then.
         if self.position.first != low and not low < self.position.first <= kept:
             yield (f"{name}: the account begins at offset {self.position.first}, {pool}.{self.topic} at {low}")
         for first, end in ((0, self.position.first), (self.position.seen, 1 << 62)):
@@ -155,7 +155,7 @@ class _Input:
             existing = distinct(np.concatenate([held.between(first, end), quarantined]))
             told += len(existing)
             if end <= kept:
-                # The records are gone; that they were there is told by what was made of them.
+                # Retention removed the records. The outputs' sources show which records existed.
                 existing = distinct(
                     np.concatenate([existing, self.marks.between(self.topic, self.partition, first, end)])
                 )
@@ -171,13 +171,13 @@ class _Input:
             removed = None
             if self.position.first < kept:
                 counts = self._with_removed(counts)
-                # Of a pool that came later it isn't known how many of them it saw.
+                # A pool that was added later saw an unknown part of the removed records.
                 removed = table.removed.get(self.partition, 0) if self.position.first == low else None
             yield from (f"{name}: {text}" for text in self._counter_problems(counts))
             if removed is not None and self.position.records != removed + told:
                 yield (
-                    f"{name}: {self.position.records} records were counted below seen; {told} are there, and retention took"
-                    f" {removed}"
+                    f"{name}: {self.position.records} records were counted below seen; {told} are there, and retention"
+                    f" removed {removed}"
                 )
         totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
 

@@ -13,7 +13,7 @@ CHUNK = 1_000_000
 
 
 class Marks:
-    """Which offsets were marked, and the first one that was marked twice."""
+    """A set of marked offsets, and the offsets that were marked twice."""
 
     def __init__(self) -> None:
         self.doubled: list[tuple[str, int, int]] = []

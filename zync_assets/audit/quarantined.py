@@ -1,4 +1,4 @@
-"""What the quarantine of a raw table holds, as arrays."""
+"""The quarantine of a raw table as arrays."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class Quarantined:
 
 
 def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Quarantined:
-    """The records of ``ranges`` that lie in quarantine, and the losses; ``entries`` counts all that were ever there.
-    Raises DamagedFile."""
+    """The quarantined records and the losses within ``ranges``. ``entries``: partition → every entry of the side table.
+
+    Raises DamagedFile.
+    """
     replayed = raw.replayed_offsets(state)
     uri = storage.quarantine_uri(lake, pool, topic)
     records: list[np.ndarray] = []

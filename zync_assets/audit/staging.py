@@ -99,7 +99,7 @@ def coverage_look(
     checked: Checked,
     ranges: Mapping[str, Sequence[OffsetRange]] | None = None,
 ) -> Look:
-    """What the check of the account looks at: ``ranges``, or all inputs and outputs of the account."""
+    """The look of the account's check: at ``ranges``, or at every input and output of the account."""
     look = Look(COVERAGE, pool, state.table_id, {})
     extent = {place: (item.first, item.seen) for place, item in state.head.inputs.items()}
     extent |= {place: (item.base, item.next) for place, item in state.head.outputs.items()}
@@ -115,7 +115,7 @@ def numbering_look(
     checked: Checked,
     ranges: Sequence[OffsetRange] | None = None,
 ) -> Look:
-    """What the check of the numbering looks at: ``ranges`` of an output topic, or all of it."""
+    """The look of the numbering's check: at ``ranges`` of an output topic, or at the whole topic."""
     pool = pipeline.output(topic).pool
     subject = f"{pool}/{topic}"
     extent = {place: (item.base, item.next) for place, item in state.head.outputs.items() if place[0] == topic}
@@ -128,8 +128,11 @@ def numbering_look(
 def _of_older_lakes(
     pipeline: Pipeline, pool: str, state: StagingState, extent: Mapping[Place, tuple[int, int]]
 ) -> dict[Place, tuple[int, int]]:
-    """Where checks begin in a pool that was published before the lake kept what checks said: at the outputs that are not
-    published yet, and behind the inputs that ETL has seen. Nobody has to wait while years of data are read again."""
+    """The extent of checks in a pool that was published before the lake kept check results.
+
+    Checks begin at the first unpublished outputs, and after the inputs that ETL has seen. A check of years of old data would
+    take too long.
+    """
     verified = published.verified_ends(pipeline.lake, pool, [topic for topic, _ in state.head.outputs])
     if not any(verified.values()):
         return dict(extent)
@@ -140,7 +143,7 @@ def _of_older_lakes(
 def _looked(
     extent: Mapping[Place, tuple[int, int]], state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
 ) -> dict[str, tuple[OffsetRange, ...]]:
-    """The offsets that are there of what was asked for."""
+    """The existing offsets of the requested ``ranges``, by topic; every existing offset if ``ranges`` is None."""
     firsts = {place: item.first for place, item in state.head.inputs.items()}
     firsts |= {place: item.base for place, item in state.head.outputs.items()}
     found: dict[str, tuple[OffsetRange, ...]] = {}

@@ -1,4 +1,4 @@
-"""Checks of a raw table: its order, its completeness against Kafka, its schemas and its quarantine."""
+"""The checks of a raw table: order of offsets, completeness compared with Kafka, schemas, and quarantine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ RawCheck = Callable[[Pipeline, str, "Iterable[OffsetRange] | None"], CheckResult
 
 
 def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """Within each file offsets strictly ascend and are what the log says; no two files of a partition overlap, but for
-    those of replays, and no offset is in two; nothing lies below the first or at or past the next offset.
+    """Check the order of a raw table's offsets.
 
-    Rows are read of the files in ``ranges`` only (all if None); the log is looked at whole.
+    Within a file, offsets strictly ascend and agree with the log. No two files of a partition overlap, except files of
+    replays, and no offset is in two files. Every offset lies from the first to before the next offset. The check reads the
+    rows of the files in ``ranges`` (of every file if None), and the whole log.
     """
     state = _state(pipeline, topic)
     if state is None:
@@ -68,11 +69,11 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
 
 
 def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """Every record that Kafka still holds below the next offset is in the raw table or in quarantine, exactly once, or
-    in a range whose loss was accepted or that the input's shape left out; and quarantine holds as many entries as were counted.
+    """Check that a raw table holds every record that Kafka holds below the next offset.
 
-    Reads Kafka again, over ``ranges`` or everything ingested. What retention took since can't be compared: the numbers
-    say how many records were. Raises TopicMissing, BrokerUnavailable.
+    Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted or that the
+    input's shape excludes. The quarantine holds as many entries as were counted. The check reads Kafka again, over ``ranges``
+    or every ingested offset. Records that retention removed since are only counted. Raises TopicMissing, BrokerUnavailable.
     """
     state = _state(pipeline, topic)
     if state is None:
@@ -181,7 +182,7 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
             place_of_first = f"{first.partition}:{first.offset}: {first.error}"
             problems.append(f"{len(found)} of the records {what}, the first at {place_of_first}")
     if side.lost:
-        problems.append(f"retention took {', '.join(map(str, side.lost))} before they were ingested")
+        problems.append(f"retention removed {', '.join(map(str, side.lost))} before they were ingested")
     numbers = {
         "quarantined": len(inside),
         "lost_offsets": sum(part.end - part.first for part in side.lost),
@@ -190,18 +191,18 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
 
 
 def raw_look(name: str, pipeline: Pipeline, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Look:
-    """What a blocking check of a raw table looks at: some ranges of what was ingested."""
+    """The look of a blocking check of a raw table, at some ingested ranges."""
     place = subject(pipeline, topic)
     look = Look(name, place, state.table_id, {topic: tuple(ranges)})
     begin = dict(state.first)
     if not open_checked(pipeline.lake, pipeline.input(topic).pool).began(look):
-        # A table of before the lake kept what checks said: its checks begin behind what ETL has seen.
+        # The table is older than the lake's check results. Checks begin after the offsets that ETL has seen.
         begin |= {p: min(seen, state.next[p]) for p, seen in _seen(pipeline, topic).items() if p in state.next}
     return replace(look, extent={(topic, p): (begin.get(p, 0), end) for p, end in state.next.items()})
 
 
 def _seen(pipeline: Pipeline, topic: str) -> dict[int, int]:
-    """Partition → the offset up to which all staging pools that read the topic have seen it."""
+    """Partition → the lowest seen offset of the staging pools that read the topic."""
     heads: list[dict[int, int]] = []
     for pool in pipeline.readers_of(topic):
         try:
@@ -226,7 +227,7 @@ def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) 
 
 
 def _ingested(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
-    """What of ``ranges`` (of everything if None) has been ingested."""
+    """The ingested offsets of ``ranges``; every ingested offset if ``ranges`` is None."""
     whole = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
     return normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
 

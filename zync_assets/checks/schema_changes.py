@@ -1,4 +1,4 @@
-"""What the writer schemas changed that a raw table has taken, for those that came within some ranges."""
+"""Describes the schema changes in a raw table within some offset ranges."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zync_assets.pipeline import Pipeline
 def schema_changes(
     pipeline: Pipeline, state: RawState, ranges: Iterable[OffsetRange] | None
 ) -> Mapping[str, list[str]]:
-    """Side → the schemas with other columns than those before, each with its first record and what it changed.
+    """Side → one text per writer schema that changed the columns: the schema's first record and its changes.
 
-    The schemas are the registry's; where it can't be asked, what they changed is left out.
+    The registry holds the schemas. If the registry does not answer, the texts omit the changes.
     """
     parts = None if ranges is None else list(ranges)
     registry = Registry(pipeline.registry) if pipeline.registry else None

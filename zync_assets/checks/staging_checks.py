@@ -106,7 +106,7 @@ def _age_problems(
 
 
 def _null_keys(state: StagingState) -> int:
-    """Pending records without a hash. Null equals nothing, so that none of them is ever completed."""
+    """The number of pending records with a null join key. Null equals nothing: such records stay pending for ever."""
     count = 0
     for item in state.ledger_files:
         for batch in read_columns(state.uri(item), ["account.kind", "account.hash"]):

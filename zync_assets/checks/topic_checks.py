@@ -42,10 +42,10 @@ def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
 
 
 def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
-    """The record at offset k of the topic is the one that staging numbers k, byte for byte, as far as it is published.
+    """Check that the published record at offset k of the topic equals, byte for byte, the record that staging numbers k.
 
-    Reads ``ranges`` of the topic, or all of it. What retention took is not compared; neither is what compaction took,
-    where the topic is compacted. Raises BrokerUnavailable, RegistryError.
+    Reads ``ranges`` of the topic, or the whole topic. Records that retention or a compacted topic's compaction removed are
+    not compared. Raises BrokerUnavailable, RegistryError.
     """
     pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
     # Each before what is ahead of it: the pipeline may be at work, and must not look like damage.
@@ -169,7 +169,7 @@ def _side_by_side(
 
 
 def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
-    """Where two columns differ; null equals null, and nothing else."""
+    """A mask of the rows in which two columns differ. Null equals only null."""
     same = pc.fill_null(pc.equal(mine, other), False)
     both_null = pc.and_(pc.is_null(mine), pc.is_null(other))
     return ~np.asarray(pc.or_(same, both_null).to_numpy(), dtype=bool)

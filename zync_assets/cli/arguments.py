@@ -22,13 +22,13 @@ def harmless(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """What a user wrote, fit for a message: not too long, and harmless."""
+    """A user's text, shortened and made harmless for a message."""
     plain = harmless(text[: _LONGEST + 1])
     return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 1]}…"
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """UsageError for an argument that no file, topic or query can be called by: bytes that are no UTF-8, or a NUL."""
+    """UsageError for an argument with bytes that are not UTF-8, or with a NUL. No file, topic or query contains these."""
     for given in arguments:
         try:
             if "\0" not in given and given.encode():

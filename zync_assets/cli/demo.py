@@ -61,7 +61,7 @@ def demo(stop: bool, clean: bool) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is there after a batch: all rows of the output topic, and the raw records that wait."""
+    """The pipeline after a batch: the rows of the output topic, and the pending raw records."""
 
     batch: int
     output: list[dict[str, object]]
@@ -69,9 +69,9 @@ class Scene:
 
 
 def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
-    """Produce the batches that are not in the topics yet, run the pipeline after each, and say what is there then.
+    """Produce the missing batches, run the pipeline after each batch, and yield the scene after each run.
 
-    Begins with what an interrupted demo left; gives nothing where there is nothing to do.
+    Continues an interrupted demo. Yields nothing after the last batch.
     """
     for number in range(1, BATCHES + 1):
         if not _produce(pipeline, folder, number) and number < BATCHES:
@@ -81,7 +81,7 @@ def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
 
 
 def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
-    """Produce what is not in the topics yet of the batches up to this one; returns how many records that were."""
+    """Produce the records of the batches up to ``number`` that the topics lack; returns the number of produced records."""
     assert pipeline.registry is not None
     registry = Registry(pipeline.registry)
     states = topic_states(pipeline.kafka, TOPICS)

@@ -26,7 +26,7 @@ longer: half a million objects, all of which stay."""
 
 @dataclass(frozen=True)
 class Lazy:
-    """``target`` is ``module:attribute``. ``help`` is said here too, so that the overview imports no command."""
+    """``target`` is ``module:attribute``. ``help`` repeats the command's help, so that the overview imports no command."""
 
     target: str
     help: str

@@ -43,12 +43,12 @@ def print_rows(rows: Iterable[Mapping[str, object]], columns: Sequence[str], fmt
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document on one line."""
+    """Print a value as JSON on a line of its own."""
     click.echo(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: times in ISO 8601, decimals as strings, bytes in base64, NaN and infinities as null."""
+    """The value in JSON's types: times in ISO 8601, decimals as strings, bytes in base64, NaN and infinities as null."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -100,10 +100,10 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
 @_ranges
 @format_option
 def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
-    """Try the records of quarantine again, all or those that the options name, after what was wrong is mended.
+    """Process quarantined records again, after the cause was fixed. The options select records; default: every record.
 
-    What can be decoded now goes to its place in the raw pool, and what a rule failed on goes through the rules once more;
-    what is wrong still stays where it is, with the reason on stderr, and then the exit code is 1.
+    A record that can be decoded now goes to its place in the raw pool. A record that a rule failed on goes through the rules
+    again. A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1.
     """
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges)

@@ -70,7 +70,7 @@ def tables_of(pipeline: Pipeline) -> list[tuple[str, str]]:
 def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> Rewritten:
     """The query with ``Pool.Topic`` replaced; names are compared exactly, else without case.
 
-    Raises ZyncError for SQL that does not parse, that is no query, or that names a table that is not there.
+    Raises ZyncError for SQL that does not parse, for a statement that is no query, and for an unknown table.
     """
     if len(sql) > MAX_LENGTH:
         raise ZyncError(f"the query is longer than {MAX_LENGTH} characters; make it shorter")

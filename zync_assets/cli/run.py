@@ -161,7 +161,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
             if until_idle or not isinstance(error, PASSING) or losses >= MOST_LOSSES:
                 raise error
         if all(isinstance(error, LeaderMissing) for error in troubles):
-            # What has a leader goes on at its own pace.
+            # Partitions with a leader continue at their usual pace.
             back_off = POLL_SECONDS
             if troubles and time.monotonic() - warned >= MAX_BACK_OFF:
                 click.echo(f"warning: {troubles[0]} Trying again.", err=True)
@@ -225,7 +225,7 @@ def _row(made: Commit) -> dict[str, object]:
 
 
 def _report(commits: Iterable[Commit], fmt: Format, columns: Sequence[str] = COLUMNS) -> None:
-    """Print each commit when it is made."""
+    """Print each commit at once."""
     idle = True
     for made in commits:
         idle = False
@@ -270,7 +270,7 @@ def _progress() -> Generator[Told]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    # Where stdout is a terminal too, its lines go above the bar.
+    # If stdout is a terminal too, its lines appear above the bar.
     both = sys.stdout.isatty()
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=both) as bar:

@@ -47,8 +47,8 @@ def up(pipeline: Path | None, fmt: Format) -> None:
 
 @spark.command()
 def down() -> None:
-    """Stop all of them. What is under way on them fails, with nothing committed."""
-    # In this order, and each once: one that is starting may listen a moment later.
+    """Stop every Spark server. A step that runs on a server fails, and commits nothing."""
+    # Silent servers first: a server that is starting may listen a moment later, and is then found by ``find_all``.
     silent = spark_servers.find_silent()
     folders = dict.fromkeys([*silent, *(server.folder for server in spark_servers.find_all())])
     for folder in folders:

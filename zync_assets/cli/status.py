@@ -43,14 +43,15 @@ Row = dict[str, object]
 def status(pipeline: Path, fmt: Format) -> None:
     """Show how far every topic and partition of the file PIPELINE is.
 
-    Inputs: low and end of the topic, first offset that the raw pool keeps, next offset to ingest, lag from there to the
-    end; per staging pool the next offset that ETL will look at (seen), offsets from there to next (new), the lowest
-    pending offset, else seen (cursor), and how many records are in each class. Outputs: base and next number in staging,
-    how many offsets are published, lag.
+    Inputs: low and end of the topic, the first offset in the raw pool, the next offset to ingest, and the lag from next to
+    the end. For each staging pool: the next offset for ETL (seen), the offsets from seen to next (new), the lowest pending
+    offset or seen (cursor), and the number of records in each class.
+
+    Outputs: base and next number in staging, the number of published offsets, and the lag.
 
     Both: the way of keys and values, column by column (native), or record by record (fastavro, python).
 
-    Reads only, and starts no JVM. Without a broker the columns that it would fill stay empty.
+    The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
     loaded = load(pipeline)
     states = _ask(loaded)
@@ -77,7 +78,7 @@ def input_rows(
     pools: Mapping[str, StagingState | None],
     registry: Registry | None,
 ) -> Iterator[Row]:
-    """A row a partition of an input and staging pool that reads it, in order; ``states`` are those of topics that answered."""
+    """One row per partition and staging pool of an input, in order. ``states``: topic → state of the topics that answered."""
     table = raw.open_raw(pipeline.lake, item.pool, item.topic)
     way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
@@ -103,7 +104,7 @@ def input_rows(
                 row["lag"] = max(0, mark.end - (mark.low if upcoming is None else upcoming))
             if upcoming is not None and table is not None:
                 row["new"] = upcoming - (position.seen if position else table.first.get(partition, upcoming))
-                # What ETL has seen of it is in the account, what a rule failed on with it.
+                # The account counts quarantined records below seen. Here the side table's records at or past seen are added.
                 below = position.seen if position else 0
                 row["quarantined"] = head.counts.get((item.topic, partition, "quarantined"), 0) + sum(
                     each == partition and offset >= below for each, offset in aside
@@ -115,7 +116,7 @@ def input_rows(
 
 
 def _kept(table: RawState | None, partition: int) -> int | None:
-    """Where the raw table begins now."""
+    """The first offset that the raw table keeps."""
     return None if table is None else table.kept.get(partition, table.first.get(partition))
 
 

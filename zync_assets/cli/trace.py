@@ -54,7 +54,7 @@ def pending(pipeline: Path, fmt: Format) -> None:
 def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show which raw records made the output at OFFSET of the output topic TOPIC.
 
-    The first row is the output itself. Of a raw record that retention took, only its place is known. Starts no JVM.
+    The first row is the output itself. Of a raw record that retention removed, only its place is known. Starts no JVM.
     """
     loaded = load(pipeline)
     rows = trace_rows(loaded, topic, partition, offset)
@@ -97,7 +97,7 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
 
 
 def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> list[Row]:
-    """The output at an offset, then the raw records that made it. LakeError if it is not staged."""
+    """The output at an offset, then its raw records. LakeError for an offset that is not staged."""
     if topic not in {item.topic for item in pipeline.outputs}:
         known = ", ".join(item.topic for item in pipeline.outputs)
         raise LakeError(f"topic {topic} is no output of {pipeline.path}; its outputs: {known}")
@@ -162,7 +162,7 @@ def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> st
 
 
 def _role(pipeline: Pipeline, name: str, topic: str) -> str:
-    """Left, right or in, by the pipeline file as it is now; ``source`` where that no longer says so."""
+    """Left, right or in, by the present pipeline file; ``source`` if the file no longer has the rule or the topic."""
     for rule in pipeline.rules:
         if rule.name == name and topic in rule.topics:
             return "in" if not isinstance(rule, Denorm) else "left" if topic == rule.left else "right"

@@ -75,7 +75,7 @@ class Source:
 
 @dataclass
 class Span:
-    """Where some of the records stand: next byte, end, and index of the record. Reading moves ``pos``."""
+    """The positions of some records in the bytes: next byte, end, and index of the record. Reading moves ``pos``."""
 
     source: Source
     pos: Ints
@@ -366,7 +366,7 @@ def _read_union(node: Node, span: Span) -> pa.Array:
 
 
 def _read_items(node: Node, span: Span) -> pa.Array:
-    """Arrays and maps: one block, then 0. The k-th items of all records are read side by side."""
+    """Read arrays or maps, each with a single block and the end mark 0. Reads the k-th items of all records side by side."""
     count = _length(span, None)
     present = count > 0
     rows = np.arange(len(count))

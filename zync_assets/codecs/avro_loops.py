@@ -1,7 +1,7 @@
-"""The innermost loops of ``avro_columns``, compiled by numba. What each does, the functions there say that call it.
+"""The innermost loops of ``avro_columns``, compiled by numba. The callers' docstrings describe the loops.
 
-``valid`` is of no length where all records are. Positions are moved in place; what is odd is set in ``odd``, and whether
-there is such a record is returned.
+``valid`` has length 0 if every record is valid. The loops move positions in place. They set ``odd`` for each record that
+needs the slow path, and return whether such a record was found.
 """
 
 # numba gives its functions no types that a checker sees.

@@ -1,12 +1,12 @@
-"""Avro binary by fastavro, record by record: the way for what ``avro_columns`` leaves, and the judge of it.
+"""Avro binary by fastavro, record by record: for the records that ``avro_columns`` leaves over, and for its tests.
 
-fastavro is given a *plain* schema that has the same bytes: no logical types, and each branch of a wider union wrapped
-in a record of one field (a record's bytes are just its fields'), so that values of a union come as
-``{branch: value}``, as they are in the lake.
+fastavro reads a *plain* schema with the same bytes and no logical types. In the plain schema, each branch of a wider union
+is a record of one field, whose bytes are the field's. A union's value therefore arrives as ``{branch: value}``, as in the
+lake.
 
-A record inside itself is held as JSON: an object with the record's fields in order, a union's value as
-``{branch: value}``, bytes as a string of the characters U+0000 to U+00FF, NaN and infinities as JavaScript spells them,
-logical types as the plain type. It is read back to the same bytes.
+A recursive record is a JSON text: an object with the record's fields in order. A union's value is ``{branch: value}``, bytes
+are a string of the characters U+0000 to U+00FF, NaN and infinities have JavaScript's spelling, and logical types are plain
+values. The text converts back to the same bytes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _definitions(node: Node) -> dict[str, Node]:
 
 
 def _shaper(node: Node, definitions: Mapping[str, Node]) -> Callable[[Any], Any] | None:
-    """What turns fastavro's value into one that pyarrow takes for the plain type; None: nothing to do."""
+    """A function that converts fastavro's value to a value that pyarrow accepts for the plain type; None: no conversion."""
     if node.kind == "ref":
         return lambda value: json.dumps(_jsonable(value), ensure_ascii=False, separators=(",", ":"))
     if node.kind == "record" and not visible_fields(node):
@@ -178,7 +178,8 @@ def _jsonable(value: Any) -> Any:
 
 
 def _for_writer(node: Node, value: Any, path: str, definitions: Mapping[str, Node], in_json: bool) -> Any:
-    """What fastavro's writer takes, checked on the way: it would write some wrong values without a word."""
+    """The value as fastavro's writer accepts it. Checks the value, because fastavro writes some wrong values without an
+    error."""
     kind = node.kind
     if kind == "option":
         if value is None:

@@ -2,8 +2,8 @@
 
 Source: Avro specification 1.12, "Schema Declaration".
 
-``parse`` is the only reader of Avro's JSON here. What it returns holds no references to look up, except ``ref`` nodes:
-a name inside the record of that name.
+``parse`` is the only reader of Avro's JSON here. Its tree resolves every reference, except ``ref`` nodes: a record's name
+inside the record itself.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Node:
     aliases: tuple[str, ...] = ()
     """Other full names of a named type."""
     field_aliases: tuple[tuple[str, ...], ...] = ()
-    """For each of ``fields`` its other names."""
+    """Other names of each of ``fields``."""
     unit: str = ""
-    """What the numbers of a time are, such as ``time-micros``, where no type of the lake says it."""
+    """The unit of a time that is a number in the lake, such as ``time-micros``; empty if the lake's type says the unit."""
     note: Note = PLAIN
-    """What Connect's properties say of the type itself; see ``note_of`` for that of a field."""
+    """The note in Connect's properties of the type itself. ``note_of`` returns the note of a field."""
 
     @property
     def child(self) -> Node:
@@ -65,7 +65,7 @@ class Node:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all below it."""
+    """The node and its descendants."""
     yield node
     for child in node.children:
         yield from walk(child)
@@ -76,7 +76,7 @@ def is_recursive(node: Node) -> bool:
 
 
 def note_of(node: Node) -> Note:
-    """What Connect's properties say of a field of this type, and whether it is never null."""
+    """The note of a field with this type: Connect's properties, and whether the field is required."""
     if node.kind == "option":
         return replace(note_of(node.child), required=False)
     if is_hollow(node) or node.kind in ("union", "ref"):
@@ -118,8 +118,8 @@ MAX_NODES = 50_000
 def parse(schema_json: str) -> Node:
     """The tree of an Avro schema; SchemaError names what is wrong and where. A JSON list is a union, as in Avro.
 
-    A schema may be MAX_DEPTH deep and have MAX_NODES types, those of a named type counted wherever it is used: thirty
-    records that use the one before twice would be a column of a thousand million fields.
+    A schema may be MAX_DEPTH deep and have MAX_NODES types. A named type counts at each of its uses: thirty records, each
+    with two fields of the record before, would make a column of a thousand million fields.
     """
     try:
         document = json.loads(schema_json)
@@ -148,7 +148,7 @@ class _Parser:
     def __init__(self) -> None:
         self.named: dict[str, Node] = {}
         self.extents: dict[int, tuple[Node, int, int]] = {}
-        """Depth and number of types of each node, by its identity: a node's hash would visit all that is in it."""
+        """Identity of a node → the node, its depth and its number of types. A node's hash would visit the whole subtree."""
 
     def node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
         found = self._node(schema, namespace, path, open_records)

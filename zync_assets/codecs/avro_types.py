@@ -150,13 +150,13 @@ def members(node: Node) -> tuple[tuple[str, Node], ...]:
 
 @dataclass(frozen=True)
 class Outer:
-    """What an output schema says that is in no column's type.
+    """The properties of an output schema that the columns' types lack.
 
-    ``notes``: whether it says what Connect's converters read (``connect_notes``), as formats that have a use for it do.
-    ``note``: of the whole value. ``forms``: path → Avro's type (long, string or record) that the topic's records
-    have had so far: a registry takes no other. ``micros``: a bare column of Avro's timestamp-micros stays one; Connect's own
-    schemas have none. ``any_names``: fields may have names that Avro doesn't have, for formats that only describe their
-    values so (``json``, ``connect-json``).
+    ``notes``: whether the schema has Connect's properties (``connect_notes``), for formats that use them. ``note``: the note
+    of the whole value. ``forms``: path → Avro's type (long, string or record) in the topic's earlier records, because a
+    registry accepts no other type. ``micros``: a bare column of Avro's timestamp-micros keeps this type; Connect's own
+    schemas lack the type. ``any_names``: field names may break Avro's rules, for formats that use the schema only as a
+    description (``json``, ``connect-json``).
     """
 
     notes: bool = True
@@ -235,11 +235,11 @@ def _record_part(field: str) -> str:
 def _of_connect(
     type: pa.DataType, name: str, path: str, records: set[str], outer: Outer, note: Note
 ) -> dict[str, Any] | None:
-    """A type that Connect's converters read by a name of its own; None for others. The form of earlier records goes before the
-    form that a column's note asks for.
+    """The schema of a type that Connect's converters know by a name of its own; None for other types.
 
-    A time of the lake that no column says otherwise of is an instant in microseconds: Connect's Timestamp has milliseconds,
-    and Debezium's MicroTimestamp no zone. So it is text, which Debezium's sinks read as an instant.
+    The form of earlier records wins over the form in a column's note. A timestamp of the lake without a note is an instant in
+    microseconds. Connect's Timestamp has only milliseconds, and Debezium's MicroTimestamp has no zone. The value is therefore
+    a text, which Debezium's sinks read as an instant.
     """
     kinds, form = pa.types, (outer.forms or {}).get(path)
     if type in _SHORT.values():

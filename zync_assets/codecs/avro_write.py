@@ -1,7 +1,7 @@
 """Arrow → Avro binary, a column at a time (Avro specification 1.12, "Binary Encoding").
 
-A record is put together from pieces: narrow ones (a matrix of bytes, a row a record, of which some are kept) and long
-ones (Arrow's binary arrays), joined once at the end. The bytes are those that fastavro writes.
+A record consists of pieces, which are joined once at the end. A narrow piece is a matrix of bytes with a row per record, of
+which some bytes are kept. A long piece is an Arrow binary array. The result equals fastavro's bytes.
 """
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.

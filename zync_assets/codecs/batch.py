@@ -1,4 +1,4 @@
-"""What a conversion of a batch gives back: a column, and the records that could not be converted."""
+"""The results of converting a batch: a column, and the records that could not be converted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a batch of payloads holds.
+    """A decoded batch of payloads.
 
-    ``values``: as long as the input, of the decoder's type; null where the payload is null or bad.
-    ``schema_ids``: int32; null where there is none: a null payload, or no Avro with a schema id.
-    ``bad``: ascending by index, at most one an index. ``arrivals``: writer schemas that came for the first time.
+    ``values``: as long as the input, of the decoder's type; null for a null or bad payload.
+    ``schema_ids``: int32; null for a null payload, and for a payload without a schema id.
+    ``bad``: ascending by index, at most one entry per index. ``arrivals``: new writer schemas.
     """
 
     values: pa.Array

@@ -1,8 +1,8 @@
-"""Payloads of one Connect schema, many at once: pyarrow's JSON reader, with what it can't be trusted with left over.
+"""Reads many payloads of one Connect schema at once with pyarrow's JSON reader. Some records are unsafe for this reader.
 
-What is left (``odd``) goes through ``connect_rows``: damaged and unusual records, fields that are missing where the
-schema has something to say about it. pyarrow is strict where JSON is (duplicate and unexpected fields, numbers for
-strings, half surrogates); it lets infinities through, knows no base64 and no maps, and reads two documents in a line as two.
+``connect_rows`` reads these records (``odd``): damaged and unusual records, and records that lack a field with a rule in the
+schema. pyarrow refuses duplicate and unexpected fields, numbers for strings, and half surrogates. But pyarrow accepts
+infinities, knows no base64 and no maps, and reads two documents in a line as two records.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tup
     lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     odd = there & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
     lengths[odd] = 0
-    # A text that is cut would shift those after it: it counts as none.
+    # A truncated text would shift the texts after it. It is read as empty.
     kept = pc.if_else(pa.array(there & ~odd), array, "").cast(pa.binary())
     letters = np.frombuffer(kept.buffers()[2] or b"", np.uint8)[: lengths.sum()]
     ends = np.cumsum(lengths)

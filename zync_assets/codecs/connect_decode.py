@@ -1,8 +1,8 @@
-"""Connect JSON → a column, whatever mixture of schemas it holds.
+"""Decodes Connect JSON with any mixture of schemas into a column.
 
-Each record brings its schema along. Records whose texts begin alike, up to the payload, have the same one: it is parsed
-once, and the payloads are read together. A record without schema and payload (``schemas.enable=false``), or whose schema
-is null, is plain JSON: of the type of a DDL where there is one, else its text.
+Every record contains its own schema. Records with the same text before the payload have the same schema. The decoder parses
+the schema once, and reads these payloads together. A record without schema and payload (``schemas.enable=false``), or with a
+null schema, is plain JSON: its value has the type of the DDL, or is the JSON text if the format has no DDL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Ints = npt.NDArray[np.int64]
 _HEAD = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*"schema"[ \t\n\r]*:[ \t\n\r]*')
 _PAYLOAD = re.compile(r'[ \t\n\r]*,[ \t\n\r]*"payload"[ \t\n\r]*:[ \t\n\r]*')
 _SWEEPS = 64
-"""So many schemas in a batch are looked for in all its records at once; those of the rest record by record."""
+"""The most schemas that are searched in all records of a batch at once. The decoder parses other records singly."""
 _MOST_HEADS = 4096
 _NO_HEAD = -1
 _NOTHING = -2
@@ -101,7 +101,7 @@ class ConnectDecoder:
         return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors), tuple(self._arrivals))
 
     def _sorted_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
-        """The beginnings that there are, and which of them each record has: its index, _NO_HEAD or _NOTHING."""
+        """The distinct beginnings, and for each record the index of its beginning, _NO_HEAD or _NOTHING."""
         lengths = pc.binary_length(payloads).fill_null(0).to_numpy(zero_copy_only=False)
         which = np.where(lengths > 0, _NO_HEAD, _NOTHING)
         left = np.flatnonzero(lengths > 0)
@@ -151,7 +151,7 @@ class ConnectDecoder:
         return head
 
     def _schema(self, document: Any) -> Connect | str | None:
-        """The schema, or what is wrong with it; None for a null one."""
+        """The parsed schema, or the error text of a bad schema; None for a null schema."""
         if document is None:
             return None
         text = json.dumps(document, sort_keys=True, default=float)
@@ -159,7 +159,7 @@ class ConnectDecoder:
         if known is None:
             try:
                 known = parse_connect(text)
-                # Schemas that differ in names and comments only are one.
+                # Schemas that differ only in names and comments are the same object.
                 known = self._types.setdefault(repr(known), known)
             except SchemaError as error:
                 known = str(error)
@@ -176,7 +176,7 @@ class ConnectDecoder:
         by_schema: dict[Connect, list[Group]],
         errors: dict[int, str],
     ) -> dict[int, str]:
-        """Read records one by one into ``by_schema``. Returns the texts of those without a schema."""
+        """Parse records singly, and add their values to ``by_schema``. Returns row → text of the records without a schema."""
         rows: dict[Connect, dict[int, Any]] = {}
         texts: dict[int, str] = {}
         for row in sorted(rest):
@@ -222,7 +222,7 @@ class ConnectDecoder:
         return node, payload
 
     def _of_schema(self, node: Connect, found: list[Group], errors: dict[int, str]) -> Group | None:
-        """The groups of one schema as one, in the lake's type, those that are out of its range left out."""
+        """Merge the groups of one schema, in the lake's type. Omits records whose values are out of the type's range."""
         rows = np.concatenate([group.rows for group in found])
         if len(rows) == 0:
             return None
@@ -279,8 +279,10 @@ def _by_node(heads: list[_Head]) -> dict[Connect, list[int]]:
 
 
 def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """What follows the first ``skip`` bytes of each of the ``rows``, which ascend, and whether it ends with the record's
-    closing bracket."""
+    """The texts of some records after their first ``skip`` bytes, and whether each text ends with a closing bracket.
+
+    ``rows``: the indexes of the records, ascending.
+    """
     _, ends, data = payloads.buffers()
     bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + len(payloads) + 1]
     inner = np.empty(2 * len(rows), np.int32)

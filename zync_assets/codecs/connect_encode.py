@@ -26,8 +26,10 @@ _END = b"}"
 
 @dataclass(frozen=True)
 class ConnectEncoder:
-    """See ``encode.Encoder``. ``schema``: Connect's, as JSON; it stands in each record as it is given. ``avro``: the Avro
-    schema that it was made of, if there is one, whose plain values are the same."""
+    """See ``encode.Encoder``. ``schema``: Connect's schema as JSON, copied into each record without a change.
+
+    ``avro``: the Avro schema behind ``schema``, if known. Both schemas have the same plain values.
+    """
 
     schema: str
     avro: Node | None = None

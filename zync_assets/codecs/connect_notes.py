@@ -1,10 +1,10 @@
-"""What a writer's schema says of a field beside its type: Kafka Connect's name, version and parameters, and NOT NULL.
+"""The note of a field in a writer's schema: Kafka Connect's name, version and parameters, and whether the field is NOT NULL.
 
-A sink of Kafka Connect makes its columns of these: a string called ``io.debezium.data.Uuid`` becomes a uuid. The note of a
-field stays with its column (``field_notes``), and an output that is a bare column has the note again.
+A sink of Kafka Connect chooses a column's type by the note: a string with the name ``io.debezium.data.Uuid`` becomes a uuid.
+A column keeps the note of its field (``field_notes``), and an output that is a bare column has the note again.
 
-A column's note is what all its writers agree on. A column without a note is a plain one that may be null, and stays so:
-it holds values that no note is known of.
+A column's note holds the properties that every writer's schema has. A column without a note may be null and stays without a
+note, because its earlier values have no note.
 
 Source: Confluent's and Apicurio's ``AvroData``, which write Connect's schemas into Avro as ``connect.*`` properties; Apache
 Kafka, ``org.apache.kafka.connect.json.JsonSchema``.
@@ -34,9 +34,9 @@ _IMPLIED = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}
 
 @dataclass(frozen=True)
 class Note:
-    """``name``: "" for none; ``version``: None for none. ``required``: never null where what it is in is there.
+    """``name``: "" without a name; ``version``: None without a version. ``required``: null only inside a null struct.
 
-    ``item``: of an array's items, or of a map's values; ``logical``: Avro's logical type, where Connect has none.
+    ``item``: the note of an array's items, or of a map's values; ``logical``: Avro's logical type, if Connect has none.
     """
 
     name: str = ""

@@ -29,8 +29,9 @@ nanoseconds are kept; ``CAST(… AS TIMESTAMP)`` reads it |
 | ``io.debezium.data.VariableScaleDecimal`` | string | string | digits with their scale: ``1.50``; ``1E+3`` for -3 |
 | ``io.debezium.data.geometry.Point``, ``Geometry``, ``Geography`` | struct | struct | ``x``, ``y``, ``wkb`` (binary), ``srid`` |
 
-A field that is null or missing: null where it is ``optional``, its ``default`` where not, else the record is bad; a missing
-optional one with a default is the default, while its null stays null (KIP-581, ``replace.null.with.default=false``).
+A null or missing field is null if the field is ``optional``. Otherwise the field gets its ``default``, and the record is bad
+without a default. A missing optional field with a default gets the default, but its null stays null (KIP-581,
+``replace.null.with.default=false``).
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Connect:
     keys: Connect | None = None
     items: Connect | None = None
     note: Note = PLAIN
-    """What the schema says of the type itself; see ``note_of`` for that of a field."""
+    """The note of the type itself. ``note_of`` returns the note of a field."""
 
     @property
     def item(self) -> Connect:
-        """What is inside an array or a map."""
+        """The type of an array's items or of a map's values."""
         assert self.items is not None
         return self.items
 
@@ -213,7 +214,7 @@ def lake_type(node: Connect) -> pa.DataType:
 
 
 def note_of(node: Connect) -> Note:
-    """What a schema says of a field of this type, and whether it is never null."""
+    """The note of a field with this type, and whether the field is required."""
     item = note_of(node.item) if node.kind in ("array", "map") else PLAIN
     return replace(node.note, required=not node.optional, item=item or None)
 
@@ -238,8 +239,8 @@ def nested_type(node: Connect, inner: Any) -> pa.DataType:
 def from_avro(node: Node) -> dict[str, Any]:
     """The Connect schema of values of an Avro schema that ``avro_types.avro_schema`` made.
 
-    The names are those that the schema says. A timestamp in microseconds without one is Debezium's MicroTimestamp, as
-    Connect's own has milliseconds.
+    The Connect schema has the names in the Avro schema's notes. A timestamp in microseconds without a name becomes Debezium's
+    MicroTimestamp, because Connect's own Timestamp has milliseconds.
     """
     return _from_avro(node, False)
 

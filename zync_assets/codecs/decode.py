@@ -1,7 +1,7 @@
 """Kafka payloads → columns. Pure: a column of bytes in, a typed column and the errors out.
 
-What can't be decoded costs only itself: its value is null and its error stands in ``Decoded.bad``. An outage of the
-registry is no property of a record: it is raised.
+A payload that can't be decoded does not affect other payloads: its value is null, and ``Decoded.bad`` has its error. An
+outage of the registry is no property of a record, and is raised.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ def make_decoder(
 ) -> Decoder:
     """A decoder for one side of a topic.
 
-    ``schema_of`` gives the Avro schema (one JSON document) of a registry id. It raises SchemaUnknown or SchemaError where
-    there is none for that id, which makes those records bad; what else it raises (an outage) is passed on. ``target``: the lake
-    column's present type; None if there is no column yet. ``native=False`` reads Avro with fastavro alone.
-    ``known``: registry ids whose schemas have come before, in that order; others are told as ``Decoded.arrivals``.
-    ``closed``: records whose schema has other columns than what is known are bad; where nothing is known yet, none is.
-    Raises SchemaError if the format's type can't go into ``target``.
+    ``schema_of``: registry id → the Avro schema (one JSON document). If it raises SchemaUnknown or SchemaError, the records
+    with the id are bad; any other error, such as an outage, passes through. ``target``: the lake column's present type, None
+    without a column. ``native=False`` reads Avro with fastavro alone. ``known``: the registry ids of the earlier schemas, in
+    order; ``Decoded.arrivals`` reports other schemas. ``closed``: records whose schema changes the known columns are bad,
+    unless no schema is known yet. Raises SchemaError if the format's type can't go into ``target``.
     """
     if side.format == "avro":
         return AvroDecoder(schema_of, target, native, known, closed)

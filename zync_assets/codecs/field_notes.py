@@ -1,19 +1,19 @@
-"""What a column's field says beside its name and type, kept with it in the table: its name in the topic, other names, a unit
-of time, and Connect's note.
+"""The notes of a column's field, which the table keeps: its name in the topic, its other names, a unit of time, and Connect's
+note.
 
-All are metadata of Arrow's fields, and of the Delta table's (Delta protocol, "Schema Serialization Format"): readers
-that don't know them lose nothing.
+Notes are metadata of Arrow's fields and of the Delta table's fields (Delta protocol, "Schema Serialization Format"). Readers
+that don't know the notes lose nothing.
 
-A field has another name in the lake than in its topic where the lake could not hold that name (``zync_assets.names``).
+A field's name in the lake differs from its name in the topic if the lake can't hold the topic's name (``zync_assets.names``).
 
-Other names are those that writers give the field, by the aliases of their schemas (Avro specification, "Aliases"). A
-field goes into the column of its own name, else into one that its aliases name, or whose other names have it.
+Other names come from the aliases in writers' schemas (Avro specification, "Aliases"). A field goes into the column of its own
+name. Without such a column, the field goes into a column that its aliases name, or that has the field's name as another name.
 
-A time that is held as a plain number has a unit, which neither its Avro type nor the column's says: 5 may be seconds, or
-nanoseconds. A number in a coarser unit is converted to the column's; one in a finer unit can't go in.
+A time that is a plain number has a unit, because its type does not show the unit: 5 may be seconds or nanoseconds. A number
+in a coarser unit is converted to the column's unit. A number in a finer unit can't go into the column.
 
-What Kafka Connect's schemas say of a field is a note too (``connect_notes``). The last note names the writers' schemas
-that lack the field, by their registry ids: a null in their records is no null of the source.
+The properties of Kafka Connect's schemas are a note too (``connect_notes``). The last note names the writers' schemas that
+lack the field, by their registry ids: a null in their records is no null of the source.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def noted(
     connect: Note = PLAIN,
     topic_name: str = "",
 ) -> pa.Field:
-    """A field that says its other names, its unit, such as ``time-micros``, what Connect's schema says, and its name in the
-    topic where that is another one."""
+    """A field with notes: its other names, its unit, such as ``time-micros``, Connect's note, and its name in the topic if
+    this name differs from ``name``."""
     notes: dict[bytes, bytes] = {}
     if topic_name and topic_name != name:
         notes[_ORIGINAL] = topic_name.encode()
@@ -154,9 +154,9 @@ def lacked_by(field: pa.Field, numbers: Collection[int]) -> pa.Field:
 
 
 def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.DataType:
-    """A column's type; each of its fields, in structs alone, says which writers' schemas lack it. ``writers``: by registry id.
+    """A column's type where each field notes the writers' schemas that lack the field. Only fields of structs get the note.
 
-    Of other schemas a field goes on saying what it says already.
+    ``writers``: registry id → the type of the schema. Notes about other schemas stay.
     """
     if not pa.types.is_struct(type):
         return type
@@ -234,8 +234,8 @@ def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
 
 
 def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
-    """The column's field with its type, and what ``given`` adds to its names and its unit. Of Connect's notes what both
-    say."""
+    """The column's field with the type ``type``, with the names and unit of ``given`` added. Connect's note keeps the
+    properties that both fields have."""
     names = [*other_names(target), original(given), *other_names(given)]
     kept = [name for name in dict.fromkeys(names) if name not in (target.name, original(target))]
     converted = bool(unit_of(target) and unit_of(given))
@@ -245,7 +245,7 @@ def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Fie
 
 
 def unit_factor(target: pa.Field, given: pa.Field) -> int | None:
-    """What numbers of ``given`` are multiplied with to be in ``target``'s unit; None: they can't be."""
+    """The factor from numbers of ``given`` to ``target``'s unit; None if no whole factor exists."""
     to, of = unit_of(target), unit_of(given)
     if not to or not of or to == of:
         return 1

@@ -13,7 +13,7 @@ from zync_assets.errors import SchemaError
 
 @dataclass
 class _Seen:
-    """What stood at one place in all values. ``kinds``: of boolean, long, double, string, record, array."""
+    """The values found at one path. ``kinds``: a subset of boolean, long, double, string, record, array."""
 
     kinds: set[str] = field(default_factory=set)
     null: bool = False
@@ -26,9 +26,10 @@ class _Seen:
 def infer_schema(values: Iterable[object], name: str) -> str:
     """The Avro schema (JSON) of JSON values, as ``json.loads`` gives them.
 
-    Whole numbers are long, others double, a mixture double; objects are records, named ``name`` and inside it
-    ``name_field``; a field that is null or missing somewhere is ``["null", T]`` with default null, and one that is null
-    everywhere is null or a string. SchemaError names the path where types differ, or a name that Avro does not have.
+    Whole numbers are long; other numbers, and mixtures of both, are double. Objects are records: the outermost record is
+    ``name``, and an inner record is ``name_field``. A field that is null or missing in a value is ``["null", T]`` with
+    default null. A field that is null in every value is null or a string. SchemaError names a path with different types, or
+    a name that breaks Avro's rules.
     """
     seen = _Seen()
     for value in values:

@@ -1,9 +1,9 @@
-"""JSON texts of one struct type, many at once: pyarrow's JSON reader, with what it can't be trusted with left over.
+"""Reads many JSON texts of one struct type at once with pyarrow's JSON reader. Some texts are unsafe for this reader.
 
-``json_values`` reads what is left, record by record, and is the judge of what a text means. Left over are: what pyarrow
-refuses, and what it may read otherwise than ``json_values`` does: NaN and infinities (no JSON), texts that nest deep or
-hold numbers of a thousand digits (Python has limits), minus zeros, what is no object, and, where there are decimals, numbers
-with very small exponents. Dates, timestamps and base64 are read as strings, and converted by the judge's own functions.
+``json_values`` reads the unsafe texts, one by one, and defines the meaning of a text. A text is unsafe if pyarrow refuses the
+text, or may read it differently: NaN and infinities (not JSON), deep nesting and numbers of a thousand digits (beyond
+Python's limits), minus zeros, values that are no objects, and, beside decimals, very small exponents. The functions of
+``json_values`` convert the strings of dates, timestamps and base64.
 """
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
@@ -135,7 +135,7 @@ def _json_type(type: pa.DataType) -> pa.DataType:
 
 
 def _typed(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
-    """What pyarrow read as ``type``, and which of it is odd."""
+    """pyarrow's column converted to ``type``, and a mask of the odd rows, which ``json_values`` must read."""
     kinds = pa.types
     count, valid = len(array), is_valid(array)
     odd: Mask = np.zeros(count, np.bool_)
@@ -164,7 +164,7 @@ def _typed(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
 
 
 def _converted(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
-    """Each text that there is, once."""
+    """Strings converted to ``type``, and a mask of the odd rows. Converts equal texts only once."""
     coded = array.dictionary_encode()
     read, made, wrong = scalar_reader(type), [], []
     for text in coded.dictionary.to_pylist():

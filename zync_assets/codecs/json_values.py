@@ -99,7 +99,7 @@ def _reader_of_known(type: pa.DataType) -> Read:
 
 
 def scalar_reader(type: pa.DataType) -> Read:
-    """For a value of a type that has nothing inside, that is no null: ValueError says what is wrong with it."""
+    """A function that reads a JSON value of a type without parts. The value is not null; ValueError names the defect."""
     for check, reader in _SCALARS:
         if check(type):
             return reader

@@ -1,17 +1,16 @@
-"""The lake's type of a column through changes of its writers' schemas: what a new schema adds, and what can't go in.
+"""Merges a column's lake type with the types of new writer schemas. Refuses types that don't fit.
 
-Each record is decoded by its own writer's schema, and goes into a column that holds what all of them have:
+Each record is decoded by its own writer's schema. The column holds the values of every writer's schema:
 
-- What the column has, stays: its fields, their names and their order. New fields come at the end, nested ones too, under the
-  lake's names (``zync_assets.names``).
-- Fields are matched by the name that they have in the topic, then by alias (``field_notes``): a renamed field stays in the
-  column that it had.
-- Where types differ the column gets the narrowest that holds both without loss: int → long → double, float → double, int
-  and decimal → decimal, and a decimal with the digits of both on each side of the point. Old files stay as they are, and
-  readers widen what they read. (The one promotion that rounds is Avro's own, of a long to a double past 2^53.)
-- string and bytes go into whichever of the two the column is; bytes that are no UTF-8 can't go into a string.
-- A field that a writer does not have is null. A default is not filled in: it would look like a value of the source.
-- Of what Connect's schemas say of a field the column keeps what all its writers say (``connect_notes``).
+- The column keeps its fields, their names and their order. New fields, nested fields too, come at the end, under the lake's
+  names (``zync_assets.names``).
+- Fields are matched by their name in the topic, then by alias (``field_notes``). A renamed field stays in its column.
+- If types differ, the column gets the narrowest type that holds both without loss: int → long → double, float → double,
+  int and decimal → decimal. Two decimals become a decimal with enough digits on each side of the point. Old files stay as
+  they are, and readers widen their values. (Only Avro's own promotion of a long past 2^53 to a double rounds.)
+- string and bytes fit into a column of either type; bytes that are not UTF-8 don't fit into a string.
+- A field that a writer's schema lacks is null. A default is not filled in, because it would look like a source's value.
+- The column keeps the properties of Connect's notes that every writer's schema has (``connect_notes``).
 
 Source: Avro specification 1.12, "Schema Resolution"; Delta protocol, "Supported Type Changes".
 """

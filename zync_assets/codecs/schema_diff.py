@@ -14,10 +14,10 @@ from zync_assets.codecs.spark_types import spark_ddl
 
 @dataclass(frozen=True)
 class Arrival:
-    """A writer schema that a decoder met for the first time.
+    """A writer schema that is new to a decoder.
 
-    ``index``: the first record that has it. ``schema_id``: None for a format whose schemas have no ids; ``type`` is then
-    the column's with this schema's fields. ``before``: the types of the schemas that were known, the latest last.
+    ``index``: the first record with the schema. ``schema_id``: None for a format without schema ids; ``type`` is then the
+    column's type with the schema's fields added. ``before``: the types of the known schemas, the latest last.
     """
 
     index: int
@@ -27,7 +27,7 @@ class Arrival:
 
     @property
     def changes(self) -> bool:
-        """Whether it is the first with these columns: some writers' schemas differ in names and notes only."""
+        """Whether no known schema has the same columns. Some writers' schemas differ only in names and notes."""
         return is_change(self.before, self.type)
 
 
@@ -37,7 +37,7 @@ def is_change(before: tuple[pa.DataType, ...], type: pa.DataType) -> bool:
 
 
 def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:
-    """What a writer's schema changes, a line a field: added, removed, renamed, widened, narrowed or changed."""
+    """The changes of a writer's schema, one line per field: added, removed, renamed, widened, narrowed or changed."""
     kinds = pa.types
     if before.equals(after, check_metadata=True):
         return

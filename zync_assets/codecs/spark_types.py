@@ -76,7 +76,7 @@ def listed_frame(spark: SparkSession, schema: pa.Schema, rows: Sequence[Sequence
 
 
 def spark_type(type: pa.DataType) -> DataType:
-    """The type as PySpark's object, everything nullable; SchemaError for one that Spark lacks."""
+    """The type as PySpark's object, with every field nullable; SchemaError for a type that Spark lacks."""
     from pyspark.sql import types as spark
 
     kinds = pa.types

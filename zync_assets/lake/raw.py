@@ -11,7 +11,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
     zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
                              in milliseconds since the epoch; tables of older versions lack it (``times``)
-    zync:kept:<partition>    below this offset retention took the records (``retention``); what replays brought stays
+    zync:kept:<partition>    below this offset retention removed the records (``retention``); what replays brought stays
     zync:removed:<partition>  the number of records that retention removed
     zync:reached:<partition>  the highest time of the removed records
     zync:partitions          the number of partitions that have the numbers above
@@ -86,9 +86,9 @@ class RawState:
     kept: Mapping[int, int] = field(default_factory=dict)
     """Partition → the first offset that retention left, where it took some."""
     removed: Mapping[int, int] = field(default_factory=dict)
-    """Partition → records that retention took, ever."""
+    """Partition → records that retention removed, ever."""
     reached: Mapping[int, int] = field(default_factory=dict)
-    """Partition → the highest time of what retention took, milliseconds since the epoch."""
+    """Partition → the highest time of what retention removed, milliseconds since the epoch."""
     records: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
     times: Mapping[int, int] = field(default_factory=dict)

@@ -181,9 +181,9 @@ def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
 
 
 def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: RawState) -> bool:
-    """Whether a batch of another process was committed, and retention took what it transformed, between the two looks.
+    """Whether a batch of another process was committed, and retention removed what it transformed, between the two looks.
 
-    EtlError where retention took what was not looked at yet: it is lost, and another pipeline file must have said so.
+    EtlError where retention removed what was not looked at yet: it is lost, and another pipeline file must have said so.
     """
     for partition, seen in head.seen(topic).items():
         kept = found.kept.get(partition, 0)
@@ -193,7 +193,7 @@ def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: R
                 return True
             raise EtlError(
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
-                f" {found.opened.uri} begins at offset {kept}: retention took what is between, by a pipeline file that does"
+                f" {found.opened.uri} begins at offset {kept}: retention removed what is between, by a pipeline file that does"
                 " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
                 " another staging pool and other topics, and let one file name all pools that read the input."
             )

@@ -102,7 +102,7 @@ def _ingest_once(
             _log.warning("%s; going on after it", error)
             known = survey(pipeline.kafka, [topic]).states
     raise DataLoss(
-        f"topic {topic}: retention took records {LOSSES} times in a row while they were read; raise the topic's retention,"
+        f"topic {topic}: retention removed records {LOSSES} times in a row while they were read; raise the topic's retention,"
         " or run it more often."
     )
 

@@ -113,7 +113,7 @@ def reopen(
     for topic in sorted({item.topic for item in gone}):
         count = sum(item.records for item in gone if item.topic == topic)
         _log.warning(
-            "pool %s: %d records of %s can't be looked at again: retention took them from the raw pool, and they count as"
+            "pool %s: %d records of %s can't be looked at again: retention removed them from the raw pool, and they count as"
             " expired from now on",
             pool,
             count,

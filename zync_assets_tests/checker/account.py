@@ -121,7 +121,7 @@ def problems(
 
 
 def _removed(evidence: Evidence, topic: str, partition: int, first: int) -> set[int] | None:
-    """The offsets from ``first`` on that the raw pool's retention took: the topic still has them; None where it has not."""
+    """The offsets from ``first`` on that the raw pool's retention removed: the topic still has them; None where it has not."""
     raw, log = evidence.raw[topic], evidence.logs[topic].get(partition)
     kept = raw.kept.get(partition, 0)
     if first < kept and (log is None or log.low > first):
@@ -166,7 +166,7 @@ def _cover(account: Account, position: Row) -> Iterator[str]:
 def _position(raw: Raw, partition: int, position: Row) -> Iterator[str]:
     upcoming = raw.next.get(partition, 0)
     first, kept = raw.first.get(partition, -1), raw.kept.get(partition, 0)
-    # A staging pool that came after retention took something begins there.
+    # A staging pool that came after retention removed something begins there.
     begins = position["first"] == first or first < position["first"] <= kept
     if position["end"] > upcoming or position["end"] < kept or not begins:
         yield (
@@ -200,7 +200,7 @@ def _wrong(statement: Statement, record: Record | None, bad: bool, kind: str | N
 
 
 def _entries(account: Account, existing: Mapping[int, bool], raw: Raw, partition: int) -> Iterator[str]:
-    """Counts of ledger entries; what retention took is counted by the entry."""
+    """Counts of ledger entries; what retention removed is counted by the entry."""
     lost = [row for row in raw.quarantine if row["stage"] in ABSENT and row["kafka"]["partition"] == partition]
     offsets = sorted(existing)
     for first, end, kind, row in account.spans:

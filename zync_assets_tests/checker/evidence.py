@@ -15,7 +15,7 @@ from zync_assets_tests.checker.statement import Statement
 Row = dict[str, Any]
 
 ABSENT = ("lost", "dropped")
-"""Stages of side-table entries that stand for ranges of offsets: retention took them, or the input's shape left them out."""
+"""Stages of side-table entries that stand for ranges of offsets: retention removed them, or the input's shape left them out."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Raw:
     kept: Mapping[int, int] = field(default_factory=dict)
     """Partition → the first offset that retention left; what replays brought stays below it too."""
     removed: Mapping[int, int] = field(default_factory=dict)
-    """Partition → how many records retention took."""
+    """Partition → how many records retention removed."""
     reached: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of those."""
 

@@ -161,7 +161,7 @@ def order(
     staging: Staging, output: Output, place_of: Callable[[str], int], times: Mapping[Place, int]
 ) -> Iterator[str]:
     """Within a batch, outputs come as they became possible: by time, place, partition and offset of the latest input. Nothing
-    is said of one that retention took an input of: when that came is known no more."""
+    is said of one that retention removed an input of: when that came is known no more."""
     cuts, before = staging.cuts.get(output.topic, set()), None
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]

@@ -1,4 +1,4 @@
-"""Ingest: raw pool + quarantine + what retention took = topic, by content, below the next offset."""
+"""Ingest: raw pool + quarantine + what retention removed = topic, by content, below the next offset."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def _partition(
     kept = raw.kept.get(partition, 0)
     for row in (row for item in raw.files if not item.replayed for row in item.rows):
         if row["kafka"]["partition"] == partition and row["kafka"]["offset"] < kept:
-            yield f"offset {row['kafka']['offset']} is in the raw pool, and retention took all below {kept}"
+            yield f"offset {row['kafka']['offset']} is in the raw pool, and retention removed all below {kept}"
     if kept > upcoming:
-        yield f"retention took all below {kept}, and the next offset is {upcoming}"
+        yield f"retention removed all below {kept}, and the next offset is {upcoming}"
     lost = [range(row["kafka"]["offset"], row["end"]) for row in entries if row["stage"] in ABSENT]
     if log.low <= first < kept:
         gone = sum(first <= offset < kept and offset not in held for offset in visible)
         gone -= sum(any(offset in span for span in lost) for offset in visible if offset < kept)
         if gone != raw.removed.get(partition, 0):
-            yield f"retention took {raw.removed.get(partition, 0)} records, and {gone} are not there"
+            yield f"retention removed {raw.removed.get(partition, 0)} records, and {gone} are not there"
     for offset in sorted(visible):
         if max(first, kept) <= offset < upcoming and offset not in held and not any(offset in span for span in lost):
             yield f"offset {offset} is in the topic and neither in the raw pool nor in its quarantine"

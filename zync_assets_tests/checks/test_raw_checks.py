@@ -201,7 +201,7 @@ class TestNoUnexplainedLossOfOneTopic:
         assert no_unexplained_loss(plain, topic).passed
         found = quarantine_size(plain, topic)
         assert not found.passed
-        assert found.summary == "retention took 0:3-4 before they were ingested"
+        assert found.summary == "retention removed 0:3-4 before they were ingested"
         assert found.numbers["lost_offsets"] == 2
 
     def test_a_loss_beyond_the_accepted_one_is_not(self, plain: Pipeline) -> None:

@@ -262,4 +262,4 @@ def test_what_retention_took_is_counted(it: Mini) -> None:
     tables.commit(state.opened, [], {"zync:removed:0": 1})
     told = exactly_once_done_coverage(it.pipeline, "Staging")
     assert not told.passed
-    assert "2 records were counted below seen; 0 are there, and retention took 1" in told.summary
+    assert "2 records were counted below seen; 0 are there, and retention removed 1" in told.summary
