@@ -15,14 +15,14 @@ _handled = 0
 
 
 def pays(records: int) -> bool:
-    """Whether it pays for so many ``records`` that this process is going to handle, after those that it has handled."""
+    """Whether compiled code pays for ``records`` more records, in addition to the records that this process has handled."""
     global _handled
     _handled += records
     return ready()
 
 
 def ready() -> bool:
-    """Whether it pays by now."""
+    """Whether compiled code pays now."""
     return _handled >= ENOUGH and _possible()
 
 

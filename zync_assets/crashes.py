@@ -1,9 +1,8 @@
-"""Places where a run can be made to die, so that tests see what a crash leaves behind just there.
+"""Crash points: places where tests can kill a run, to examine the state after a crash.
 
-``crash_point(name)`` stands after an effect that others can see. It does nothing unless the environment variable ZYNC_CRASH
-names it: ``ingest:files-written``, or ``publish:produced@2`` for the second time that one process gets there. Then the whole
-run ends by SIGKILL: the process that was started first with the variable, and all that it started, the JVM and its Python
-workers too.
+``crash_point(name)`` stands after an effect that other processes can see. It does nothing unless the environment variable
+ZYNC_CRASH names the point: ``ingest:files-written``, or ``publish:produced@2`` for a process's second pass. SIGKILL then ends
+the whole run: the first process that was started with the variable and its descendants, the JVM and its Python workers too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What Dagster loads: the asset graph of one pipeline. Needs no network and no JVM.
+"""The module that Dagster loads: the asset graph of one pipeline. Needs no network and no JVM.
 
-ZYNC_PIPELINE   the pipeline file; unset: the demo's, on the services and the lake that `zync demo` left behind
-ZYNC_SENSOR     running or stopped: whether the sensor is on from the start; by default it is for the demo alone
+Two environment variables configure the module. ``ZYNC_PIPELINE`` is the pipeline file; default: the demo's file, with the
+services and the lake of `zync demo`. ``ZYNC_SENSOR`` is ``running`` or ``stopped``, the sensor's state at the start; default:
+running for the demo's file only.
 """
 
 from __future__ import annotations

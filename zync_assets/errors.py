@@ -58,7 +58,7 @@ class Problem:
 
 
 class PipelineFileError(ZyncError):
-    """All problems of one pipeline file at once."""
+    """The problems of one pipeline file."""
 
     def __init__(self, path: str, problems: Sequence[Problem]) -> None:
         self.path = path
@@ -107,15 +107,15 @@ class NotAuthorized(KafkaError):
 
 
 class TopicMissing(KafkaError):
-    """A topic that should be there is not."""
+    """A required topic does not exist."""
 
 
 class TopicRecreated(KafkaError):
-    """A topic has another id than the one that the pool was made from."""
+    """A topic was created again: its topic id differs from the id that the pool was made from."""
 
 
 class DataLoss(KafkaError):
-    """Offsets that were not ingested yet are gone."""
+    """Kafka no longer holds offsets that were not ingested yet."""
 
 
 class ForeignRecord(KafkaError):
@@ -135,7 +135,7 @@ class RegistryUnavailable(RegistryError):
 
 
 class SchemaUnknown(RegistryError):
-    """The schema registry knows no such id, subject or version, and said so: no outage."""
+    """The schema registry answered that it does not know an id, subject or version."""
 
 
 class SchemaError(ZyncError):
@@ -143,7 +143,7 @@ class SchemaError(ZyncError):
 
 
 class SchemaChanged(SchemaError):
-    """A writer's schema has other columns than those before, and the file says ``on-schema-change: error``."""
+    """A writer's schema changes the columns, and the pipeline file says ``on-schema-change: error``."""
 
 
 class LakeError(ZyncError):
@@ -151,7 +151,7 @@ class LakeError(ZyncError):
 
 
 class LakeUnavailable(LakeError):
-    """The object store did not answer, or said that it has trouble of its own."""
+    """The object store did not answer, or reported an internal failure."""
 
 
 class CommitConflict(LakeError):
@@ -159,7 +159,7 @@ class CommitConflict(LakeError):
 
 
 class TableDamaged(LakeError):
-    """A table lacks a file that its log names, or is not what its own numbers say: another program was at it."""
+    """Another program changed a table: a file in its log is missing, or its files contradict its counters."""
 
 
 class TableUnsupported(LakeError):

@@ -1,7 +1,7 @@
 """Offset arithmetic: half-open ranges, sets of ranges, partition keys. Pure, no I/O.
 
-Offsets of a Kafka partition may have gaps (compaction, transaction markers), so nothing here takes ``end - first`` for
-a number of records: a range says which offsets are meant, never how many records exist in it.
+Offsets of a Kafka partition may have gaps (compaction, transaction markers). No function here takes ``end - first`` for a
+number of records: a range names offsets, and says nothing about the number of records.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def keys_over(ranges: Iterable[OffsetRange], size: int = RANGE_SIZE) -> list[Off
 
 
 def new_ranges(since: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
-    """What lies between two positions (partition → next offset); empty ranges are left out."""
+    """The ranges between two positions (partition → next offset), without empty ranges."""
     return [
         OffsetRange(partition, since.get(partition, 0), end)
         for partition, end in sorted(until.items())

@@ -1,6 +1,6 @@
-"""The model of a pipeline file: what was asked for, checked, with defaults filled in.
+"""The model of a checked pipeline file, with defaults filled in.
 
-``pipeline_file.load`` makes it. All of it is plain frozen data that pickles, so that Spark's executors can have it.
+``pipeline_file.load`` makes the model. The classes are frozen and pickle, because Spark's executors receive the model.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ def is_topic_name(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What is made of every record of an input or an output: those for which ``where`` does not hold are dropped, and of
-    the others each side that is in ``sides`` (``key``, ``value``) is replaced. A value that is null stays null."""
+    """The ``shape`` of an input or an output, which filters and maps every record.
+
+    A record is dropped unless ``where`` is true. ``sides`` replaces the key and the value of the other records. A null value
+    stays null.
+    """
 
     where: str | None
     sides: Mapping[str, Shape]
@@ -78,8 +81,8 @@ class LakeUri(str):
     """A place in an object store: its URI, and the settings that open it, under the names that they have in the pipeline file
     (``endpoint``, ``secret-access-key``), or as delta-rs calls its storage options.
 
-    It is a string like the path of a folder, and the settings go with it into Spark's tasks. Nothing shows them: its
-    ``repr`` is the URI's. ``lake.storage.join`` hands them on to what lies below.
+    The class is a string, like the path of a folder, and carries the settings into Spark's tasks. The ``repr`` shows only the
+    URI, because settings hold secrets. ``lake.storage.join`` passes the settings on to the joined URI.
     """
 
     settings: Mapping[str, str]
@@ -99,23 +102,23 @@ class Input:
     key: SideFormat
     value: SideFormat
     start: Literal["earliest", "latest"] | int = "earliest"
-    """Where a new pool begins; an int is a timestamp in milliseconds since the epoch, UTC."""
+    """The start of a new pool. An int is a timestamp in milliseconds since the epoch, UTC."""
     unmatched: Unmatched = "keep"
     on_data_loss: OnDataLoss = "fail"
     on_bad_record: OnBadRecord = "quarantine"
     max_bad_records: int | None = None
-    """How many records of the topic may lie in quarantine; a batch that would add one too many is not committed."""
+    """The most records of the topic in quarantine. A batch that would exceed the limit is not committed."""
     on_schema_change: OnSchemaChange = "merge"
-    """What to do with records whose writer's schema has other columns than those that came before."""
+    """The action for records whose writer's schema changes the columns."""
     shape: RecordShape | None = None
-    """What is made of every record before it reaches the raw pool."""
+    """The filter and mapping of every record before the raw pool."""
     retention_ms: int | None = None
-    """How old, by its time, a raw record is before it may be removed; None: it is kept for ever."""
+    """The age in milliseconds, by its time, at which a raw record may be removed; None: records are kept for ever."""
 
 
 @dataclass(frozen=True)
 class CreateTopic:
-    """How to create an output topic that is not there."""
+    """The settings for the creation of a missing output topic."""
 
     partitions: int = 1
     replication_factor: int = 1
@@ -134,19 +137,19 @@ class Output:
     start_at: Literal["empty", "end"] = "empty"
     """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
     provenance: bool = False
-    """Whether each record says in headers which raw records made it."""
+    """Whether the headers of each record name its raw records."""
     shape: RecordShape | None = None
-    """What is made of every record of the topic. The rules have it in them already."""
+    """The filter and mapping of every record of the topic. The rules contain the shape already."""
     key_subject: SubjectNameStrategy = "topic"
     value_subject: SubjectNameStrategy = "topic"
-    """How the subject is called that an Avro schema is registered under."""
+    """The strategy for the name of the subject under which an Avro schema is registered."""
     namespace: str | None = None
     """The namespace of Avro records; None: made of the topic's name."""
 
 
 @dataclass(frozen=True)
 class Stateless:
-    """A rule that makes one output of one input record."""
+    """A rule that turns each record of an input into an output record."""
 
     name: str
     input: str
@@ -212,7 +215,7 @@ class Pipeline:
     consumer_group: str | None = None
     """The consumer group that shows in Kafka how far ingest is; never read."""
     missing_field: MissingField = "null"
-    """What a field is that a rule names, and that neither a record nor the registry's newest schema has."""
+    """The treatment of a field in a rule that neither a record nor the registry's newest schema has."""
 
     def command(self, name: str, *options: str) -> str:
         """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.

@@ -51,7 +51,7 @@ def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
 
 
 def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
-    """What stands in quarantine for ranges that retention removed, each alone. ``now``: milliseconds since the epoch."""
+    """Side-table rows for offset ranges that retention removed, one batch per range. ``now``: milliseconds since the epoch."""
     return [
         pa.RecordBatch.from_pylist(
             [
@@ -69,9 +69,9 @@ def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.Reco
 
 
 def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.RecordBatch:
-    """What stands in the side table for records that the input's shape left out, a row a range of offsets without a gap.
+    """Side-table rows for records that the input's shape excludes, one row per range of consecutive records.
 
-    ``kafka``: the place of one record of each; nothing but the place and the time of it is kept.
+    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept.
     """
     count = len(firsts)
     columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))

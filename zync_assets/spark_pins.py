@@ -1,5 +1,5 @@
-"""Spark settings that results, or secrets, depend on. Every session that is used gets them, whoever made it: a local one, one
-on a Spark Connect server, and one on the shared server."""
+"""The Spark settings on which results or secrets depend. Every session gets these settings: a local session, a session on a
+Spark Connect server, and a session on the shared server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PINS: Mapping[str, str] = {
     "spark.sql.caseSensitive": "false",
     "spark.sql.storeAssignmentPolicy": "ANSI",
     "spark.sql.requireAllClusterKeysForCoPartition": "false",
-    # What a text means: quotes, escapes, reserved words, literals.
+    # The parser's rules for quotes, escapes, reserved words and literals.
     "spark.sql.ansi.doubleQuotedIdentifiers": "false",
     "spark.sql.ansi.enforceReservedKeywords": "false",
     "spark.sql.ansi.relationPrecedence": "false",

@@ -96,8 +96,11 @@ def scheme(uri: str) -> str:
 
 
 def with_environment(uri: str, settings: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-    """The settings, and in place of those that are not there the variables that each library would read by itself: so
-    all of them, and Spark's tasks on other machines, have the same."""
+    """The settings, completed from the environment.
+
+    Each library would read other environment variables itself. With the completed settings, every library and Spark's tasks
+    on other machines use the same values.
+    """
     found = dict(settings)
     given = any(name in settings for name in _CREDENTIALS)
     for name, item in KINDS[scheme(uri)].settings.items():
@@ -109,7 +112,7 @@ def with_environment(uri: str, settings: Mapping[str, str], env: Mapping[str, st
 
 
 def delta_options(uri: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """delta-rs's storage options. What is no key of ours is one of its own and goes as it is."""
+    """delta-rs's storage options. A setting without a translation is an option of delta-rs, and stays as it is."""
     kind = kind_of(uri)
     options = dict(kind.delta)
     for name, value in settings.items():
@@ -148,7 +151,7 @@ def hadoop_options(uri: str, settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def kind_of(uri: str) -> Kind:
-    """The kind of store that a URI is in; LakeError for one that is not known."""
+    """The kind of a URI's store; LakeError for an unknown scheme."""
     try:
         return KINDS[scheme(uri)]
     except KeyError:

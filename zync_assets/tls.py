@@ -21,10 +21,10 @@ _UNKNOWN_ISSUER = frozenset({18, 19, 20, 21})  # self-signed, or an issuer that 
 
 
 def certificate_fault(host: str, port: int, ca: str | None, ca_name: str, address_name: str) -> str | None:
-    """What is wrong with the certificate that ``host:port`` shows, and the cure; None where it is sound or does not answer.
+    """The fault of the certificate at ``host:port``, with the cure; None for a valid certificate or without an answer.
 
     ``ca``: a file or a folder of trusted certificates, or PEM text, or None for the system's. ``ca_name`` and
-    ``address_name``: what the settings are called that hold it and the address.
+    ``address_name``: the names of the settings that hold ``ca`` and the address.
     """
     try:
         trust = _trust(ca)

@@ -87,7 +87,7 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: staging_checks.pending_age(pipeline, pool))
-    # What holds for the whole pool is a check of each of its topics, so that it holds back all that is downstream.
+    # Each topic of the pool has the pool's checks too. A failed check of the pool therefore blocks every downstream asset.
     for topic, key in keys.items():
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
@@ -163,7 +163,7 @@ def _check(asset: AssetKey, name: str, description: str, blocking: bool, look: L
 
 
 def _once_a_run(look: Look) -> Look:
-    """The same look, whose result serves all checks of one run."""
+    """A function that runs ``look`` once per Dagster run, and returns the same result to the run's other checks."""
     kept: dict[str, CheckResult] = {}
 
     def looked(context: AssetCheckExecutionContext) -> CheckResult:
@@ -176,8 +176,10 @@ def _once_a_run(look: Look) -> Look:
 
 
 def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
-    """The ranges of an asset that this run has materialised, those that it reached beside its keys too. None
-    (everything) where it only checks."""
+    """The ranges of an asset that this run has materialised, also beyond the run's own keys.
+
+    None (every range) for a run that only checks.
+    """
     done = {item.partition for item in _events(context, asset) if item.partition}
     return partitions.on_grid(done) or None
 

@@ -26,7 +26,7 @@ def _secret(what: str) -> Any:
 
 
 class KafkaResource(ConfigurableResource):
-    """How to reach the broker. What has no field of its own goes into ``properties``, as librdkafka spells it."""
+    """The connection to the broker. ``properties`` takes any other librdkafka property, under librdkafka's name."""
 
     bootstrap_servers: str = Field(description="host:port, or several with commas.")
     security_protocol: str | None = Field(default=None, description="PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.")
@@ -86,7 +86,7 @@ def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, st
 
 
 class _Late(Mapping[str, str]):
-    """A resource's properties, looked up when they are used. What travels to Spark's tasks is what was looked up."""
+    """A resource's properties, looked up at their first use. A pickle for Spark's tasks has the looked-up values."""
 
     def __init__(self, resource: KafkaResource | RegistryResource, without: frozenset[str] = frozenset()) -> None:
         self._resource = resource

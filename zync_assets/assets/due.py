@@ -22,21 +22,21 @@ class Step:
     partitions: str
     keys: tuple[OffsetRange, ...]
     ready: tuple[OffsetRange, ...]
-    """The offsets that wait, where they are known."""
+    """The number of offsets to process, if known."""
     upstream: tuple[AssetKey, ...]
-    """Raw tables whose failed checks hold it back."""
+    """The raw tables whose failed checks block the step."""
     selection: tuple[AssetKey, ...] | None = None
     """The assets of the job to run; None for all of them."""
     work: frozenset[AssetKey] = frozenset()
-    """The assets that have something to do, of a job that does without some of them."""
+    """The assets with pending work, in a job that can omit some of its assets."""
     spared: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
-    """Op → the asset that it makes, which the job can do without."""
+    """Op → its asset, for the assets that the job can omit."""
 
     pool: str | None = None
     """The staging pool of an ETL step."""
 
     def rest(self, failed: Collection[str]) -> Step | None:
-        """The job without what these ops make; None where it can't do without, or has nothing else to do."""
+        """The step without the assets of the ``failed`` ops. None if the job can't omit an asset, or no work remains."""
         without = {self.spared[op] for op in failed if op in self.spared}
         if len(without) < len(failed) or not self.work - without:
             return None
@@ -61,8 +61,12 @@ class Grid:
 
 
 def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
-    """A topic's end past its next offset: ingest. A raw table's next offset past seen, or a staging pool's end past its
-    output topic's: ETL and publishing, which are one job, so that the pool's checks always stand before a topic."""
+    """The steps that have work.
+
+    Ingest has work if a topic's end is past the next offset. ETL and publish have work if a raw table's next offset is past
+    seen, or the end in staging is past the output topic's end. ETL and publish are one job, so that the pool's checks always
+    run before a topic is published.
+    """
     for topic, plan in facts.ingest.items():
         if plan.nothing_to_do:
             continue

@@ -1,4 +1,5 @@
-"""What there is of a partition key: in a raw table, in a staging table, in a topic. Log and footers only, no JVM."""
+"""The extent of a partition key in a raw table, in a staging table, and in a topic. Reads logs and footers only, without a
+JVM."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from zync_assets.offsets import OffsetRange, format_key
 
 @dataclass(frozen=True)
 class Extent:
-    """A key's range, and what is there of it.
+    """A key's range, and the processed part of the range.
 
-    ``first`` and ``end``: the offsets that were dealt with are ``first <= offset < end``; equal where none was yet.
-    ``rows``: the records among them; None where only reading them would tell. ``complete``: nothing more will come.
+    ``first`` and ``end``: the processed offsets are ``first <= offset < end``; equal before the first offset. ``rows``: the
+    number of processed records, None if only a read of the records could count them. ``complete``: the range is full.
     """
 
     key: OffsetRange
@@ -38,7 +39,7 @@ class Extent:
 
 
 def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
-    """What the raw table has of each key, its files counted; LakeError if the table and its files disagree."""
+    """The extent of each key in the raw table. Counts records by files; LakeError if the log and the files disagree."""
     found: list[Extent] = []
     files = raw_files(state)
     for key in sorted(keys):
@@ -51,7 +52,7 @@ def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
 
 
 def staging_extents(state: StagingState | None, topic: str, keys: Iterable[OffsetRange]) -> list[Extent]:
-    """What the staging table has of each key of an output topic; LakeError if it is not numbered without a gap."""
+    """The extent of each key of an output topic in the staging table. LakeError for a gap in the offsets."""
     found: list[Extent] = []
     files = state.output_files(topic) if state else []
     for key in sorted(keys):
@@ -74,8 +75,11 @@ def staging_extents(state: StagingState | None, topic: str, keys: Iterable[Offse
 def topic_extents(
     state: TopicState, keys: Iterable[OffsetRange], published: Mapping[int, OffsetRange] | None = None
 ) -> list[Extent]:
-    """What a topic holds of each key. ``published``: of an output topic, by partition, the offsets at which it holds what
-    staging holds; other records in it are none of ours, and these offsets have no gaps: they tell the number of records."""
+    """The extent of each key in a topic.
+
+    ``published``: for an output topic, partition → the offsets at which the topic's records equal staging's. Other records
+    in the topic are foreign. The published offsets have no gaps, and so give the number of records.
+    """
     places = {item.partition: item for item in state.partitions}
     found: list[Extent] = []
     for key in sorted(keys):

@@ -1,4 +1,5 @@
-"""What a sensor looks at: how far topics, raw tables, staging tables and output topics are. No JVM, no records."""
+"""The facts of a sensor's tick: the progress of topics, raw tables, staging tables and output topics. Reads no records, and
+needs no JVM."""
 
 from __future__ import annotations
 

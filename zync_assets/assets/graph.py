@@ -95,7 +95,7 @@ def raw(pipeline: Pipeline, topic: str) -> AssetsDefinition:
 
 
 def _staging(pipeline: Pipeline, pool: str) -> list[AssetsDefinition | AssetSpec]:
-    """The topics of a staging pool. Where the file has no rule for the pool, another pipeline file fills the pool."""
+    """The assets of a staging pool's topics. If the file has no rule for the pool, another pipeline file fills the pool."""
     if pipeline.rules_of(pool):
         return [staging(pipeline, pool)]
     return [_filled_elsewhere(pipeline, item) for item in pipeline.outputs_of(pool)]

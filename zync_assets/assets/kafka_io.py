@@ -35,10 +35,10 @@ class KafkaIOManager(IOManager):
         self._session = partial(session, spark)
 
     def load_input(self, context: InputContext) -> object:
-        """What an asset takes from a topic.
+        """The records of a topic as the argument of an asset.
 
-        An argument annotated ``RawBatch`` gets what is new in the run's ranges, for ``pool_io`` to commit. A Spark
-        DataFrame, a pyarrow Table or a polars LazyFrame gets all records that Kafka still holds of them, decoded.
+        An argument annotated ``RawBatch`` gets the new records in the run's ranges, for ``pool_io`` to commit. A Spark
+        DataFrame, a pyarrow Table or a polars LazyFrame gets every decoded record of the ranges that Kafka still holds.
         """
         topic = context.asset_key.path[-1]
         with spoken():
@@ -99,7 +99,7 @@ def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
 
 
 def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:
-    """What there is to ingest within some keys of a topic, the first batch of it.
+    """The plan of the first ingest batch within some keys of a topic.
 
     RangeUnknown for a key of a partition that the topic does not have. KafkaError for a key that lies ahead of the next
     offset; the error names the key to run first.

@@ -1,4 +1,4 @@
-"""What a materialisation says of its range: offsets, rows, schema, lag."""
+"""The metadata of a materialised range: offsets, rows, schema, lag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metadata = dict[str, Any]
 
 
 def of_extent(extent: Extent, schema: pa.Schema | None = None) -> Metadata:
-    """The metadata of one key. ``last`` is left out while the range is empty, ``rows`` where they can't be told."""
+    """The metadata of one key. An empty range has no ``last``. A range with an unknown number of rows has no ``rows``."""
     found: Metadata = {"first": extent.first, "complete": extent.complete, "time": MetadataValue.timestamp(time.time())}
     if extent.last is not None:
         found["last"] = extent.last
@@ -48,7 +48,7 @@ def column_schema(schema: pa.Schema) -> TableSchema:
 def materialization(
     key: AssetKey, extent: Extent, schema: pa.Schema | None = None, more: Mapping[str, Any] | None = None
 ) -> AssetMaterialization:
-    """The event of one key, for what was done outside the run that reports it."""
+    """The materialisation event of one key, for work that was done outside the reporting run."""
     return AssetMaterialization(
         key, partition=format_key(extent.key), metadata={**of_extent(extent, schema), **(more or {})}
     )

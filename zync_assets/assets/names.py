@@ -69,7 +69,7 @@ def staged_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
 
 
 def staging_job_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
-    """What the job of a staging pool makes: the pool's topics, unless another file has their rules, and ``kafka/*``."""
+    """The assets of a staging pool's job: the pool's topics, unless another file has their rules, and ``kafka/*``."""
     return [*staged_assets(pipeline, pool), *(topic_key(item.topic) for item in pipeline.outputs_of(pool))]
 
 

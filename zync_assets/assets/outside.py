@@ -1,8 +1,8 @@
-"""What is there and was never reported: done by ``zync`` outside Dagster, or before this instance existed.
+"""Reports work to Dagster that no run has reported: work by ``zync`` outside Dagster, or before this instance existed.
 
-The cursor keeps, for each asset, each partition's position up to which it is reported. Where one moved, Dagster's own
-last event of the range tells whether a run has reported it. A tick reports a bounded number of ranges, and a later tick
-goes on. Ranges that still grow are reported at a bounded rate, however many records come.
+The sensor's cursor keeps the reported position of each asset's partitions. After a position has moved, Dagster's last event
+of the range shows whether a run has reported the range. A tick reports a bounded number of ranges, and a later tick
+continues. Growing ranges are reported at a bounded rate, however many records arrive.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Positions = Mapping[int, int]
 News = AssetMaterialization | AssetObservation
 
 RANGES = 50
-"""Ranges of one asset that one tick looks at. A tick has 60 s; an event takes some 20 ms."""
+"""The most ranges of an asset in one tick. A tick may take 60 s, and an event takes about 20 ms."""
 EVENT_SECONDS = 60.0
-"""Each event of a range that still grows, or of a lag, uses up so many seconds of an asset's time."""
+"""The seconds between two events of an asset's growing ranges and lag, on the average."""
 SAVED_SECONDS = 600.0
-"""Unused time that an asset keeps: so many events come at once after a quiet time."""
+"""The most unused seconds that an asset saves. After a quiet time, the asset may report several events at once."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where an asset stands: partition → offset where it begins, and the next offset."""
+    """The position of an asset. ``first`` and ``next``: partition → the first offset, and the next offset."""
 
     key: AssetKey
     job: str | None
@@ -60,7 +60,7 @@ class Standing:
 
 
 def standings(pipeline: Pipeline, facts: Facts) -> Iterator[Standing]:
-    """Where each asset stands, upstream first."""
+    """The standing of each asset, upstream assets first."""
     for topic, plan in facts.ingest.items():
         parts = plan.topic_state.partitions
         lows, ends = {p.partition: p.low for p in parts}, {p.partition: p.end for p in parts}

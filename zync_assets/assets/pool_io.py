@@ -34,11 +34,11 @@ class PoolIOManager(IOManager):
         self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
 
     def load_input(self, context: InputContext) -> object:
-        """What an asset takes from a pool.
+        """The records of a pool as the argument of an asset.
 
-        An argument annotated ``RawSlice`` gets the records of a raw table that are new to ETL, ``OutputBatch`` the
-        staged ones that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets all
-        records of the ranges.
+        An argument annotated ``RawSlice`` gets the records of a raw table that are new to ETL. ``OutputBatch`` gets the
+        staged records that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets every record of the
+        ranges.
         """
         pool, topic = context.asset_key.path
         wanted = context.dagster_type.typing_type
@@ -153,7 +153,7 @@ class PoolIOManager(IOManager):
             return commit_staging(self._pipeline, transform(batch.spark, self._pipeline, plan, slices))
 
     def _plan_of(self, context: InputContext) -> EtlPlan:
-        """One plan for all inputs of one attempt of a step, so that its slices are of one batch."""
+        """The plan of the present attempt of a step. The inputs share the plan, so that their slices belong to one batch."""
         step = (context.step_context.step.key, context.step_context.previous_attempt_count)
         if self._plan is None or self._plan[0] != step:
             plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))

@@ -1,4 +1,4 @@
-"""A run's report: metadata of each of its ranges, and an event of its own for each further range that it reached."""
+"""A run's report: the metadata of each range of the run, and a separate event for each other range that the run reached."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: Offs
 
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
-    """The run's keys, and those that ``ranges`` reach beside them."""
+    """The run's keys, and the other keys that ``ranges`` overlap."""
     own = partitions.served(context.asset_partition_keys, context.asset_key.to_user_string())
     return own, sorted(set(keys_over(ranges)) - set(own))
 
@@ -89,8 +89,10 @@ def refuse_partitions(pool: str, keys: Iterable[OffsetRange]) -> None:
 
 
 def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
-    """EtlError for a range that no output topic of the pool has reached. ETL may have committed by then what it found
-    ready; running it again changes nothing."""
+    """EtlError for a range that no output topic of the pool has reached.
+
+    The run's ETL batch may have been committed before this error. A second run of the range does no harm.
+    """
     ends = [item.next for item in state.head.outputs.values()] if state else []
     reached = max(ends, default=0)
     for key in keys:

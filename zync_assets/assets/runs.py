@@ -1,6 +1,6 @@
-"""What Dagster's instance knows of runs: which are under way, which failed, which checks failed.
+"""Runs in Dagster's instance: active runs, failed runs, and failed checks.
 
-Asked only when a step is due, so that an idle tick costs nothing.
+The sensor reads runs only if a step is due, so that an idle tick costs nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Active:
 
 
 def _abandoned(run: DagsterRun) -> bool:
-    """Whether the code server that watches over a run on this machine is gone, as after a power cut: such a run stays
-    "started" for ever. A run of another machine or launcher is taken at its word."""
+    """Whether the code server of a run on this machine has died, as after a power cut. Such a run stays "started" for ever.
+
+    The function trusts the status of a run on another machine or by another launcher.
+    """
     place = json.loads(run.tags.get(GRPC_INFO_TAG) or "{}")
     path = place.get("socket")
     if run.status == DagsterRunStatus.QUEUED or path is None:

@@ -53,13 +53,13 @@ MOST_RUNS = 2
 FIRST_CHECKS = "checked"
 """Key of the cursor: whether it is settled that everything is checked that was there before this instance."""
 FIRST_OFFSETS = 1_000_000
-"""Offsets that the sensor has checked unasked."""
+"""The most offsets that the sensor checks without a user's request."""
 MOST_KEYS = 500
-"""Partition keys that one tick adds to a definition; Dagster's daemon looks each of them up."""
+"""The most partition keys that a tick adds to a definition, because Dagster's daemon looks up every new key."""
 
 
 def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> SensorDefinition:
-    """The sensor of a pipeline. ``running``: whether it is on from the start, or waits to be switched on."""
+    """The sensor of a pipeline. ``running``: whether the sensor is on by default."""
 
     @sensor(
         name=names.sensor_name(pipeline.name),
@@ -87,10 +87,10 @@ def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> S
 
 
 def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, now: float) -> SensorResult:
-    """One tick, at ``now`` (seconds since the epoch). The cursor holds what was reported of each asset, and since when
-    there are which problems.
+    """One tick, at ``now`` (seconds since the epoch). The cursor holds each asset's reported positions, and the start of each
+    problem.
 
-    Raises TickFailed for problems that last: in turns with ticks that keep the rest going (see ``trouble``).
+    Raises TickFailed for lasting problems, but only in some ticks. The other ticks request runs (see ``trouble``).
     """
     before: dict[str, Any] = json.loads(cursor) if cursor else {}
     facts = gather(pipeline)

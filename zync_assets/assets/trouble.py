@@ -19,10 +19,10 @@ from zync_assets.checks.topic_checks import REACHABLE
 from zync_assets.pipeline import Pipeline
 
 LASTS_SECONDS = 20.0
-"""A problem that is there for so long lasts. A broker starts again in less."""
+"""Seconds after which a problem counts as lasting. A broker restarts in less time."""
 PERIOD_SECONDS = 60.0
 RED_SECONDS = 10.0
-"""While a problem lasts, the ticks of the first seconds of each period are red, whatever there is to do."""
+"""During a lasting problem, the ticks in the first seconds of each period are red, even if steps are due."""
 PROBLEMS = "problems"
 CHECKED = "reachable"
 """Keys of the cursor. An asset's path has a slash."""
@@ -41,7 +41,7 @@ class Troubles:
         return [place for place in self.texts if self.now - self.since[place] >= LASTS_SECONDS]
 
     def red(self, *, idle: bool) -> bool:
-        """Whether this tick shows the problems. ``idle``: it has nothing else to do."""
+        """Whether this tick shows the problems. ``idle``: no step is due in this tick."""
         if not self.lasting:
             return False
         age = self.now - min(self.since[place] for place in self.lasting)

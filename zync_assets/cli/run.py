@@ -61,14 +61,14 @@ def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
 @click.option(
     "--retry-unmatched",
     is_flag=True,
-    help="Look again at the records that no rule took, and at those that wait for a rule that is no more.",
+    help="Match the unmatched records again, and the records that wait for a rule that was removed.",
 )
 @click.option(
     "--retry-pending",
     "waiting",
     metavar="RULE",
     multiple=True,
-    help="Look again at the records that wait for this rule, after its join-on was changed; may be given again.",
+    help="Match the records again that wait for this rule, after a change of its join-on. May be repeated.",
 )
 @format_option
 def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str, ...], fmt: Format) -> None:
@@ -89,7 +89,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
             raise ZyncError(
                 f"--retry-pending {shown(name)}: no denorm rule of this pipeline is called so; there are"
                 f" {', '.join(joins) or 'none'}."
-                " To look at what waits for a rule that is no more: " + loaded.command("etl", "--retry-unmatched")
+                " To match the records of a removed rule again: " + loaded.command("etl", "--retry-unmatched")
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
     _report(etl_all(loaded, _session(loaded), retry), fmt)
@@ -102,7 +102,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     "--recreate",
     metavar="TOPIC",
     type=TOPIC,
-    help="Delete this output topic, create it anew, publish all of staging to it; beside the topics of --topic.",
+    help="Delete this output topic, create it again, and publish all of staging to it. Adds to the topics of --topic.",
 )
 @format_option
 def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt: Format) -> None:

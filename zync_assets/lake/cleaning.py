@@ -138,7 +138,7 @@ def unneeded(opened: Opened, hours: float) -> list[str]:
 
 
 def _each(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:
-    """Delete files; what is gone already is no error. A store answers each request after a while, so it gets many at once."""
+    """Delete files, many at the same time because each request to a store waits. A missing file is no error."""
 
     def gone(name: str) -> None:
         with suppress(FileNotFoundError):

@@ -57,8 +57,10 @@ def _cut(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[Data
 
 
 def _balanced(run: Sequence[DataFile]) -> list[DataFile]:
-    """A run without the files at its begin that hold more records than all files after them. So the file that a record is in
-    doubles each time that the record is written anew, however small batches are."""
+    """A run without its first files that hold more records than all later files together.
+
+    With every rewrite of a record, the size of the record's file therefore at least doubles, however small the batches are.
+    """
     rest = sum(item.records for item in run)
     for place, item in enumerate(run):
         rest -= item.records

@@ -1,8 +1,8 @@
-"""Keep the ledger short: many small files become one, neighbouring ranges one range, and what waited and is done is done.
+"""Keeps the ledger short. A fold merges small files, merges neighbouring ranges, and replaces completed records by ranges.
 
-A batch appends a file, so that its commit never waits for history; every FILES batches a commit also replaces the small
-ones. What is pending in a large file is joined with a ``completed`` entry elsewhere when it is read. With each fold two
-large files are folded too, if that makes them shorter by a quarter.
+A batch appends a file, so that its commit never waits for history. Every FILES batches, a commit also replaces the small
+files. A pending record in a large file may have its ``completed`` entry in another file, and readers join both. A fold also
+folds two large files if this shortens them by a quarter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _written(state: StagingState, rows: pa.Table) -> DataFile:
 
 
 def fold(rows: pa.Table) -> pa.Table:
-    """The same facts in fewer ledger entries (columns of the account). What waits comes first, sorted by hash."""
+    """The same facts in fewer ledger entries (columns of the account). Pending records come first, sorted by hash."""
     waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
     settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
     pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)

@@ -1,14 +1,14 @@
-"""How far a staging pool has been published: a table without rows, all in Delta ``txn`` actions.
+"""The progress of publish for a staging pool, in a table without rows. Delta ``txn`` actions hold the values.
 
     zync:window:<topic>:<partition>      the end of the last window that a publisher announced
-    zync:verified:<topic>:<partition>    below this offset Kafka holds what staging holds
+    zync:verified:<topic>:<partition>    below this offset Kafka's records equal staging's
     zync:topic:<topic>:<topic id>        the topic that is published to (its version says nothing)
     zync:named:<topic>                   1 once such an id is known
     zync:schema:<topic>:<side>:<id>:<digest>  records were announced whose keys or values have this schema under this id of
                                          the registry (its version says nothing)
 
-A publisher announces a window before it sends the first record of it. Where the window's end is past the verified
-offset, a publisher stopped uncleanly, and records of it may still surface.
+A publisher announces a window before it sends the window's first record. If the window's end is past the verified offset, a
+publisher stopped uncleanly, and its records may still surface in the topic.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def new_attempt() -> int:
 
 
 def file_name(attempt: int) -> str:
-    """What the names of an attempt's files begin with."""
+    """The prefix of the names of an attempt's files."""
     return f"{_ATTEMPT}{attempt:016x}"
 
 

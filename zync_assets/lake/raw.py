@@ -184,7 +184,7 @@ def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> l
 
 
 def replay_name(number: int) -> str:
-    """What the names of a replay's files begin with."""
+    """The prefix of the names of a replay's files."""
     return f"{_REPLAY}{number:08d}"
 
 

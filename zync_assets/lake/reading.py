@@ -106,8 +106,10 @@ def records_at(
 
 
 def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
-    """Where places lie (columns ``partition`` and ``first``), by SPAN offsets: few rows, however many places there are.
-    ``by``: columns of the places that the rows have too."""
+    """The ranges of SPAN offsets that contain places (columns ``partition`` and ``first``). Few rows for any number of places.
+
+    ``by``: columns of ``places`` to keep in the rows.
+    """
     rows = places.selectExpr(*by, "partition", f"first DIV {SPAN} AS span").distinct().collect()
     return [(row, OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN)) for row in rows]
 
@@ -159,8 +161,10 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
 
 
 def _with_carried(spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile]) -> DataFrame:
-    """Tables of older versions have a running maximum within each file. Where an earlier file of the partition reaches past
-    a file's lowest time, that maximum holds here too."""
+    """The frame with carried times for tables of older versions, which have a running maximum within each file only.
+
+    If an earlier file of the partition has a higher time, that time replaces lower times in later files.
+    """
     carried = carried_times(raw_files(state), state.reached)
     rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
     if not rows:

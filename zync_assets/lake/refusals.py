@@ -1,4 +1,4 @@
-"""What an object store refuses, in a line that names the place and the cure."""
+"""Turns an object store's refusal into one line that names the place and the cure."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ BASE_SCHEMA = pa.schema(
 )
 
 HEADERS_COLUMN = "headers"
-"""What a pool's table has beside BASE_SCHEMA once a rule gives its records headers (``records.HEADERS_TYPE``)."""
+"""The table's column for headers (``records.HEADERS_TYPE``), added when the first rule sets headers."""
 
 
 def key_column(topic: str) -> str:
@@ -135,7 +135,7 @@ class Head:
     schemas: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Fingerprint → (output topic, output schema as JSON)."""
     replayed: Mapping[str, int] = field(default_factory=dict)
-    """Input topic → how many replays of its raw table were looked at: what they brought below seen is no more quarantined."""
+    """Input topic → the number of the raw table's replays that ETL has taken up. Their records are no longer quarantined."""
     nullable: Mapping[str, frozenset[tuple[str, ...]]] = field(default_factory=dict)
     """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
     them: later schemas must have one."""
@@ -287,15 +287,16 @@ def commit_batch(
 
 
 def _planned_on(head: Head, opened: Opened) -> list[int | None]:
-    """What must stay as it is while a batch is made: a release of raw records leaves the batch number as it is."""
+    """The numbers that must not change during a batch. A release of raw records keeps the batch number, so that the released
+    offsets are compared too."""
     names = ["zync:batch", *(f"zync:released:{topic}:{partition}" for topic, partition in head.inputs)]
     return [opened.number(name) for name in names]
 
 
 def release(state: StagingState, topic: str, until: Mapping[int, int]) -> None:
-    """Let go of a topic's raw records below an offset a partition, before they are removed.
+    """Release a topic's raw records for removal. ``until``: partition → the offset below which records are released.
 
-    Raises CommitConflict if a batch was committed since ``state`` was opened: it may want them.
+    Raises CommitConflict if a batch was committed since ``state`` was opened, because that batch may need the records.
     """
     later = {p: offset for p, offset in until.items() if offset > state.released(topic, p)}
     if later:
@@ -330,7 +331,7 @@ def _write_account(uri: str, path: str, rows: pa.Array) -> DataFile:
 
 
 def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState | None, head: Head) -> None:
-    """Refuse a batch whose files don't number base..m without a gap; a guard, since nothing can mend it later."""
+    """Refuse a batch whose files don't number base..m without a gap. A committed gap could not be repaired."""
     ordered = sorted(files, key=lambda item: item.first or 0)
     start = head.outputs[topic, 0].base if before is None else _old_next(before, head, topic)
     edges = [start - 1, *[edge for item in ordered for edge in (item.first or 0, item.last or 0)]]

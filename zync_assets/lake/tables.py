@@ -203,9 +203,9 @@ def commit(
 ) -> None:
     """Add and remove files and set numbers, in one atomic commit on the opened object.
 
-    ``rewritten``: the files added hold just the records of those removed. Raises CommitConflict if another writer
-    committed one of the numbers since the table was opened, if files waited longer than UNCOMMITTED_HOURS, or if the log
-    was cleaned so far that conflicts can't be found; TableDamaged if another program changed the table's files.
+    ``rewritten``: the added files hold exactly the records of the removed files. Raises CommitConflict if another writer
+    committed one of the numbers since the table was opened, or if files are older than UNCOMMITTED_HOURS. Also raises it if
+    the log was cleaned so far that conflicts can't be found. Raises TableDamaged if another program changed the files.
     """
     _check_writable(opened)
     _check_fresh(opened.uri, files)

@@ -1,8 +1,8 @@
-"""The carried time of raw records: ``kafka.time`` never runs back within a partition, wherever files and batches are cut.
+"""The carried time of raw records: ``kafka.time`` never decreases within a partition, across files and batches.
 
-Ingest writes the carried time: a batch begins with the highest time of the partition so far (``highest_times``), and what
-its tasks could not know of each other is put right before the commit (``lift``). Tables of older versions have a maximum
-within each file alone; readers take the greater of it and of ``carried_times``, which the log's statistics tell.
+Ingest writes the carried time. A batch begins with the partition's highest time so far (``highest_times``). The tasks of a
+batch do not know each other's times, and ``lift`` corrects their files before the commit. Tables of older versions have a
+running maximum within each file only. Readers take the maximum of that time and of ``carried_times``, from the log.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from zync_assets.local.processes import token_option
 
 LOG = "broker.log"
 
-# A development broker for one machine. Internal topics have one replica and few partitions, since fifty of
-# each would cost most of the start; a mistyped topic is an error, not a new topic; nothing is deleted by age,
-# since a local broker is emptied as a whole, together with the lake that was made from it; the cleaner's buffer
-# fits a small heap.
+# A development broker for one machine. Internal topics have one replica and few partitions: fifty partitions would take most
+# of the start's time. An unknown topic is an error, so that a typing error creates no topic. No record expires by age,
+# because the user removes a local broker as a whole, together with its lake. The cleaner's buffer fits a small heap.
 SETTINGS = {
     "process.roles": "broker,controller",
     "node.id": "1",
@@ -94,7 +93,7 @@ def _class_path(jars: Path, *, level: str) -> list[str]:
 
 
 def ready(folder: Path, port: int) -> bool:
-    """Whether the broker says that it has started (it is registered and unfenced then) and listens."""
+    """Whether the broker's log reports the start (the broker is then registered and unfenced), and its port answers."""
     try:
         started = "Kafka Server started" in (folder / LOG).read_text(errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where the demo lies and what it runs on: files of the repository, services of its own."""
+"""The demo's files in the repository, and the demo's own services."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def demo_folder() -> Path:
 
 
 def demo_services_folder() -> Path:
-    """Where the demo's services and lake are: ZYNC_DEMO_DIR, else ``~/.zync/demo``."""
+    """The folder of the demo's services and lake: ZYNC_DEMO_DIR, else ``~/.zync/demo``."""
     return Path(os.environ.get("ZYNC_DEMO_DIR") or Path.home() / ".zync" / "demo")
 
 
 def demo_environment(services: Services | None = None) -> dict[str, str]:
     """The environment in which the demo's pipeline is loaded: this process's, with the demo's own services and lake.
 
-    Without ``services``, those that the demo left behind; where there are none, the environment alone.
+    Without ``services``, the services of the last demo; without a last demo, only the environment of this process.
     """
     found = services or status(demo_services_folder())
     return {**os.environ, **addresses(found)} if found else dict(os.environ)
 
 
 def addresses(services: Services) -> Mapping[str, str]:
-    """What the demo's pipeline file takes from the environment."""
+    """The environment variables of the demo's pipeline file."""
     return {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,

@@ -1,8 +1,7 @@
-"""What runs on the JVM and is no part of PySpark, from Maven Central, once per user: the broker, the registry, and Spark's
-way to S3.
+"""Downloads jars that PySpark lacks from Maven Central, once per user: the broker, the registry, and Spark's S3 client.
 
-The Ivy that PySpark carries resolves them into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). A finished folder
-appears there by one rename, so a kill in the middle leaves nothing that looks finished.
+PySpark's own Ivy downloads the jars into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). One rename moves a finished folder to
+its place. A kill during the download therefore leaves no folder that looks finished.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ IVY = f"""<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
 
 
 HADOOP_VERSION = "3.4.2"
-"""Of the Hadoop that PySpark carries."""
+"""The version of PySpark's own Hadoop."""
 _SDK_VERSION = "2.29.52"
-"""Of the AWS SDK that this hadoop-aws was made with."""
+"""The version of the AWS SDK that this hadoop-aws was built with."""
 
-# Hadoop asks for the SDK's bundle of all services (600 MB); S3 needs these few modules of it (10 MB). What is left out
-# below PySpark has itself.
+# Hadoop depends on the SDK's bundle of all services (600 MB). S3 needs only these modules (10 MB). PySpark itself has the
+# other dependencies.
 S3_IVY = f"""<ivy-module version="2.0">
   <info organisation="zync" module="spark-s3"/>
   <configurations><conf name="jars"/></configurations>
@@ -113,7 +112,7 @@ def spark_s3_jars(java: Callable[[], Path]) -> list[Path]:
 def fetched(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Path], None] | None = None) -> Path:
     """The folder of a bundle in this user's cache, with a folder of jars for each of its configurations.
 
-    ``finish`` changes that folder before it counts as there.
+    ``finish`` may change the folder before the folder moves to its final place.
     """
     cache = cache_dir()
     home = cache / f"{bundle.name}-{hashlib.sha256(bundle.ivy.encode()).hexdigest()[:12]}"

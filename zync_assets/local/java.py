@@ -46,7 +46,7 @@ def find_java() -> Path:
 
 
 def java_version(executable: Path) -> str:
-    """What that ``java`` says its version is, such as ``17.0.15``; SetupError when it does not run."""
+    """The version of a ``java``, such as ``17.0.15``; SetupError if the executable does not run."""
     return _release(executable).get("JAVA_VERSION") or _ask(executable)
 
 

@@ -1,8 +1,7 @@
-"""Processes that outlive the one that starts them, and are known again by a token on their command line.
+"""Processes that outlive their starter. A token on the command line identifies such a process.
 
-A pid alone proves nothing, since the system gives it to another process later. The token is made for one start, so
-who carries it is the process of that start; it also finds a process whose starter died before it could write the
-pid down.
+A pid alone proves nothing, because the system gives the pid to another process later. Every start makes a new token, and
+only the started process has this token. The token also finds a process whose starter died before it could write the pid.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ def command(java: Path, jar: Path, token: str, port: int) -> list[str]:
 
 
 def ready(folder: Path, port: int) -> bool:
-    """Whether the registry says that it listens, so that no other server answers in its place, and does answer."""
+    """Whether the registry's log reports the port, and the port answers. The log rules out another server on the port."""
     try:
         if f"Listening on: http://127.0.0.1:{port}" not in (folder / LOG).read_text(errors="replace"):
             return False
     except FileNotFoundError:
         return False
-    # No proxy of the environment stands between this machine and itself.
+    # The environment's proxies are not for addresses of this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url(port)}/subjects", timeout=5) as answer:

@@ -1,7 +1,7 @@
-"""A Kafka broker and a schema registry of one's own on 127.0.0.1: started, found again, stopped, removed.
+"""Starts, finds, stops and removes a user's own Kafka broker and schema registry on 127.0.0.1.
 
-All that they have lies in one folder, the state folder. Processes that were not started for it are never touched,
-and neither are files that were there before.
+The files of both services lie in one folder, the state folder. This module never touches processes of other folders, nor
+files that were in the folder before.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def up(
     lake: Path | None = None,
     broker_properties: Mapping[str, str] = NO_PROPERTIES,
 ) -> Services:
-    """Start what does not run yet, and return once both services answer.
+    """Start the services that do not run yet, and return when both services answer.
 
-    Ports: the given ones, else those of the last time if they are free, else free ones. ``lake`` is the folder
-    that belongs to the services (``lake`` in the state folder by default); it must be missing or empty the first
-    time. ``broker_properties`` are further Kafka broker settings.
+    ``kafka_port`` and ``registry_port`` default to the ports of the last start, or to free ports if these are occupied.
+    ``lake`` is the folder that belongs to the services (default: ``lake`` in the state folder). The folder must be missing
+    or empty at the first start. ``broker_properties`` are further Kafka broker settings.
 
-    Raises SetupError: no fit Java, no jars and no network, a given port that is occupied, a service that does
-    not start (with its last log lines). What a failed call started is stopped again.
+    Raises SetupError for a missing Java, for missing jars without a network, for an occupied port, and for a service that
+    does not start (with its last log lines). A failed call stops the services that it has started.
     """
     home = state_dir.expanduser().resolve()
     chosen: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
@@ -89,7 +89,7 @@ def up(
 
 
 def status(state_dir: Path) -> Services | None:
-    """What runs of the services of that folder; None where there never were any."""
+    """The services of a state folder that run; None for a folder without services."""
     home = state_dir.expanduser().resolve()
     state = load(home)
     return None if state is None else _services(home, state)

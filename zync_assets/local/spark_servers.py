@@ -1,9 +1,9 @@
-"""Spark Connect servers of this user on this machine, one for each set of settings: found, started once, stopped.
+"""Finds, starts and stops this user's Spark Connect servers on this machine. A set of settings has a server of its own.
 
-A server's folder is named after all that its answers depend on: Spark's properties, the interpreter, the versions, this
-package's own code, and the environment that Spark's tasks see. So a client never meets a server that runs other code than
-its own. In the folder, which nobody else may read, are ``server.json`` (what the server is started with, secrets too),
-``ready.json`` (where it listens), the lock of those who start it, and its log.
+The name of a server's folder is a hash of everything that changes results: Spark's properties, the interpreter, the
+versions, this package's code, and the environment of Spark's tasks. A client therefore never finds a server with other code.
+Only the user may read the folder. It holds ``server.json`` (the arguments of the start, secrets too), ``ready.json`` (the
+server's port), a lock for the start, and the log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IDLE_SECONDS = 1800.0
 """A server ends by itself when it had no session for so long."""
 LOG = "server.log"
 MODULE = "zync_assets.steps.spark_server"
-"""What runs in a server's process."""
+"""The module that a server's process runs."""
 TAIL_LINES = 10
 
 _GIVEN, _READY, _LOCK = "server.json", "ready.json", "server.lock"
@@ -47,14 +47,17 @@ _READY_KINDS: _Kinds = {"token": str, "port": int, "pid": int, "started": (int, 
 _SEEN_BY_TASKS = re.compile(
     r"(?i)(AWS|AZURE|GOOGLE)_|.*_PROXY$|(SPARK_HOME|SPARK_CONF_DIR|HADOOP_CONF_DIR|ZYNC_NATIVE)$"
 )
-"""Environment variables that Spark or its tasks look at; a server keeps those of its start."""
+"""The environment variables that Spark or its tasks read. A server keeps their values from its start."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a server is started with. ``token`` is on its command line and no secret; ``secret`` is what clients show."""
+    """The arguments of a server's start.
+
+    ``token``: identifies the process, on its command line, and is no secret; ``secret``: the clients' password.
+    """
 
     token: str
     secret: str = field(repr=False)
@@ -94,14 +97,14 @@ def folder_of(settings: Mapping[str, str]) -> Path:
 
 @functools.cache
 def _code() -> tuple[str, int, int]:
-    """Where this package is, how many modules it has and when one of them was last changed, as this process has them."""
+    """This package's folder, its number of modules and their latest change. Cached, because this process runs that code."""
     root = Path(zync_assets.__file__).resolve().parent
     times = [path.stat().st_mtime_ns for path in root.rglob("*.py")]
     return str(root), len(times), max(times)
 
 
 def find(folder: Path) -> Server | None:
-    """The server of that folder, if it runs and listens."""
+    """The server of a folder; None unless the server runs and listens."""
     given, ready = load(folder), _read(folder / _READY, _READY_KINDS)
     if given is None or ready is None or ready["token"] != given.token:
         return None
@@ -112,7 +115,7 @@ def find(folder: Path) -> Server | None:
 
 
 def find_all() -> list[Server]:
-    """The servers of this user that run, the oldest first; a folder that can't be read is told of and left out."""
+    """This user's running servers, the oldest first. Logs a warning for an unreadable folder, and omits the folder."""
     found: list[Server] = []
     for path in home().glob(f"*/{_GIVEN}"):
         try:
@@ -128,7 +131,7 @@ def find_silent() -> list[Path]:
     """The folders of this user's servers whose process is there and does not listen: it is starting, or ending."""
     found: list[Path] = []
     for path in home().glob(f"*/{_GIVEN}"):
-        # ``find_all`` tells of those that can't be read.
+        # ``find_all`` warns of unreadable folders.
         with contextlib.suppress(SetupError):
             given = load(path.parent)
             if given is not None and find(path.parent) is None and processes.find(given.token, None) is not None:
@@ -137,9 +140,9 @@ def find_silent() -> list[Path]:
 
 
 def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = IDLE_SECONDS) -> Server:
-    """The server of that folder, started if it does not run; of several processes that ask at once one starts it.
+    """The server of a folder, started if necessary. A lock lets only one of several processes start the server.
 
-    Raises SetupError with the end of its log if it does not start.
+    Raises SetupError with the end of the log if the server does not start.
     """
     with _locked(folder):
         server = find(folder)
@@ -157,12 +160,12 @@ def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = ID
 
 
 def stop(folder: Path) -> None:
-    """End the server of that folder, after its start if somebody waits for that; what its clients are at fails."""
+    """Stop the server of a folder. Waits until a present start is complete. The running steps of clients fail."""
     with _locked(folder):
         given = load(folder)
         process = None if given is None else processes.find(given.token, None)
         if process is not None:
-            # Its JVM ends with it, and is waited for.
+            # The server's JVM ends after the server. Waits for both.
             family = [process, *process.children(recursive=True)]
             processes.stop([process])
             processes.stop(processes.wait(family, 20.0), gently=False)
@@ -171,18 +174,18 @@ def stop(folder: Path) -> None:
 
 
 def load(folder: Path) -> Given | None:
-    """What the server of that folder was started with last; None where there was none."""
+    """The arguments of the folder's last start; None before the first start."""
     found = _read(folder / _GIVEN, _GIVEN_KINDS)
     return None if found is None else Given(**found)
 
 
 def listening(folder: Path, token: str, port: int) -> None:
-    """Tell those who wait that the server with that token, which is this process, listens."""
+    """Write the server's port to ``ready.json``. Called by the server with the token ``token``; clients wait for the file."""
     _write(folder / _READY, {"token": token, "port": port, "pid": os.getpid(), "started": time.time()})
 
 
 def ended(folder: Path, token: str) -> None:
-    """Take back what ``listening`` told."""
+    """Remove the ``ready.json`` that ``listening`` wrote, unless another server has replaced the file."""
     ready = _read(folder / _READY, _READY_KINDS)
     if ready is not None and ready["token"] == token:
         (folder / _READY).unlink(missing_ok=True)
@@ -192,7 +195,7 @@ def _awaited(folder: Path, token: str) -> Server:
     deadline = time.monotonic() + START_SECONDS
     pid: int | None = None
     while time.monotonic() < deadline:
-        # Looked at before its word is: it may say that it listens, and end.
+        # Checks the process before ``ready.json``: a server may write the file and then end.
         process = processes.find(token, pid)
         if process is None:
             raise SetupError(f"The Spark server ended while it started.{_tail(folder)}")
@@ -226,7 +229,10 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
-    """What that file says under these names; None where there is none. What else it says is another version's."""
+    """The values of a JSON file under the names in ``kinds``; None for a missing file.
+
+    Ignores other names, which another version may have written.
+    """
     try:
         found: Any = json.loads(path.read_text())
         if not isinstance(found, dict):

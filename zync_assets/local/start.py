@@ -35,7 +35,7 @@ class Setup:
 
 
 class Died(SetupError):
-    """A service ended before it answered. ``port_taken``: because somebody else listens on its port."""
+    """A service ended before it answered. ``port_taken``: another process listens on the service's port."""
 
     def __init__(self, message: str, *, port_taken: bool) -> None:
         super().__init__(message)
@@ -146,9 +146,9 @@ def _read_log(home: Path, name: Name) -> str:
 
 
 def _tail(home: Path, name: Name) -> str:
-    """What the log says of errors, else its last lines, as the end of a message; no stack frames."""
+    """The first errors of the log, or the log's last lines, as the end of a message. Omits stack frames."""
     log = [line for line in _read_log(home, name).splitlines() if line.strip() and not line.startswith("\t")]
-    # The first errors are the cause; what follows them is the shutdown.
+    # The first errors are the cause. Later errors come from the shutdown.
     errors = [line for line in log if ERROR.search(line)]
     lines = errors[:TAIL_LINES] or log[-TAIL_LINES:]
     return f" From {home / name / LOGS[name]}:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,7 +1,7 @@
-"""What is known of the local services between two commands: ``services.json`` in their folder.
+"""The state of the local services between two commands: ``services.json`` in their folder.
 
-It is there from before the first file is made until after the last one is removed, so what lies beside it is
-ours.
+``up`` writes the file before any other file, and ``down --clean`` removes it last. The other files in a folder with this file
+therefore belong to the services.
 """
 
 from __future__ import annotations

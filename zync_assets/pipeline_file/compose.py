@@ -1,7 +1,8 @@
-"""The ``shape`` of an output, put into the rules that write to it: what a rule makes is filtered and mapped in the rule.
+"""Merges the ``shape`` of an output into the output's rules. A rule then filters and maps its own outputs.
 
-``value.name`` in a shape stands for what the rule has at ``name``. A field of a shape that needs one which the rule does
-not make is left out of the rule's records, as a partial update stays partial; a condition that needs one is a problem.
+``value.name`` in a shape stands for the rule's expression of the field ``name``. A rule may lack a field that a field of the
+shape needs: the rule's records then omit the shape's field, so that a partial update stays partial. A condition that needs a
+missing field is a problem.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _paths(shape: Shape) -> Iterator[tuple[str, ...]]:
 def _has(shape: Shape, path: tuple[str, ...]) -> bool:
     for name in path:
         if not isinstance(shape, Mapping):
-            # One expression was made of it, with all that there is.
+            # The rule's shape is a single expression here, which may contain any field.
             return shape is not None
         if name not in shape:
             return False
@@ -107,14 +108,14 @@ def _expression(sql: str, made: Mapping[str, Shape]) -> str:
 
 
 def _found(shape: Shape, names: list[str], path: str) -> tuple[str, int]:
-    """What the rule has at a path, and how many of the names say so; those that follow stay in the expression."""
+    """The rule's SQL at a path, and the number of names that lead to it. The remaining names follow the SQL."""
     for used, name in enumerate(names):
         if shape is None:
             return "NULL", len(names)
         if isinstance(shape, str):
             return f"({shape})", used
         path = f"{path}.{name}"
-        # As it is written, else without regard to case.
+        # Prefers the exact name to a name in other case.
         fields = {field.lower(): part for field, part in shape.items()} | dict(shape)
         if name not in fields and name.lower() not in fields:
             raise Missing(path)

@@ -1,12 +1,11 @@
 """Spark SQL expressions of a pipeline file, checked without Spark.
 
 An expression sees one record (``kafka``, ``key``, ``value``) or named records (``left``, ``right``, ``in``) with these
-three inside. It must be one deterministic expression over them: no query, aggregate, window or function that makes
-rows, nothing of the clock or of chance. What is not checked here is types and fields, which are known only when data
-is there.
+three inside. It must be one deterministic expression over these names: no query, aggregate, window or function that makes
+rows, no clock and no random numbers. Types and fields are not checked here, because only data shows them.
 
-``in``, ``left`` and ``right`` are keywords that Spark takes as column names all the same; so do these functions. Names
-are case-insensitive, as in Spark.
+Spark accepts the keywords ``in``, ``left`` and ``right`` as column names, and so does this module. Names are
+case-insensitive, as in Spark.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _TIME_FUNCTIONS = (
 )
 _CLOCK_WORDS = ("now", "today", "tomorrow", "yesterday")
 _PATTERN_WORDS = ("like", "ilike", "rlike", "=", "==", "<>", "!=", "<", ">", "<=", ">=")
-# What may stand before a parenthesis and is no function: type names and keywords.
+# Words before a parenthesis that are no functions: type names and keywords.
 _NOT_FUNCTIONS = frozenset(
     # Types first, then words of predicates and of clauses.
     ("character", "dec", "numeric", "char", "varchar", "time", "and", "or", "not", "in", "like", "ilike", "on", "group")
@@ -45,12 +44,12 @@ _NOT_FUNCTIONS = frozenset(
 
 
 class SqlProblem(ValueError):
-    """A text that is no expression; the message says where and why."""
+    """A text that is no expression. The message names the place and the reason."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A text with its tokens and its tree."""
+    """An expression as text, as tokens and as a syntax tree."""
 
     sql: str
     tokens: tuple[Token, ...]
@@ -84,7 +83,7 @@ def parse(sql: str) -> Expression:
 
 
 def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
-    """What is wrong with an expression in a place where only ``allowed_roots`` can be named; empty: nothing."""
+    """The problems of an expression that may use only the names ``allowed_roots``; empty if it has none."""
     try:
         expression = parse(sql)
     except SqlProblem as problem:

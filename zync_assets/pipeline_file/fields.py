@@ -36,7 +36,7 @@ def listed(words: Iterable[str]) -> str:
 
 
 def kind(node: Node) -> str:
-    """What a node is, in words, without its value."""
+    """The kind of a node in words, without the node's value."""
     if isinstance(node, Items):
         return "a list"
     if isinstance(node, Table):
@@ -187,7 +187,7 @@ class Fields:
 
 
 def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, Table]]:
-    """The mappings of a list, or the one mapping that stands for a list of one, each with its path."""
+    """(path, mapping) for each mapping of a list. A single mapping counts as a list of one."""
     if isinstance(node, Table):
         return [(path, node)]
     if not isinstance(node, Items):

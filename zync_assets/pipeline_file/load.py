@@ -1,7 +1,7 @@
-"""A pipeline file, read and checked: every problem of the file at once, with its line, its key and what would be right.
+"""Loads and checks a pipeline file. Reports every problem of the file at once, with its line, key and cure.
 
-Needs no JVM and no network. What only data or a broker can tell (fields of records, types of join keys) is checked
-later.
+Needs no JVM and no network. Other steps check the properties that only data or a broker shows: fields of records, and types
+of join keys.
 """
 
 from __future__ import annotations

@@ -30,8 +30,11 @@ def format_problem(sql: str, form: Format, inputs: Mapping[str, Input]) -> str |
 
 
 def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
-    """The type of an expression, where it is plain to see: a number, what makes a struct, an array or a map, or a bare column
-    of an input whose format has one type. ``inputs``: side (``in``, ``left``, ``right``) → input."""
+    """The type of an expression if its text shows the type, else None.
+
+    Such expressions are numbers, constructors of a struct, an array or a map, and bare columns of an input whose format has
+    one type. ``inputs``: side (``in``, ``left``, ``right``) → input.
+    """
     try:
         tree = parse(sql).tree.unnest()
     except SqlProblem:

@@ -148,7 +148,7 @@ class _References:
         return [_Variable(name.lower(), type, first, end) for name, type in zip(names, types, strict=True)]
 
     def _after(self, opening: int) -> int:
-        """The token after the bracket that closes the one there."""
+        """The index of the token after the closing bracket. ``opening``: the index of the opening bracket."""
         depth = 0
         for at in range(opening, len(self.tokens)):
             depth += (self._kind(at) in _OPENING) - (self._kind(at) in _CLOSING)

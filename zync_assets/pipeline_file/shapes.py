@@ -1,4 +1,4 @@
-"""What is made of a record, as the file says it: conditions, keys and values, headers."""
+"""Reads the parts of a rule or shape that make a record: conditions, keys and values, headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """YAML as a tree of nodes that know their line, with ``${NAME}`` taken from the environment.
 
-Works on the parser's event stream and builds no objects of its own: no tags, no anchors, no aliases, bounded size and
-depth, so that no file can make it run or grow without end. Plain scalars are read by YAML 1.2's core schema
+The module reads the parser's event stream. It accepts no tags, anchors and aliases, and bounds size and depth. No file can
+therefore make it run or grow without end. YAML 1.2's core schema gives the types of plain scalars
 (https://yaml.org/spec/1.2.2/#103-core-schema).
 """
 

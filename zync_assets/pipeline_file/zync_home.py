@@ -60,7 +60,7 @@ def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
-    """The registry of ``schema_registry.json``; None where there is no such file, or no ``url`` in it."""
+    """The registry of ``schema_registry.json``; None if the file or its ``url`` is missing."""
     path, given = _read(env, "schema_registry.json", _REGISTRY)
     url, user, password = (given.pop(key, "") for key in _REGISTRY)
     if not url:

@@ -131,7 +131,7 @@ def _connected(target: _Target) -> SparkSession:
     try:
         builder = _channel(target)
     except PySparkException:
-        # What PySpark says may quote the token.
+        # PySpark's error may quote the token.
         raise SetupError(
             f"spark: remote: {shown(target.url)} is no URL of a Spark Connect server: write sc://host:port, with"
             " `/;token=…` and the like after it where need be (a `=` in a value as %3D), or shared."

@@ -59,7 +59,7 @@ def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]
 
 
 def _quarantined(state: StagingState, places: Iterable[Place]) -> Iterator[Taken]:
-    """What of some places is quarantined by this state of the account."""
+    """The places that are quarantined in this state of the account."""
     wanted: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):
         wanted.setdefault((topic, partition), []).append(offset)

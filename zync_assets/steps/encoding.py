@@ -56,7 +56,7 @@ class SideSchema:
     schema: str | None
     schema_id: int | None
     subject: str
-    """Where the schema is registered, if it is Avro."""
+    """The registry's subject of an Avro schema."""
     renamed: bool = False
     """Whether fields have other names in the lake than in the schema."""
 
@@ -72,7 +72,7 @@ class RowSchema:
 
 @dataclass(frozen=True)
 class StagedTopic:
-    """All that is needed to encode the rows of one output topic; pickles."""
+    """The picklable facts that a task needs to encode the rows of one output topic."""
 
     topic: str
     uri: str

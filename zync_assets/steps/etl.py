@@ -77,7 +77,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
     with spark_failures(
         lambda text: EtlError(
-            f"{place}: {text} Nothing was committed; mend the rule or the data (try_cast gives NULL where cast fails)."
+            f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
         pipeline = with_lake_names(pipeline, batch.plan.raw, batch.plan.state)
@@ -96,7 +96,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             waiting.release()
     raise EtlError(
         f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
-        f" {len(failures.found)} of them, and still more. Nothing was committed; mend the rule."
+        f" {len(failures.found)} of them, and still more. Nothing was committed; correct the rule."
     )
 
 

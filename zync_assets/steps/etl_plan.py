@@ -104,12 +104,12 @@ class EtlCommit:
 
 
 def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int = BATCH_RECORDS) -> EtlPlan:
-    """What is new for a staging pool, about ``limit`` records of it, the earliest; the next batch takes the rest. And all
-    that is to be looked at again: replays, and what ``retry`` asks for.
+    """The plan of the next batch: about ``limit`` new records of a staging pool, the earliest in time.
 
-    Raises EtlError if a raw table is another one than the account's.
+    The plan also has every record to match again: replays, and the records that ``retry`` selects. Raises EtlError for a raw
+    table that was replaced.
     """
-    # Each before what is ahead of it: another process may be at work.
+    # Reads against the flow of the data, because another process may commit meanwhile: published, staging, raw.
     verified = published.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
     state = staging.open_staging(pipeline.lake, pool)
     head = state.head if state else Head()
@@ -181,9 +181,10 @@ def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
 
 
 def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: RawState) -> bool:
-    """Whether a batch of another process was committed, and retention removed what it transformed, between the two looks.
+    """Whether another process committed a batch since this plan read staging, and retention removed that batch's records.
 
-    EtlError where retention removed what was not looked at yet: it is lost, and another pipeline file must have said so.
+    Raises EtlError if retention removed records that ETL has not seen. This happens if the pipeline file of another process,
+    without this pool, let retention remove the records.
     """
     for partition, seen in head.seen(topic).items():
         kept = found.kept.get(partition, 0)

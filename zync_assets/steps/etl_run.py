@@ -51,10 +51,10 @@ class JoinsChanged(Exception):
 
 
 class EtlRun:
-    """One batch on its way into the table; the steps share much, so it is an object."""
+    """The commit of one batch. An object, because its steps share many values."""
 
     def __init__(self, pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, failures: Failures = NONE) -> None:
-        """``waiting``: the batch's; ``failures``: records that a rule is known to fail on, and that go into quarantine."""
+        """``waiting``: the batch's pending records; ``failures``: the records with a known failure, for quarantine."""
         self.pipeline, self.batch, self.waiting, self.failures = pipeline, batch, waiting, failures
         self.plan, self.spark = batch.plan, batch.spark
         self.lacks = any(state is not None and state.with_ids for state in self.plan.raw.values())
@@ -84,7 +84,7 @@ class EtlRun:
         present: set[str] = set()
 
         def made_by(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
-            # To ask Spark for the columns takes as long as to analyse the whole batch.
+            # Notes the columns here, because ``results.columns`` takes as long as the analysis of the whole batch.
             made = matching.columns(rule, target)
             present.update(name for name, _ in made)
             return made
@@ -185,7 +185,7 @@ class EtlRun:
     def results(
         self, frames: Mapping[str, DataFrame], types: Mapping[str, OutputType], made_by: matching.Made
     ) -> DataFrame:
-        """What becomes of the batch's records (see ``matching``); ``made_by`` gives the columns of outputs."""
+        """The result rows of the batch (see ``matching``). ``made_by`` returns the columns of outputs."""
         taken = {
             topic: matching.assign(
                 self.pipeline.input(topic), self.places[topic], frame, self.rules, self.failures.condition(topic)
@@ -331,7 +331,7 @@ class EtlRun:
             yield place, Failure(*place, str(self.labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
 
     def _ends(self, written: Results, outputs: Mapping[tuple[str, int], OutputPosition]) -> dict[str, int]:
-        """Where each topic's next batch begins. EtlError where the files' numbers leave gaps or overlap."""
+        """Topic → the first output offset of the next batch. EtlError if the files' offsets have gaps or overlap."""
         ends: dict[str, int] = {}
         for (topic, _), position in outputs.items():
             end = position.next
@@ -380,7 +380,8 @@ class EtlRun:
         return [item for item in files if item.records]
 
     def _write_settled(self) -> list[DataFile]:
-        """What was to be looked at again and is in the raw table no more, and what waited and made an expression fail."""
+        """Write the entries of reopened records that the raw table no longer holds, and of pending records that a rule failed
+        on."""
         path = f"{self.folder}/{staging.ACCOUNT_FOLDER}/settled.parquet"
         entries = [item.entry("expired") for item in self.plan.reopening.gone]
         entries += [failure.entry() for failure in self.failures.of(self.plan, old=True)]

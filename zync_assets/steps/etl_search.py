@@ -217,7 +217,7 @@ class _Search:
 
 
 def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
-    """The expressions of a rule that may be what fails, each with its place in the rule."""
+    """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
     if side == "where":
         return [(side, sql or "") for sql in matching.wheres(rule, topic)[:1]]
     if side == "join-on":

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 
 def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> DataFrame | None:
-    """What was quarantined or lost within the new ranges, as rows like ``account.ENTRIES``, with ``records``;
-    None if nothing was."""
+    """The quarantined and lost offsets within the new ranges, as rows like ``account.ENTRIES`` with a column ``records``.
+
+    None without such offsets.
+    """
     frames: list[DataFrame] = []
     for topic, ranges in plan.ranges.items():
         state = plan.raw[topic]

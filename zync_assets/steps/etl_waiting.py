@@ -116,7 +116,7 @@ class Waiting:
         return True
 
     def records(self, rule: Denorm, topic: str) -> DataFrame | None:
-        """Those of one side; None if there are none."""
+        """The pending records of one side; None if the side has none."""
         state = self.batch.plan.raw[topic]
         spans = (self._spans or {}).get((rule.name, topic))
         if not spans or self._places is None or state is None:

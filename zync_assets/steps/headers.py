@@ -65,7 +65,7 @@ def _entries(places: pa.StructArray) -> pa.Array:
 
 
 def differing(mine: pa.Array | pa.ChunkedArray, other: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Where two columns of headers differ. No headers and an empty list are one."""
+    """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
     if mine.null_count == len(mine) and other.null_count == len(other):
         return np.zeros(len(mine), bool)
     pairs = zip(mine.to_pylist(), other.to_pylist(), strict=True)

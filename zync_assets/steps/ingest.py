@@ -138,12 +138,11 @@ def plan_ingest(
     limit: int = BATCH_OFFSETS,
     known: Mapping[str, TopicState] | None = None,
 ) -> IngestPlan:
-    """What is new of a topic, at most ``limit`` offsets, narrowed to ``within`` if given (ranges that begin at the
-    partitions' next offsets).
+    """The plan of the next ingest batch: at most ``limit`` new offsets of a topic.
 
-    A partition without a leader is left out, except before the first ingest: where the partition begins is not known
-    then. Raises TopicMissing, TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``),
-    BrokerUnavailable.
+    ``within`` narrows the plan to ranges that begin at the partitions' next offsets. The plan omits a partition without a
+    leader, except before the first ingest, because the partition's first offset is unknown then. Raises TopicMissing,
+    TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``), BrokerUnavailable.
     """
     item = pipeline.input(topic)
     # The table before the topic: another writer may be ahead of what was known of the topic, never of the topic.
@@ -208,8 +207,8 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
 
-    Raises CommitConflict if another writer got ahead, SchemaChanged where the file accepts no new schema, BadRecords where
-    it does not let records that can't be decoded into quarantine: nothing of the batch is visible then.
+    Nothing of the batch is visible after an error. Raises CommitConflict if another writer committed first, SchemaChanged if
+    the pipeline file accepts no new schema, and BadRecords if the file accepts no undecodable records.
     """
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
@@ -315,10 +314,10 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
 
 
 def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
-    """Where partitions that the table does not know yet begin.
+    """New partition → its first offset.
 
-    The first ingest records every partition of the topic, empty ones too. A partition that the table does not know was
-    therefore added after the pipeline began. All its records came since, and it begins at offset 0, whatever ``from`` says.
+    The first ingest records every partition of the topic, also empty partitions. A partition that the table does not know was
+    therefore added later. Ingest reads such a partition from offset 0, whatever ``from`` says.
     """
     if state is not None:
         return {part.partition: 0 for part in found.partitions if part.partition not in state.next}

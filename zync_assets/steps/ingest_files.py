@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """What of a topic is to be read, and as what: a Spark task for each of ``parts``. ``now``: the time of ingest,
-    milliseconds since the epoch; ``table``: the raw table's columns so far; ``attempt``: the number that side files carry;
-    ``reached``: partition → the highest time of all records before the batch, milliseconds since the epoch."""
+    """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
+
+    ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of side
+    files; ``reached``: partition → the highest time of the records before the batch. Times are milliseconds since the epoch.
+    """
 
     spark: SparkSession = field(repr=False)
     lake: str
@@ -51,13 +53,13 @@ class Reading:
 
     @property
     def side_name(self) -> str:
-        """What the names of side files begin with."""
+        """The prefix of the names of side files."""
         return quarantine.file_name(self.attempt)
 
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """The files of one batch before its commit.
+    """The uncommitted files of one batch.
 
     ``schema``: the raw table's columns after the batch; ``source``: the source with the column types after the batch;
     ``arrived``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
@@ -148,10 +150,10 @@ def _write(reading: Reading) -> list[_Written]:
 
 
 def with_carried_times(reading: Reading, made: BatchFiles) -> tuple[BatchFiles, dict[int, int]]:
-    """The files with times that run on from part to part, and partition → the highest time after the batch.
+    """The files with times that never decrease from part to part, and partition → the highest time after the batch.
 
-    A task does not know the times of the part before its own. Files that begin below these are written once more. That is
-    rare: in most topics timestamps ascend, and a batch that is no backlog has one part of a partition.
+    A task does not know the times of the part before its own. A file with a lower time than that part is written again. This
+    is rare: timestamps ascend in most topics, and a batch without a backlog has one part per partition.
     """
     ends, floors = dict(reading.reached), dict[OffsetRange, int]()
     for part, reached in sorted(zip(reading.parts, made.reached, strict=True)):

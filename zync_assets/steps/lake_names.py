@@ -1,7 +1,7 @@
-"""A pipeline's rules with the names that fields have in the lake, where these are other ones than in the topics.
+"""Rewrites a pipeline's rules from the topics' field names to the lake's field names.
 
-The file names fields as the topics do. Spark sees the columns of the lake: references to fields are looked up in the types of
-the raw tables, and the fields that a rule makes get names that the staging table can hold.
+A pipeline file has the topics' names. Spark sees the columns of the lake. This module looks up references to fields in the
+types of the raw tables. A rule's own fields get names that the staging table can hold.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ _ODD = re.compile(r"`[^`]*[ ,;{}()=%\x00-\x1f\x7f][^`]*`")
 
 
 def _rewriting(roots: Mapping[str, pa.DataType | None], renamed: bool) -> Rewrite:
-    """``renamed``: whether a field of the roots has another name in the lake. Else most expressions need no look."""
+    """A function that rewrites an expression. ``renamed``: whether a field of the roots has another name in the lake.
+
+    Without such a field, most expressions stay as they are and are not parsed.
+    """
     return lambda sql: in_lake_names(sql, roots) if renamed or _ODD.search(sql) else sql
 
 

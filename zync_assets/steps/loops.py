@@ -30,13 +30,13 @@ from zync_assets.steps.replay import ReplayCommit, commit_replay, plan_replay
 from zync_assets.steps.session import Session
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being worked on, how much of it is done, and of how much (records or offsets)."""
+"""A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
 
 CONFLICTS = 5
-"""How often in a row another writer may be first before a step gives up."""
+"""The most commit conflicts in a row before a step gives up."""
 
 LOSSES = 5
-"""How often in a row retention may be faster than a read before ingest gives up."""
+"""The most losses in a row to Kafka's retention before ingest gives up. A loss: records vanish during the read."""
 
 EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
 """Errors that every topic and every pool would have."""
@@ -182,10 +182,10 @@ def publish_all(
     progress: Progress = quiet,
     patience: float | None = None,
 ) -> Iterator[PublishCommit]:
-    """Publish each output topic up to what is staged when its turn comes.
+    """Publish each output topic up to the end in staging at the start of the topic.
 
-    A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
-    partition's leader, by default as long as for a broker.
+    A topic's error does not stop the other topics: the error is raised at the end. ``patience``: seconds to wait for a
+    partition's leader; default: as long as for a broker.
     """
     known = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
     troubles: list[ZyncError] = list(known.values())

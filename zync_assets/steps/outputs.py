@@ -275,7 +275,7 @@ def _schema_texts(
     notes: dict[str, dict[FieldPath, Note]] = {}
     for index, side in enumerate(("key", "value")):
         parts = [
-            # Of the topic's names, as schemas are: in the lake a field may have another one.
+            # Schemas have the topic's field names, which may differ from the lake's.
             {
                 tuple(map(original_name, path)): note
                 for path, note in shape_notes(

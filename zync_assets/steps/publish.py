@@ -86,7 +86,7 @@ class PublishPlan:
 
     @property
     def ranges(self) -> tuple[OffsetRange, ...]:
-        """What Kafka lacks."""
+        """The staged offsets that Kafka lacks."""
         return (OffsetRange(0, min(self.high, self.end), self.end),) if self.position else ()
 
     @property
@@ -120,7 +120,7 @@ class OutputBatch:
 
 @dataclass(frozen=True)
 class PublishCommit:
-    """The result of one publish: the range that it sent, and the number of records that it verified first."""
+    """The result of one publish: the sent range, and the number of verified records."""
 
     topic: str
     range: OffsetRange

@@ -1,4 +1,4 @@
-"""What lies in quarantine now: records that could not be decoded, and records that a rule fails on.
+"""Lists the records in quarantine: records that could not be decoded, and records that a rule fails on.
 
 The former are in the side table of their raw table, whole; the latter are in the raw table, and the account of a staging
 pool says why they made no output. Read without a JVM.

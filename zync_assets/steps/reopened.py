@@ -44,9 +44,12 @@ NOTHING = Retry()
 
 @dataclass(frozen=True)
 class Reopening:
-    """``again``: what leaves its class and is looked at; ``gone``: what leaves it and is in the raw table no more, and so is
-    expired from now on. ``replays``: input topic → how many replays of its table were looked at then. ``joins``: the rules
-    whose waiting records are among these since the rule's join was changed."""
+    """The records that leave their class of the account.
+
+    ``again``: records that the batch matches again; ``gone``: records that the raw table no longer holds, and that expire.
+    ``replays``: input topic → the number of the table's replays that the batch takes up. ``joins``: the rules with a changed
+    join, whose pending records are among ``again`` and ``gone``.
+    """
 
     again: tuple[Taken, ...] = ()
     gone: tuple[Taken, ...] = ()
@@ -77,8 +80,10 @@ class Reopening:
 def reopen(
     pipeline: Pipeline, pool: str, state: StagingState | None, tables: Mapping[str, RawState | None], retry: Retry
 ) -> Reopening:
-    """What is to be looked at again, by one state of the account and of the raw tables. The ledger is read only if there
-    may be something."""
+    """The records to match again, for one state of the account and of the raw tables.
+
+    Reads the ledger only if the account or ``retry`` names such records.
+    """
     if state is None:
         return Reopening()
     seen = {topic: state.head.seen(topic) for topic in tables}
@@ -113,8 +118,8 @@ def reopen(
     for topic in sorted({item.topic for item in gone}):
         count = sum(item.records for item in gone if item.topic == topic)
         _log.warning(
-            "pool %s: %d records of %s can't be looked at again: retention removed them from the raw pool, and they count as"
-            " expired from now on",
+            "pool %s: %d records of %s can't be transformed again: retention removed them from the raw pool, and they count"
+            " as expired now",
             pool,
             count,
             topic,
@@ -169,7 +174,7 @@ def _chosen(
 
 
 def met(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[OffsetRange]:
-    """Those of some sorted offsets that lie in a range, as ranges."""
+    """The given sorted offsets that lie in the range ``whole``, as ranges of consecutive offsets."""
     if offsets is None:
         return ()
     one, other = np.searchsorted(offsets, [whole.first, whole.end])

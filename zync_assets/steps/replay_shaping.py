@@ -60,7 +60,7 @@ def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) 
 
 def _failed(item: Input):
     return lambda text: ZyncError(
-        f"input {item.topic}: the replay failed: {text} Nothing was committed; mend the shape, or run it again."
+        f"input {item.topic}: the replay failed: {text} Nothing was committed; correct the shape, or run it again."
     )
 
 

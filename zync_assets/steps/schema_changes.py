@@ -54,8 +54,10 @@ def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def first_schemas(source: Source, item: Input, arrived: Sequence[Arrived]) -> list[Arrived]:
-    """Where changes are to be quarantined, and a side had no known schema that tells them: its first schema, by partition
-    and offset. The batch is to be read again, with those as known. Empty: the batch stands."""
+    """The first schema, by partition and offset, of each side without a known schema. Only for ``quarantine``, else empty.
+
+    The caller must read the batch again with these schemas as known, because a change needs a schema to compare with.
+    """
     if item.on_schema_change != "quarantine":
         return []
     firsts: list[Arrived] = []

@@ -52,7 +52,7 @@ def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None)
         for pool in pipeline.readers_of(item.topic):
             check_begins(pipeline, pool)
     for pool in pipeline.staging_pools:
-        # What is wrong with a staging table is for ETL to say: ingest goes on, since topics don't keep their records for ever.
+        # ETL reports a damaged staging table. Ingest continues, because Kafka's retention removes records meanwhile.
         with suppress(LakeError):
             if (state := staging.open_staging(pipeline.lake, pool)) is not None:
                 heads.append(state.head)

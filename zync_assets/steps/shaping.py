@@ -5,7 +5,7 @@ is stored on the way. The column types come from earlier batches (the table ``~d
 of the records. A task that finds a wider type stops, and the batch starts again with types that hold both.
 
 The side table keeps the records that the shape excludes, as offset ranges. A record that the shape fails on goes into
-quarantine with its bytes from Kafka. One more Spark job finds these records (``etl.failing``).
+quarantine with its bytes from Kafka. A further Spark job finds the failing records (``etl.failing``).
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def _failing(job: _Job) -> dict[tuple[int, int], str]:
         (partition, offset), text = min(found.items())
         raise SchemaError(
             f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
-            f" {offset}: {text} Nothing was committed; mend the shape (try_cast gives NULL where cast fails)."
+            f" {offset}: {text} Nothing was committed; correct the shape (try_cast gives NULL where cast fails)."
         )
     return found
 
@@ -342,13 +342,13 @@ def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
             partition, offset = min(found)
             raise SchemaError(
                 f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition},"
-                f" offset {offset}: {TEXT} Nothing was committed; mend the shape."
+                f" offset {offset}: {TEXT} Nothing was committed; correct the shape."
             )
     return found
 
 
 def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """What the reading ends say; the records are gone by, evaluated."""
+    """The pickled results of the reading ends, without the evaluated records."""
     for batch in batches:
         said = batch.column(0).drop_null()
         if len(said):

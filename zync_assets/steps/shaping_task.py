@@ -73,9 +73,9 @@ class Reader:
     reached: Mapping[int, int]
     refused: Mapping[tuple[int, int], str]
     side_uri: str | None
-    """Where quarantine files go; None: nowhere, since this is a trial."""
+    """The table of the quarantine files; None for a trial run, which writes no files."""
     side_name: str
-    """What their names begin with."""
+    """The prefix of the quarantine files' names."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index in indexes(batches):

@@ -101,7 +101,7 @@ class StagedTopic:
 
 @dataclass(frozen=True)
 class Unfitting:
-    """An output that can't be encoded: its topic, the raw record that completed it, its rule's index, and the error."""
+    """An output that can't be encoded, the raw record that completed the output, the index of the rule, and the error."""
 
     topic: str
     place: int
@@ -316,7 +316,7 @@ def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
 
 
 class Results:
-    """What became of a batch's rows; ``release`` when it is done."""
+    """The results of a batch's rows. Call ``release`` at the end of the batch."""
 
     def __init__(
         self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, *, small: bool, measured: bool = False
@@ -351,7 +351,7 @@ class Results:
         self._entries = _unpacked(fetched) if small else None
 
     def few_entries(self) -> list[dict[str, object]]:
-        """All rows of ``account.ENTRIES``, fetched."""
+        """The rows of ``account.ENTRIES``, fetched to the driver."""
         if self._entries is not None:
             return self._entries.to_pylist()
         rows = self._made.collect()

@@ -54,7 +54,7 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
 
 def _failed(text: str) -> ZyncError:
     return ZyncError(
-        f"a Spark task failed: {text.rstrip('.')}. What was committed before is kept: mend the cause and run it again."
+        f"a Spark task failed: {text.rstrip('.')}. What was committed before is kept: correct the cause and run it again."
     )
 
 
