@@ -33,7 +33,7 @@ FAILOVER = {
 
 @dataclass
 class Cluster:
-    """``ports``: node → its port; the controller is a node of its own, so that a broker's end costs no election there."""
+    """``ports``: node → port. The controller is a separate node, so that the end of a broker needs no controller election."""
 
     folder: Path
     ports: Mapping[int, int]

@@ -77,14 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     used = {name for item in items for name in getattr(item, "fixturenames", ())}
     wanted = [(folder, work) for name, (folder, work) in FETCHED.items() if name in used]
     if missing := [work for folder, work in wanted if not any(cache_dir().glob(f"{folder}-*"))]:
-        # In a process of its own, since tests change the environment. One that needs the jars waits for it, or says what
-        # is wrong.
+        # A separate process, because tests change the environment. A test that needs the jars waits for the process, and
+        # reports a failed download.
         script = "\n".join([FETCH, *missing])
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def keep_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of other shares. Each N tests that follow each other lie in N shares, so that a file's do too."""
+    """Deselect the tests of other shares. Neighbouring tests go to different shares, which divides a file's tests evenly."""
     asked = config.getoption("--share")
     if asked is None:
         return

@@ -1,8 +1,8 @@
-"""What ETL must do, in plain Python and without any of the package's code: the oracle of the chain's tests.
+"""A model of ETL in plain Python, without the package's code. Tests compare ETL's results with the model's.
 
-Rules take the first record that they can; the k-th left record of a join key pairs with the k-th right one, by partition
-and offset among those that wait; outputs of a batch are ordered by the time, place, partition and offset of the input
-that completed them.
+A record goes to the first rule that accepts it. The k-th left record of a join key pairs with the k-th right record, in the
+order of partition and offset of the pending records. A batch's outputs are ordered by the time, place, partition and offset
+of the completing input.
 """
 
 from __future__ import annotations

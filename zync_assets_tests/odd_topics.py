@@ -50,7 +50,7 @@ def add_partitions(kafka: Kafka, topic: str, count: int) -> None:
 
 
 def cut(kafka: Kafka, topic: str, before: int, partition: int = 0) -> None:
-    """What retention does, at once: the offsets below ``before`` are gone."""
+    """Delete the offsets below ``before``, as retention does."""
     client = AdminClient(dict(kafka))
     for future in client.delete_records([TopicPartition(topic, partition, before)]).values():
         future.result(10)
@@ -73,7 +73,8 @@ def plain(kafka: Kafka, records: Iterable[Sent]) -> None:
 
 
 def in_transactions(kafka: Kafka, name: str, records: Iterable[Sent], abort: Callable[[int], bool]) -> None:
-    """Each record in a transaction of its own; before some of them the same record in one that is aborted."""
+    """Send each record in its own transaction. ``abort``: the places before which an aborted transaction sends the record
+    too."""
     producer = Producer({**kafka, "transactional.id": name, "linger.ms": 0, "log_level": 0})
     producer.init_transactions(20)
     for place, (topic, partition, at, key, value) in enumerate(records):

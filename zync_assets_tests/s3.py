@@ -29,7 +29,7 @@ _OTHERS = (
     *("com.google.auth", "com.google.http-client", "com.google.oauth-client", "com.google.protobuf", "io.opencensus"),
     *("com.github.openstack4j.core", "com.github.openstack4j.core.connectors", "ch.qos.logback"),
 )
-"""What S3Proxy needs for other clouds than this machine's file system."""
+"""S3Proxy's modules for other clouds. A file system as the store does not need these modules."""
 IVY = f"""<ivy-module version="2.0">
   <info organisation="zync" module="tests-s3"/>
   <configurations><conf name="jars"/></configurations>
@@ -56,7 +56,7 @@ class S3:
     secret: str = field(default_factory=lambda: f"secret-{secrets.token_hex(12)}")
 
     def bucket(self, name: str) -> Path:
-        """A bucket, made where it is not there: its folder."""
+        """The folder of a bucket. Creates a missing bucket."""
         made = self.folder / name
         made.mkdir(exist_ok=True)
         return made

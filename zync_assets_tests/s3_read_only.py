@@ -1,6 +1,7 @@
-"""``python -m zync_assets_tests.s3_read_only HOST:PORT``: an S3 server as a key sees it that may read and list alone.
+"""``python -m zync_assets_tests.s3_read_only HOST:PORT``: a proxy that acts like an S3 server for a key without write rights.
 
-What writes is answered as Amazon does then; the rest goes on to the server. Prints its port; ends when its input closes.
+The proxy refuses write requests with Amazon's answer, and forwards other requests. It prints its port, and ends when its
+input closes.
 """
 
 from __future__ import annotations

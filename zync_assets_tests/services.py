@@ -1,7 +1,7 @@
 """A broker and a registry of the test run's own, started by the code that is tested.
 
-Each pytest process has its own pair, each worker of pytest-xdist too. A run that was killed leaves processes and a
-folder behind; the next run removes those whose pytest process is gone.
+Each pytest process, also each worker of pytest-xdist, has its own pair. A killed run leaves processes and a folder behind.
+The next run removes the processes and folders whose pytest process has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changes of two tables of a shop as a CDC tool writes them, a pipeline over them, and the same pipeline as a model.
 
-Orders have 3 partitions and statuses 2, their topics' names have dots, their keys are strings. Among the changes are
-creations with a counterpart on the other side, several with one join key, orphans, null join keys, updates, deletes each
-with a tombstone after it, records that no rule takes, and bytes that are no Avro.
+Orders have 3 partitions and statuses 2. Topic names have dots, and keys are strings. The changes include creations with a
+counterpart on the other side, several creations with the same join key, orphans, null join keys and updates. They also
+include deletes with tombstones, records that no rule takes, and bytes that are not Avro.
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ def make_shop(
 
 
 def changes(shop: Shop, orders: range, seed: int, *, sticky: bool = False) -> Iterator[tuple[str, int, int, Any, Any]]:
-    """Some four records for each order, as the tables' changes come: mostly forwards in time, and not always.
+    """About four records for each order. The times of records mostly ascend, like in real tables.
 
-    ``sticky``: all records of a key are in one partition, so that which of them pair does not depend on batches.
+    ``sticky``: the records of a key share a partition, so that the pairs do not depend on the cut of batches.
     """
     dice = random.Random(seed)
     now = EPOCH + orders.start * 10

@@ -1,7 +1,7 @@
-"""The checker itself: it shares no code with the pipeline, passes what is sound, and catches each kind of damage.
+"""The checker itself: it shares no code with the pipeline, passes a sound lake, and finds each kind of damage.
 
-The damage is real where it is in the lake: through the Delta log with right statistics, or in the files. In Kafka, which
-can't be rewritten, it is in what was read of it.
+Damage to the lake is real: in the files, or through the Delta log with right statistics. Kafka's records can't be rewritten,
+so the tests change the records after the read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 
 
 def reached_modules(start: Path) -> dict[str, set[str]]:
-    """All modules of the tests that the checker imports, and what each of them imports."""
+    """Module of the tests that the checker imports, directly or not → the names that the module imports."""
     found: dict[str, set[str]] = {}
     waiting = sorted(start.glob("*.py"))
     while waiting:
@@ -72,7 +72,7 @@ def test_the_checker_shares_no_code_with_the_pipeline() -> None:
 
 @dataclass(frozen=True)
 class Sound:
-    """A shop that went through all steps in two batches, and what its topics hold."""
+    """A shop whose records went through every step in two batches, and the logs of its topics."""
 
     shop: Shop
     statement: Statement

@@ -97,7 +97,7 @@ transforms:
 
 @dataclass
 class Stage:
-    """What the tasks of one stage handled, as Spark's event log has it."""
+    """The work of a stage's tasks, from Spark's event log."""
 
     name: str
     tasks: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Ran:
     rows: Mapping[str, int]
     """Rows that passed to or from the driver, by the place that asked for them."""
     ingested: Mapping[str, list[int]]
-    """Input topic → records of each raw file, which one task wrote."""
+    """Input topic → the number of records in each raw file. One task wrote each file."""
     staged: Mapping[str, list[Any]]
 
 
@@ -244,7 +244,7 @@ def test_no_task_handles_much_more_than_its_share(ran: Callable[[int], Ran], cor
         record_property(title, "|".join(map(str, (*cells, f"{times:.2f}"))))
         if times > 2:
             uneven.append(f"{stage}")
-    # What ingest and publishing handle is none of Spark's rows: the files tell, a task each.
+    # Spark's event log does not count the records of ingest and publish. The files do: a task writes one file.
     for topic, sizes in one.ingested.items():
         times = max(sizes) * cores / sum(sizes)
         record_property(title, f"99|ingest of {topic}|{len(sizes)}||{sum(sizes)}|{max(sizes)}|{times:.2f}")

@@ -1,8 +1,8 @@
-"""The real command, killed with SIGKILL just after each effect that others can see, then run again: as if nothing had been.
+"""The real command, killed with SIGKILL right after each effect that others can see, and run again without a trace.
 
-Each case arms one crash point (``zync_assets/crashes.py``), runs ``zync`` and sees it die there, JVM and workers included.
-Then it runs again to idle. The checker, which shares no code with the package, must find everything exactly once, and
-outputs and account must be those of the model, which knows of no crash.
+Each case arms one crash point (``zync_assets/crashes.py``) and runs ``zync`` until it dies there, with its JVM and workers.
+A second run continues until it is idle. The checker, which shares no code with the package, must find every record exactly
+once. Outputs and account must equal the model's, which has no crash.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rig:
     log: Path
 
     def produce(self, changes: list[Any]) -> None:
-        """Records that will be one batch."""
+        """Produce the records of the next batch."""
         self.model.batch(self.shop.produce(changes))
 
     def run_here(self) -> None:
@@ -143,7 +143,7 @@ def with_many_raw_files(rig: Rig) -> None:
 
 
 def after_many_commits(rig: Rig) -> None:
-    """What no commit names is due to be looked for."""
+    """Make the search for files that no commit names due."""
     later(rig)
     for number in range(cleaning.COMMITS):
         opened = tables.open_table(raw_uri(rig.shop.pipeline.lake, "Raw", rig.shop.status))
@@ -172,7 +172,7 @@ def after_a_crash(rig: Rig) -> None:
 
 
 def published(rig: Rig) -> None:
-    """All is done; the output topic is to be made anew."""
+    """Every step has finished. The case recreates the output topic."""
     at_first(rig)
     rig.run_here()
 
@@ -283,7 +283,7 @@ def test_a_point_that_is_not_armed_does_nothing() -> None:
 
 
 def test_the_run_dies_whichever_of_its_processes_gets_there() -> None:
-    """A worker takes the process that began the run with it, and what that has started besides."""
+    """A crash point in a worker also kills the process that began the run, and that process's other descendants."""
     worker = "from zync_assets.crashes import crash_point; crash_point('publish:produced')"
     script = (
         "import subprocess, sys, time, zync_assets.crashes\n"

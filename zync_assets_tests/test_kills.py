@@ -77,7 +77,7 @@ def run(shop: Shop, step: str) -> str:
 
 
 def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
-    """Start a step and kill it, with all that it started, once ``moment`` holds; it must not have ended before."""
+    """Start a step, and kill the step and its descendants as soon as ``moment`` is true. The step must not end earlier."""
     with log.open("wb") as out:
         process = subprocess.Popen(command(shop, step), stdout=out, stderr=out, start_new_session=True)
     give_up = time.monotonic() + 240

@@ -1,4 +1,4 @@
-"""Each of the packages that the project is built on does some of its work: without it, that work fails."""
+"""Every dependency of the project is necessary: without the package, some work fails."""
 
 from __future__ import annotations
 

@@ -216,7 +216,8 @@ def test_what_surfaces_later_than_the_settle_time_is_found_and_the_way_back_work
 
 
 def test_a_partition_whose_only_broker_died_hides_nothing_else(cluster: Cluster, unique: str) -> None:
-    """At first its broker is still taken for its leader; then it has none. It is back with its broker."""
+    """Clients first take the dead broker for the partition's leader, then find no leader. The leader returns with the
+    broker."""
     topic, other = f"{unique}.two", f"{unique}.other"
     cluster.create(topic, [[LEADER], [NEXT]])
     cluster.create(other, [[LAST]])

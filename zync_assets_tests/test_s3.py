@@ -19,7 +19,7 @@ from zync_assets_tests.test_crashes import RUN, Rig, assert_sound, bucket_rig
 
 
 def zync(*arguments: str | Path) -> str:
-    """Run the command; what it printed."""
+    """Run ``zync`` in a process. Returns its stdout and stderr."""
     script = "from zync_assets.cli.main import main; main()"
     command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, env=os.environ)
@@ -58,7 +58,7 @@ def test_a_run_that_died_goes_on_in_a_bucket_and_nothing_that_it_writes_down_has
 def test_the_chain_in_a_bucket_beside_the_same_in_a_folder(
     services: Services, s3: S3, tmp_path: Path, unique: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """The time is told, and asserted nowhere."""
+    """The test reports the times, and asserts none."""
     orders = 10_000
     for place in ("folder", "bucket"):
         prefix, folder = f"{unique}{place}", tmp_path / place

@@ -1,8 +1,8 @@
-"""A whole run with marked secrets, by command line and by Dagster, let in and refused; then everything is searched for them.
+"""Runs everything with marked secrets, by command line and by Dagster, with right and wrong logins. Then searches for them.
 
-The broker wants SCRAM over TLS, the registry a login over TLS. Searched: what the processes print at the highest log level,
-errors, reprs, Spark's plans and event log, Dagster's storage with its events and metadata, the lake, and the arguments
-of every process, looked at while they run.
+The broker demands SCRAM over TLS, and the registry a login over TLS. The search covers the processes' output at the highest
+log level, errors, reprs, Spark's plans and event log, Dagster's storage with its events and metadata, and the lake. It also
+covers the arguments of every process, read while the processes run.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ spark.stop()
 
 @dataclass(frozen=True)
 class Traces:
-    """What a run left: the folder with all files, what it printed, and the words of all command lines."""
+    """The traces of a run: the folder with its files, its output, and the words of the command lines."""
 
     folder: Path
     printed: str

@@ -1,4 +1,4 @@
-"""What is shared out is all there, in pieces that end together."""
+"""A division of work into shares loses no part, and makes shares of about equal size."""
 
 from __future__ import annotations
 

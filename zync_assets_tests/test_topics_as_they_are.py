@@ -131,7 +131,7 @@ def compact(kafka: dict[str, str], shop: Shop) -> None:
         return len(log) <= log[-1][0]
 
     until("the broker compacts", taken)
-    # What is to be judged must not go on changing.
+    # Stops compaction, so that the topic no longer changes.
     configure(kafka, shop.orders, cleanup_policy="delete")
 
 

@@ -1,7 +1,7 @@
 """A small pipeline with topics of its own on the test run's broker, and a Dagster instance to run it in.
 
-Orders and payments, plain JSON with a string key; a sale needs both. Notes are strings that no rule takes. Topic names
-have dots, so that every name that Dagster takes is a spelled-out one.
+Orders and payments are plain JSON with a string key; a sale needs both. Notes are strings that no rule takes. Topic names
+have dots, which the names of Dagster's ops and jobs must spell out.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def payments(*ids: int) -> list[dict[str, Any]]:
 
 
 def told(run: ExecuteInProcessResult, key: AssetKey) -> dict[str, dict[str, Any]]:
-    """What a run reported of an asset: range → metadata."""
+    """A run's materialisations of an asset: range → metadata."""
     return {
         event.partition or "": {name: value.value for name, value in event.materialization.metadata.items()}
         for event in run.get_asset_materialization_events()

@@ -131,7 +131,7 @@ def test_a_check_that_cant_look_has_a_result_too(rig: Rig, monkeypatch: pytest.M
 
 
 class TestBlocks:
-    """What a failed blocking check holds back, and until when."""
+    """A failed blocking check blocks downstream steps until the check passes."""
 
     def test_a_pass_over_another_partition_lifts_nothing(self, rig: Rig) -> None:
         """A raw table that lacks a record: ETL waits, whoever asks for it, until the check passes where it failed."""
@@ -167,7 +167,7 @@ class TestBlocks:
         assert [request.job_name for request in ticks().run_requests or ()] == [names.staging_job("Staging")]
 
     def test_records_that_no_check_has_passed_are_checked_before_etl(self, rig: Rig) -> None:
-        """As where the run that committed them died before its checks."""
+        """The run that committed the records may have died before its checks."""
         rig.ingest(rig.payments)
         rig.ingest(rig.orders)
         rig.send(rig.orders, orders(3, 4))
@@ -282,7 +282,7 @@ def restore(rig: Rig, topic: str, rows: Rows) -> None:
 
 
 def rewritten(rig: Rig, topic: str, offset: int, change: Callable[[Rows], Rows]) -> Rows:
-    """Replace the file that holds an offset by one that ingest could have written; its rows before."""
+    """Replace the file that holds an offset by another valid raw file. Returns the old rows."""
     state = raw.open_raw(rig.pipeline.lake, "Raw", topic)
     assert state is not None
     [item] = raw.raw_files(state, [OffsetRange(0, offset, offset + 1)])

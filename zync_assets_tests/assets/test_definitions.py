@@ -1,4 +1,4 @@
-"""What Dagster loads: a pipeline named by the environment, without a network."""
+"""Dagster loads the pipeline that the environment names, without a network."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ STRANGE = {
     "0:0-499999": f"Run {OPEN} instead",
     "7:0-999999": OPEN,
 }
-"""A key that somebody added in the UI → what its refusal names."""
+"""A partition key that a user added in the UI → the text of its error."""
 
 
 @pytest.mark.parametrize("key", STRANGE)
@@ -278,7 +278,7 @@ def test_a_writer_that_was_first_is_taken_into_account(
 
 
 def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process lets go of raw records between this run's look and its commit: the batch is made anew."""
+    """Another process releases raw records between this run's plan and its commit. The run repeats its batch."""
     rig.send(rig.orders, orders(1))
     rig.send(rig.payments, payments(1))
     run_steps(rig.pipeline)

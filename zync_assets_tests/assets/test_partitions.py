@@ -1,4 +1,4 @@
-"""Partition keys are ranges of offsets; Dagster orders them as it got them, we order them as numbers."""
+"""Partition keys are ranges of offsets. Dagster keeps keys in the order of their creation; zync sorts keys as numbers."""
 
 import pytest
 

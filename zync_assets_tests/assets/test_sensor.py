@@ -1,4 +1,4 @@
-"""The sensor, tick by tick, on the real broker: what it asks for, what it reports, when it waits."""
+"""The sensor, tick by tick, on the real broker: its run requests, its reports, and its waits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def reported(result: SensorResult, kind: type = AssetMaterialization) -> dict[tu
 
 
 def settled(rig: Rig, ticks: Ticks) -> None:
-    """Everything that there is goes through all steps, at the sensor's bidding."""
+    """Run the sensor's requests until the sensor requests no more runs."""
     for _ in range(8):
         result = ticks()
         if not result.run_requests:

@@ -48,7 +48,7 @@ def _made(context: click.Context, parameter: click.Parameter, folder: Path) -> P
 
 
 def _opened(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Before all that takes hours, whose result it is to hold."""
+    """Open the result file before the measurements, which take hours."""
     try:
         if path is not None:
             path.open("a").close()

@@ -41,7 +41,7 @@ def _record(name: str, *fields: tuple[str, Any]) -> dict[str, Any]:
 
 
 def texts(prefix: str, numbers: np.ndarray[Any, Any]) -> pa.Array:
-    """The prefix with each number behind it."""
+    """One text per number: the prefix, then the number."""
     return pc.binary_join_element_wise(prefix, pa.array(numbers).cast(pa.string()), "")
 
 
@@ -125,13 +125,13 @@ def envelopes(numbers: np.ndarray[Any, Any]) -> pa.Array:
 def fill_topic(
     pipeline: Pipeline, topic: str, partitions: int, records: int, schema: dict[str, Any], columns: Columns
 ) -> None:
-    """A topic with that many records, evenly over its partitions; one that is full already stays as it is."""
+    """Fill a topic with ``records`` records, the same number in each partition. A full topic stays as it is."""
     share = records // partitions
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     if found is not None:
         if [part.end for part in found.partitions] == [share] * partitions:
             return
-        # Who filled it was stopped: on top of what is there it would never be right.
+        # An earlier run was stopped while it filled the topic, and left a wrong number of records.
         delete_topic(pipeline.kafka, topic)
     create_topic(pipeline.kafka, topic, partitions, 1, {"retention.ms": "-1"})
     assert pipeline.registry is not None

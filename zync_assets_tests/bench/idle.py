@@ -1,4 +1,4 @@
-"""What it costs to find that there is nothing to do."""
+"""The cost of a step without work."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def measure_latency(world: World) -> Iterator[dict[str, object]]:
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
-    """A check for those who wait for what that process does: it raises once that can't come any more."""
+    """A function that raises an error if ``process`` has ended, or the time limit is over. Waiting loops call it."""
     deadline = time.monotonic() + LIMIT
 
     def check() -> None:
@@ -84,7 +84,7 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
 
 
 def _send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
-    """As long as that process lives: without it nobody waits for them."""
+    """Send records as long as ``process`` lives. After its end, nobody waits for records."""
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 5})
     started = time.time()
     for number in range(RATE * (WARM + SECONDS)):

@@ -38,7 +38,7 @@ def measure_memory(world: World) -> Iterator[dict[str, object]]:
 
 
 class _Work:
-    """What one command does in one process of its own, again and again; its data are made when they are first needed."""
+    """The repeated work of one command, in a new process each time. Its data are produced at the first use."""
 
     def __init__(self, world: World, step: str, command: str, records: int) -> None:
         self.world, self.step, self.command, self.records = world, step, command, world.sized(records)
@@ -75,7 +75,7 @@ def _prepared(world: World, step: str, records: int) -> Pipeline:
 
 
 def _peak(command: str, path: Path) -> float:
-    """The most bytes that a command and all that it started held at one time; what they share counts once."""
+    """The peak memory in bytes of a command and its descendants. Shared memory counts once."""
     most = 0.0
     with subprocess.Popen([*ZYNC, command, str(path)], stdout=subprocess.DEVNULL) as process:
         root = psutil.Process(process.pid)

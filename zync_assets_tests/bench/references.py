@@ -1,4 +1,4 @@
-"""What the steps are held against: tuned loops without any guarantee. They run in processes of their own, warm."""
+"""The references of the benchmark: tuned loops without any guarantee, in separate, warm processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ CONSUMER: Mapping[str, str | int | bool] = {
 
 
 def consume(servers: str, topic: str, parts: Sequence[tuple[int, int, int]]) -> int:
-    """Read all of (partition, first, end), each of which ends with what there is or is alone, and throw the data away; how
-    many records there were."""
+    """Read the ranges ``parts`` of (partition, first, end), and discard the data. Returns the number of records.
+
+    Each range must end at its partition's end, unless the call has one range only.
+    """
     # A thousand new messages set the collector off, which finds nothing and takes a third of the time.
     gc.disable()
     consumer = Consumer({"bootstrap.servers": servers, **CONSUMER})

@@ -1,6 +1,6 @@
 """Rounds of measurement: each way once a round, in turn, after one that does not count; the median stands for a way.
 
-What was measured is kept in a file after each round, so that a run which was stopped goes on where it was.
+Each round writes its measurements to a file, so that a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Way = Callable[[], float]
 
 @dataclass(frozen=True)
 class Rounds:
-    """Where measurements are kept, and how many a way is to have."""
+    """The file of the measurements, and the number of rounds per way."""
 
     file: Path
     count: int
 
     def measure(self, name: str, ways: Mapping[str, Way]) -> dict[str, list[float]]:
-        """What each way took in each round, under the names of ``ways``; measured until there are enough rounds."""
+        """Way → its measurements, one per round. Measures the rounds that the file lacks."""
         done = self.kept().get(name, {})
         found = {way: list(done.get(way, [])) for way in ways}
         if all(len(numbers) >= self.count for numbers in found.values()):
@@ -42,7 +42,7 @@ class Rounds:
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def drop(self, beginnings: tuple[str, ...]) -> None:
-        """Forget what was measured under names that begin so."""
+        """Remove the measurements whose names start with one of ``beginnings``."""
         if self.file.exists():
             self._write({name: found for name, found in self.kept().items() if not name.startswith(beginnings)})
 
@@ -67,6 +67,6 @@ def spread(numbers: list[float]) -> str:
 
 
 def say(text: str) -> None:
-    """Where a person watches, what is being done."""
+    """Show the present work on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks print: a row a goal."""
+"""The printed table of the benchmarks, one row per goal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rate_row(
 def time_row(
     step: str, work: str, ours: Sequence[float], reference: Sequence[float] | None, goal: str, unit: str = "s"
 ) -> dict[str, object]:
-    """What was measured of both and how many times the reference ours is: at most the goal's number is wanted."""
+    """A row with both measurements and the ratio of ours to the reference. The goal is the highest allowed ratio."""
     mine = median(list(ours))
     other = median(list(reference)) if reference else None
     return {

@@ -1,4 +1,4 @@
-"""What a small ``zync etl`` takes from the shell while the shared Spark server is up."""
+"""The time of a small ``zync etl`` from the shell with a running shared Spark server."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 ``python -m zync_assets_tests.bench.week [--folder F]``
 
-A round is what one second of a pipeline commits: a batch of raw records, an ETL batch with its head and ledger, the two
+A round has the commits of one second of a pipeline: a batch of raw records, an ETL batch with its head and ledger, the two
 commits of a publisher, and the upkeep of the three tables. The commits are the lake's own, without Kafka and Spark. Upkeep
-keeps a bounded log, so ROUNDS rounds reach the state of a log after a week. Of the rest of the week only the traces are
-laid down: the files that commits replaced and that are not seven days old yet, empty ones.
+keeps a bounded log, so ROUNDS rounds reach the state of a log after a week. The benchmark also writes the replaced files of
+the rest of the week, as empty files that are younger than seven days.
 """
 
 from __future__ import annotations

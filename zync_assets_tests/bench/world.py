@@ -1,4 +1,4 @@
-"""What the benchmarks run on: a broker and a registry of their own, one warm Spark session of two tasks, a folder."""
+"""The world of the benchmarks: their own broker and registry, a warm Spark session of two tasks, and a folder."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _position(raw: Raw, partition: int, position: Row) -> Iterator[str]:
 
 
 def _wrong(statement: Statement, record: Record | None, bad: bool, kind: str | None) -> str | None:
-    """What a record's class should be, if it is another one."""
+    """The error text for a record in a wrong class; None for the right class."""
     if kind is None:
         return "is in no class"
     if bad or kind == "quarantined":

@@ -48,7 +48,7 @@ class Table:
     numbers: Mapping[str, int]
     files: tuple[DataFile, ...]
     commits: Mapping[int, tuple[DataFile, ...]]
-    """Version → the files that it added, for the commits whose JSON is still there."""
+    """Version → the added files, for the commits whose JSON still exists."""
 
 
 def open_table(folder: Path) -> Table | None:

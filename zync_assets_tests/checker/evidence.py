@@ -32,11 +32,11 @@ class RawFile:
 
 @dataclass(frozen=True)
 class Raw:
-    """A raw table. ``first`` and ``next``: partition → where ingest began, and the next offset to ingest.
+    """A raw table. ``first`` and ``next``: partition → the first ingested offset, and the next offset to ingest.
 
-    ``quarantine``: entries of the side table that count: below the next offset; from the sealed offset on, of the attempt
-    that the raw table names; and not replayed, which is to be in a
-    data file named ``replay-…`` by now. ``entered``: partition → how many there were ever.
+    ``quarantine``: the entries of the side table that count. An entry counts if its offset is below the next offset, and no
+    data file named ``replay-…`` holds its record. From the sealed offset on, only the entries of the attempt that the raw
+    table names count. ``entered``: partition → the number of entries ever.
     """
 
     id: str
@@ -102,7 +102,7 @@ def gather_logs(servers: str, statement: Statement) -> dict[str, dict[int, Log]]
 
 
 def gather_lake(lake: Path, statement: Statement, logs: Mapping[str, Mapping[int, Log]]) -> Evidence:
-    """What the lake holds, beside logs that were read before."""
+    """The evidence of the lake, combined with the given logs of the topics."""
     raw = {item.topic: found for item in statement.inputs if (found := _raw(lake, item.pool, item.topic)) is not None}
     published = open_table(lake / "~published" / statement.staging)
     return Evidence(logs, raw, _staging(lake / statement.staging), published.numbers if published else {})
@@ -166,8 +166,10 @@ def _staging(folder: Path) -> Staging | None:
 
 
 def _cuts(table: Table, topic: str) -> set[int]:
-    """Where batches began: the lowest offset of each commit that added offsets past all before it. A commit that only
-    rewrites files begins none. Where the oldest commits are gone, any file may begin one."""
+    """The first output offset of each batch: the lowest offset of each commit that added higher offsets than before.
+
+    A commit that only rewrites files begins no batch. If the log lacks the oldest commits, any file may begin a batch.
+    """
     cuts: set[int] = set()
     reached = -1
     for _, added in sorted(table.commits.items()):

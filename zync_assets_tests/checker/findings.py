@@ -1,4 +1,4 @@
-"""What a look at the evidence says: findings, and how much was looked at."""
+"""The result of a check: its findings, and the amount of checked evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a topic holds, by a plain consumer that reads what is committed."""
+"""The records of a topic, read by a plain read-committed consumer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class Log:
-    """One partition: its low watermark, its last stable offset, and what is visible between them."""
+    """A partition's low watermark, last stable offset, and visible records."""
 
     low: int
     end: int

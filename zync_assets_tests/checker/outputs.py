@@ -81,7 +81,7 @@ def made_at_all(
 def content(
     statement: Statement, staging: Staging, output: Output, records: Mapping[Place, Record], numbers: Counter[str]
 ) -> Iterator[str]:
-    """Each output is what its rule makes of its sources."""
+    """Check that each output equals the result of its rule for the output's sources."""
     texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         numbers["outputs"] += 1
@@ -113,7 +113,7 @@ def staged_sides(staging: Staging, topic: str) -> Iterator[tuple[Row, Any, Any]]
 
 
 def staged(row: Row, topic: str, side: str, text: Mapping[str, Any]) -> Any:
-    """One side of a staged row with the fields of its output schema alone, but for those that it leaves out."""
+    """One side of a staged row: the fields of its output schema, without the fields that the row omits."""
     value, schema = row.get(f"{side}:{topic}"), text[side]["schema"]
     if value is None or schema is None:
         return None
@@ -160,8 +160,10 @@ def pairs(statement: Statement, staging: Staging, records: Mapping[Place, Record
 def order(
     staging: Staging, output: Output, place_of: Callable[[str], int], times: Mapping[Place, int]
 ) -> Iterator[str]:
-    """Within a batch, outputs come as they became possible: by time, place, partition and offset of the latest input. Nothing
-    is said of one that retention removed an input of: when that came is known no more."""
+    """Check the order of outputs within a batch: by time, place, partition and offset of the completing input.
+
+    Skips outputs with an input that retention removed, because the input's time is lost.
+    """
     cuts, before = staging.cuts.get(output.topic, set()), None
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]
@@ -211,7 +213,7 @@ def is_left(
     reached: Mapping[tuple[str, int], Sequence[int]],
     staging: Staging | None,
 ) -> Iterator[str]:
-    """What a pipeline that says it has nothing to do has left undone. ``reached``: (next offset, seen) of each input."""
+    """The undone work of an idle pipeline. ``reached``: input partition → (next offset, seen)."""
     for item in statement.inputs:
         for partition, log in logs[item.topic].items():
             upcoming, seen = reached.get((item.topic, partition), (0, 0))

@@ -30,7 +30,7 @@ class Decoded:
 
 
 def decode(item: Input, log: Log, schemas: Schemas) -> dict[int, Decoded]:
-    """Offset → record, for all that is visible."""
+    """Offset → decoded record, for every visible record."""
     return {
         record.offset: Decoded(record, schemas.decode(item.key, record.key), schemas.decode(item.value, record.value))
         for record in log.records

@@ -1,4 +1,4 @@
-"""What a pipeline is for, said in plain Python: its topics, pools and rules."""
+"""The statement of a pipeline in plain Python: its topics, pools and rules."""
 
 from __future__ import annotations
 

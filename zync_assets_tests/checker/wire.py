@@ -1,4 +1,4 @@
-"""What a record's bytes mean, by fastavro and the registry's own HTTP API."""
+"""Decodes a record's bytes with fastavro and the registry's own HTTP API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import fastavro
 
 BAD: Any = object()
-"""A payload that is not what its format says."""
+"""The value of a payload that breaks its format."""
 
 
 class Schemas:

@@ -86,7 +86,7 @@ def test_what_the_chain_published_is_equal(sound_chain: Chain) -> None:
 
 
 def verify(pipeline: Pipeline, topic: str, end: int) -> None:
-    """What a publisher commits when the topic holds its records up to ``end``."""
+    """Commit like a publisher that has verified the topic's records up to ``end``."""
     before = open_published(pipeline.lake, "Staging", topic)
     topic_id = topic_state(pipeline.kafka, topic).topic_id
     commit_published(pipeline.lake, "Staging", before, window=end, verified=end, topic_id=topic_id)

@@ -99,7 +99,7 @@ def zync(*arguments: str, stdin: str | bytes = b'"x"\n') -> Result:
 
 
 def refused(*arguments: str, stdin: str | bytes = b'"x"\n') -> str:
-    """What a command says that refuses its arguments."""
+    """The error text of a command with bad arguments."""
     found = zync(*arguments, stdin=stdin)
     assert found.exit_code in (1, 2), (arguments, found.output)
     assert isinstance(found.exception, SystemExit), (arguments, found.exception)
@@ -112,7 +112,7 @@ def refused(*arguments: str, stdin: str | bytes = b'"x"\n') -> str:
 
 
 def test_the_pipeline_is_one_that_commands_work_on(pipeline: str) -> None:
-    """What is refused below is refused for its arguments."""
+    """The other tests rely on a working pipeline, so that every error comes from the arguments."""
     outputs = [json.loads(line) for line in zync("trace", pipeline, "o", "0", "--format", "json").stdout.splitlines()]
     assert [(row["role"], row["offset"]) for row in outputs] == [("output", 0), ("in", 0)]
     listed = zync("quarantine", "list", pipeline, "--offsets", "0:1", "--format", "json")

@@ -1,4 +1,4 @@
-"""The root command: quick to load, and errors said in one line."""
+"""The root command loads quickly and prints an error in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = ("pyspark", "dagster", "pandas", "pyarrow", "deltalake", "confluent_kafk
 
 
 def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """The result of a command that raises that."""
+    """The result of a command that raises ``error``."""
 
     @click.command()
     def command() -> None:

@@ -1,6 +1,6 @@
-"""Least rights: each command with just the ACLs that the README lists for it, and with each of them missing.
+"""Least rights: each command runs with exactly the ACLs in the README, and fails if one ACL is missing.
 
-The rights are read from the README's table, so that it can't say anything else than what is tried here.
+The tests read the ACLs from the README's table, so that the table can't differ from the tests.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Shielded:
         return path
 
     def run(self, step: str) -> Result:
-        """The command as its user gives it."""
+        """Run the command of ``step`` with the step's Kafka user."""
         path = str(self.file(USERS[step]))
         if step == "produce":
             line = json.dumps({"key": "k", "value": {"op": "c", "id": 1, "v": "v"}})

@@ -61,7 +61,7 @@ def _micros(micros: int) -> datetime.datetime:
 
 
 def _shortest(value: float) -> float:
-    """Of the numbers that are one float, the one that Arrow writes."""
+    """The double that Arrow writes for a float. Several doubles round to the same float."""
     return float(pa.scalar(value, pa.float32()).cast(pa.string()).as_py())
 
 

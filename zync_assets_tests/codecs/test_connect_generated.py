@@ -73,7 +73,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     broken: list[bytes] = []
     for payload in whole:
         how = draw(st.sampled_from(["whole", "changed", "cut", "longer", "put in"]))
-        # Where the payload is, more often than chance has it.
+        # Draws places in the payload more often than a uniform choice would.
         first = draw(st.sampled_from([0, payload.rindex(b'"payload"')]))
         at = draw(st.integers(first, len(payload) - 1))
         if how == "changed":
@@ -98,7 +98,7 @@ def test_damage_costs_only_itself_and_is_told_alike_by_both_ways(
 ) -> None:
     kind, whole, broken = batch
     type = lake_type(parse_connect(json.dumps(kind.schema)))
-    # Damage to a schema can make it another one, which widens the column: for those that follow, too.
+    # A damaged schema may be another valid schema, which widens the column for later records too.
     target = decode(broken, type).values.type
     decoded = decode(broken, target)
     bad = {item.index for item in decoded.bad}

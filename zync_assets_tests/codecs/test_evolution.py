@@ -24,7 +24,7 @@ from zync_assets_tests.codecs.generated import datums, framed
 INT = st.integers(-(1 << 31), (1 << 31) - 1)
 FLOAT = st.floats(width=32, allow_nan=False)
 
-# For each field: the lake's type if it is there already, and what writers may send for it.
+# Field → the lake's present type, and the types and values that writers may send.
 FIELDS: dict[str, tuple[pa.DataType, list[tuple[Any, st.SearchStrategy[Any]]]]] = {
     "whole": (pa.int64(), [("int", INT), ("long", st.integers(-(1 << 63), (1 << 63) - 1))]),
     "real": (pa.float64(), [("int", INT), ("long", INT), ("float", FLOAT), ("double", st.floats(allow_nan=False))]),
@@ -139,7 +139,7 @@ def record(*fields: tuple[str, Any], **notes: list[str]) -> dict[str, Any]:
 
 
 def rows_of(*schemas: tuple[dict[str, Any], dict[str, Any]]) -> tuple[pa.DataType, list[Any], list[str]]:
-    """What a column holds after records of several writers, one batch each, every decoder told what the last one knew."""
+    """A column's type, values and errors after one batch of each writer. A decoder knows the type after the batch before."""
     known: pa.DataType | None = None
     batches: list[pa.Array] = []
     bad: list[str] = []

@@ -1,6 +1,6 @@
-"""Random writers whose schemas follow each other: the column that comes of them, against fastavro's own resolution.
+"""Random sequences of writer schemas: compares the resulting column with fastavro's own schema resolution.
 
-The reader's schema is made of the column's type as it is after all of them, its fields' other names as aliases.
+The reader's schema comes from the column's final type, with the fields' other names as aliases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schemas of JSON values that come without one."""
+"""Inferred Avro schemas of JSON values."""
 
 from __future__ import annotations
 

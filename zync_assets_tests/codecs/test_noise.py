@@ -1,5 +1,5 @@
-"""Noise in place of records and of schemas: whatever comes, it is a bad record and nothing else, its neighbours are what
-they are without it, and a column at a time says what record by record says."""
+"""Noise in place of records and schemas. Noise is a bad record and does not change its neighbours. The fast path and the
+record-by-record path return the same results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def altered(draw: st.DrawFn, document: Any) -> str:
     if draw(st.integers(0, 4)) == 0:
         return draw(mutated(text.encode(), TEXTS.map(str.encode))).decode(errors="replace")
     for _ in range(draw(st.integers(1, 2))):
-        # Where a value begins and ends in compact JSON, so that the text is mostly a document again.
+        # Replaces a whole value of compact JSON, so that the text mostly stays a JSON document.
         ends = [at for at, char in enumerate(text) if char in ",]}"]
         begins = [at + 1 for at, char in enumerate(text) if char in ":,["]
         if ends and begins:
@@ -78,14 +78,14 @@ def altered(draw: st.DrawFn, document: Any) -> str:
 def check(payloads: list[bytes], good: list[bool], by_column: Any, by_record: Any) -> None:
     """Both ways agree, and a good record is what it is without the others. The ways: (payloads, type or None) → Decoded."""
     column = pa.array(payloads, pa.binary())
-    # A schema can widen the column for all records after it: decode into what comes of all of them.
+    # A schema can widen the column for later records. Decodes into the type after the whole batch.
     target = by_column(column, None).values.type
     one, other = by_column(column, target), by_record(column, target)
     one.values.validate(full=True)
     assert one.bad == other.bad
     assert same(one.values, other.values)
     kept = [index for index, fine in enumerate(good) if fine]
-    # What is altered may be sound, of another type, and the first to give the column one.
+    # An altered record may be valid, and may be the first record to give the column a type.
     assume(holds(target, by_column(column.take(pa.array(kept, pa.int64())), None).values.type))
     assert not {item.index for item in one.bad} & set(kept)
     alone: Decoded = by_column(column.take(pa.array(kept, pa.int64())), target)

@@ -141,7 +141,7 @@ def test_which_keys_are_hashed_as_they_ever_were(spark: SparkSession) -> None:
     other = ("array(1)", "named_struct('a', array(1.5))", "array(named_struct('a', 1L))", "collate('a', 'UTF8_LCASE')")
     assert all(join_keys.is_hashed_as_ever([kind]) for kind in types(spark, same))
     assert not any(join_keys.is_hashed_as_ever([kind]) for kind in types(spark, other))
-    # What older versions hashed: numbers as doubles, in structs too.
+    # The hashes of older versions: numbers as doubles, also inside structs.
     old = ["xxhash64(1D)", "xxhash64('a')", "xxhash64(named_struct('a', 1D))", "xxhash64(array('a'))"]
     new = [join_keys.hash_sql([f"({sql})"], [kind]) for sql, kind in zip(same, types(spark, same), strict=True)]
     row = list(frame(spark).selectExpr(*old, *new[:4]).collect()[0])

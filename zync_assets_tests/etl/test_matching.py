@@ -106,7 +106,7 @@ def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSe
 def test_a_join_reads_and_moves_the_used_fields_alone_and_each_side_once(
     spark: SparkSession, tmp_path: Path, join: tuple[str, str], kind: DataType
 ) -> None:
-    """What a record holds besides would go through two shuffles and four sorts."""
+    """Unused fields of a record would pass through two shuffles and four sorts."""
     rows = [(("t", 0, 0, NOW, None), "k", (1, "x", "large"), NOW, False)]
     schema = (
         "kafka struct<topic: string, partition: int, offset: long, time: timestamp, headers: array<string>>, key string,"

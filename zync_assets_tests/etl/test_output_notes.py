@@ -1,4 +1,4 @@
-"""What an output's records leave out, and which forms its schemas keep."""
+"""The fields that an output's records omit, and the forms that its schemas keep."""
 
 from __future__ import annotations
 

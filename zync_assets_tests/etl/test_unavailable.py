@@ -1,4 +1,4 @@
-"""What Debezium puts where the source did not send a value, by type, and what becomes of it."""
+"""Debezium's placeholder for an unsent value, by type, and its treatment in outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we write is read by confluent-kafka's own deserializer, and what its serializer writes by us, over a real registry."""
+"""confluent-kafka's deserializer reads our records, and we read its serializer's records, over a real registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every way into a broker: let in as it should be, and refused with the wrong secret, CA or host, each told apart."""
+"""Every login mechanism of a broker: accepted with the right settings, and a distinct error for a wrong secret, CA or
+host."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Kafka: TypeAlias = Mapping[str, str]
 
 
 def accepted(kafka: Kafka) -> list[bytes]:
-    """What a reader gets of what a writer wrote to a topic that the admin client made."""
+    """Create a topic, write two records, and read their values: uses the admin client, a writer and a reader."""
     topic = "t" + secrets.token_hex(4)
     create_topic(kafka, topic, 1, 1, {})
     batch = pa.record_batch({"key": [b"k", None], "value": [b"v", b"w"]})

@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[str | None, dict[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
-    """One that signed the registry's certificate, and one that did not."""
+    """The authority that signed the registry's certificate, and a foreign authority."""
     folder = tmp_path_factory.mktemp("certificates")
     return Authority(folder, "authority"), Authority(folder, "stranger")
 

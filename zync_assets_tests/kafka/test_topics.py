@@ -1,4 +1,4 @@
-"""What is asked of a topic, and of a broker that is not there."""
+"""Questions about topics, and questions to a missing broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of librdkafka's reports will not pass by itself."""
+"""librdkafka's reports of lasting trouble, as opposed to passing trouble."""
 
 from __future__ import annotations
 

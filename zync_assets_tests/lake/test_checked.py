@@ -1,4 +1,4 @@
-"""What blocking checks said, kept in the lake: blocks that only the same look lifts, progress that only a pass moves."""
+"""The results of blocking checks in the lake. Only a pass over the same offsets removes a block, or moves the progress."""
 
 from __future__ import annotations
 

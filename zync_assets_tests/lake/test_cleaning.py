@@ -1,4 +1,4 @@
-"""What no one needs goes, and nothing else."""
+"""Cleaning removes unneeded files, and no other files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_files_of_a_batch_under_way_stay_and_are_committed(opened: tables.Op
 def test_a_writer_that_held_its_files_for_too_long_is_refused(
     opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that slept for a week: what it wrote before may be gone. The batch is made anew and goes through."""
+    """After a week of a machine's sleep, its uncommitted files may have been removed. A repeated batch succeeds."""
     late = file(opened.uri, records([1]))
     monkeypatch.setattr(tables, "UNCOMMITTED_HOURS", 1 / 3600 / 1e6)
     for refused in (

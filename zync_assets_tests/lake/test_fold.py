@@ -35,7 +35,7 @@ def state(lake: str) -> StagingState:
 
 
 def facts(found: StagingState) -> set[tuple[object, ...]]:
-    """What each record is by now."""
+    """(class, offset) of every record."""
     rows = fold.fold(staging.read_entries(found, found.ledger_files)).to_pylist()
     return {(row["kind"], at) for row in rows for at in range(row["first"], row["end"])}
 
@@ -65,7 +65,7 @@ def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
 def test_two_large_files_are_folded_where_that_makes_them_shorter_and_are_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits in one large file is completed in another. A third has nothing to do with them."""
+    """One large file has pending records, another file has their ``completed`` entries, and a third file has neither."""
     lake, uri = str(tmp_path), storage.staging_uri(str(tmp_path), POOL)
     monkeypatch.setattr(fold, "SMALL_RECORDS", 4)
     monkeypatch.setattr(fold, "FILES", 2)

@@ -1,4 +1,4 @@
-"""What waits is looked up by hash in the ledger's files, each of which is read once."""
+"""Pending records are looked up by hash in the ledger's files. A process reads a ledger file once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random Avro schemas and data through Delta files and Spark, and back to the bytes that they came from.
 
-One run holds many schemas, a column each, so that Spark is asked twice in all.
+One run has many schemas, with a column for each schema, so that Spark runs only two jobs.
 """
 
 from __future__ import annotations

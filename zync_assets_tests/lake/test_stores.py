@@ -1,4 +1,4 @@
-"""Tables in a bucket of a real S3 server: of two writers one commits, and what the store refuses is said with the cure."""
+"""Tables in a bucket of a real S3 server. Of two writers, one commits. The error for a refusal names the cure."""
 
 from __future__ import annotations
 

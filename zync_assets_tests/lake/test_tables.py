@@ -480,7 +480,7 @@ def test_a_table_that_can_t_be_read_rightly_is_not_read(table: str, action: dict
 
 @pytest.mark.parametrize("feature", ["fromTheFuture", "rowTracking", "icebergCompatV1"])
 def test_a_feature_that_only_writers_must_know_is_no_conflict(table: str, feature: str) -> None:
-    """It was told as another writer's commit, and tried again for ever."""
+    """Such an error looked like another writer's commit before, and was tried again for ever."""
     with_actions(table, asks(1, 7, writers=[feature]))
     with pytest.raises(TableUnsupported, match="could not be written, and nothing was committed"):
         commit(opened(table), [file(table, records([3]))], {"n": 4})

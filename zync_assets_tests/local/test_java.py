@@ -1,4 +1,4 @@
-"""Which Java is taken, and what is said when none fits. The installations here are folders with a script."""
+"""The choice of a Java installation, and the error without a fitting Java. The installations are folders with a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on disk of the Spark servers: records of another form, and servers that do not listen yet."""
+"""The files of the Spark servers: files of another version, and files of servers that do not listen yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real HTTP server before the real registry: TLS, logins, redirects, outages. What it lets through it forwards."""
+"""A real HTTP server in front of the real registry, with TLS, logins, redirects and outages. Forwards accepted requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Move: TypeAlias = "int | str"
 
 @dataclass
 class Front:
-    """The server. ``wanted``: the ``Authorization`` that it asks for; ``moves``: what it does with the next requests
-    instead of forwarding them: a status, a redirect (``"307 address"``), or ``"hang"``. ``asked``: what came."""
+    """The server.
+
+    ``wanted``: the required ``Authorization`` header; ``moves``: the answers to the next requests, in place of forwarding: a
+    status, a redirect (``"307 address"``), or ``"hang"``; ``asked``: the received requests.
+    """
 
     url: str = ""
     wanted: str | None = None
@@ -89,7 +92,7 @@ def front(registry_url: str, certificate: Issued | None = None, client_ca: str |
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate.certificate, certificate.key)
         if client_ca is not None:
-            # In 1.3 a client may be told of its certificate only after its first request.
+            # With TLS 1.3 a client may learn of its refused certificate only after its first request.
             context.maximum_version = ssl.TLSVersion.TLSv1_2
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(client_ca)

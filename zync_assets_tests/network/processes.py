@@ -1,4 +1,4 @@
-"""What other users of a machine see of processes: their arguments and the addresses on which they listen."""
+"""The visible properties of processes for other users of a machine: arguments, and addresses that accept connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it."""
+    """A process and its descendants."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.Error:
@@ -28,7 +28,7 @@ def arguments(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def listening(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
-    """(Address, port) on which one of them accepts connections → the program's name."""
+    """(Address, port) on which a process accepts connections → the program's name."""
     found: dict[tuple[str, int], str] = {}
     for process in processes:
         try:

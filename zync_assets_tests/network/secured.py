@@ -1,4 +1,4 @@
-"""One real broker with a listener for each way in, and what a client needs for each of them."""
+"""A real broker with a listener for each login mechanism, and the client's settings for each listener."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOGIN = "org.apache.kafka.common.security"
 
 @dataclass(frozen=True)
 class Secured:
-    """The broker. ``ways``: mechanism → the ``kafka:`` properties that it accepts."""
+    """The broker. ``ways``: mechanism → the ``kafka:`` properties that the listener accepts."""
 
     services: Services
     ports: Mapping[str, int]

@@ -23,7 +23,7 @@ CLIENT = "zync"
 
 @dataclass
 class Tokens:
-    """The server. ``issued``: every token that it gave out; ``secret``: that of the client ``CLIENT``."""
+    """The server. ``issued``: every issued token; ``secret``: the secret of the client ``CLIENT``."""
 
     url: str = ""
     secret: str = field(default_factory=lambda: "oidc-" + secrets.token_hex(8))

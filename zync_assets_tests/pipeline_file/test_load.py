@@ -1,4 +1,4 @@
-"""The pipeline file: what it may say, and every error with its line, its key and its cure."""
+"""The pipeline file: its valid contents, and its errors with line, key and cure."""
 
 from __future__ import annotations
 

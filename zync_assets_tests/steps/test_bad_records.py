@@ -1,4 +1,4 @@
-"""Records that can't be decoded: what the pipeline file lets pass, and what is shown of them."""
+"""Undecodable records: the limits in the pipeline file, and the output of ``zync quarantine``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text(left: str = "") -> str:
 
 
 def zync(it: Mini, *given: str) -> list[dict[str, Any]]:
-    """``zync quarantine`` with these arguments: the rows that it prints."""
+    """The rows that ``zync quarantine`` prints for the arguments."""
     command, *rest = given
     done = CliRunner().invoke(main, ["quarantine", command, str(it.pipeline.path), *rest, "--format", "json"])
     assert done.exit_code == 0, done.output

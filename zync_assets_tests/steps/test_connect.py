@@ -55,7 +55,7 @@ transforms:
 
 @dataclass
 class Warm:
-    """A folder of servers, and what the processes that used it said."""
+    """A folder of servers, and the outputs of its clients' processes."""
 
     folder: Path
     outputs: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ def fill(it: Mini) -> None:
 
 
 def told(it: Mini) -> dict[str, Any]:
-    """What became of everything, errors in their words, without the names of topics."""
+    """The staged records, classes and errors of a pipeline, without the names of topics."""
     text = json.dumps(
         {
             "staged": [
@@ -165,7 +165,7 @@ def test_the_chain_is_as_in_a_local_session_and_each_command_finds_the_server(
     assert len(mine["held"]) == 3
     assert json.dumps(mine) == json.dumps(theirs).replace("uniquelocal", "unique")
 
-    # Nobody is told a secret: neither the clients' nor the pipeline's.
+    # No file, command line or output shows a secret of the clients or of the pipeline.
     for path in server.folder.iterdir():
         assert path.name == "server.json" or (SECRET not in (text := path.read_text()) and server.secret not in text)
     assert {oct(path.stat().st_mode & 0o77) for path in (server.folder, server.folder / "server.json")} == {"0o0"}

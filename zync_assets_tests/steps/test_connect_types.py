@@ -1,4 +1,4 @@
-"""What Kafka Connect's schemas say of a column beside its type goes on with it, from a source topic to an output topic."""
+"""The notes of Kafka Connect's schemas travel with a column from a source topic to an output topic."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def waits(it: Mini) -> list[tuple[str, str, str]]:
 
 
 def pairs(it: Mini, topic: str | None = None) -> list[tuple[str | None, str | None]]:
-    """What is staged, which is what lies in the topic."""
+    """The (key, value) pairs in staging. Asserts that the topic holds the same records."""
     staged = it.staged(topic)
     assert [found["kafka"]["offset"] for found in staged] == list(range(len(staged)))
     sent = [
@@ -185,7 +185,7 @@ def test_inputs_are_removed_added_back_renamed_moved_and_decoded_otherwise(make:
     it.send(it.left, ("c", row(3, "c")))
     it.send(it.right, ("b", row(2, "B")))
     settle(it)
-    # The record of the input that is no more can't be read.
+    # A record of the removed input can't be read.
     assert {(rule, key) for rule, key, _ in waits(it)} == {("join", "b"), ("join", None)}
     assert [each["role"] for each in said(it, "trace", it.out, "0")] == ["output", "source", "source"]
     assert said(it, "query", f"select count(*) AS n from Staging.`{it.out}`") == [{"n": 2}]

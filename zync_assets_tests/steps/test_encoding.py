@@ -1,4 +1,4 @@
-"""What staging holds against what the topic holds, record by record."""
+"""Compares staging's records with the topic's records, one by one."""
 
 from __future__ import annotations
 

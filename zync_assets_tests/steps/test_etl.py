@@ -547,7 +547,7 @@ def test_300_000_records_of_one_side_alone_wait(make: Make) -> None:
 
 
 def test_tombstones_that_come_before_the_first_value_are_taken_by_a_rule_for_them(make: Make) -> None:
-    """What such a rule needs of the key is known; the other rules take none of them."""
+    """The type of the key is known, and only the tombstones' rule takes the tombstones."""
     it = make(UNTYPED + RULES)
     it.send(it.left, ("gone", None), ("other", None))
     it.step()

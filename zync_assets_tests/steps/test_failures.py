@@ -1,4 +1,4 @@
-"""What Spark says when it fails is said in our words where it is nothing of the pipeline's."""
+"""Spark's own failures, which are no fault of the pipeline, get an error text of zync."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_server_that_ended_in_the_middle_of_a_request(text: str) -> None:
     ],
 )
 def test_a_worker_that_never_was(text: str) -> None:
-    """As Spark said it when its Python daemon was killed before it had forked one."""
+    """Spark's error texts after a kill of its Python daemon before the daemon forked a worker."""
     with (
         pytest.raises(SetupError, match="its Python worker ended"),
         spark_failures(lambda said: EtlError(f"{said} Mend the rule.")),

@@ -1,4 +1,4 @@
-"""Headers: what a rule says of them is what Kafka holds, and what is compared."""
+"""A rule's headers reach Kafka, and publish compares the headers too."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_aborted_transactions_and_markers_leave_gaps(make: Make, unique: str) ->
     assert it.next(it.left) == {0: 9}
     assert it.classes(it.left) == {"pending": 4}
 
-    # An open transaction: its records are not there yet, nor is what comes after them.
+    # Ingest reads neither the records of an open transaction nor later records.
     producer.begin_transaction()
     producer.produce(it.left, json.dumps(row(30)).encode(), b"k", 0)
     producer.flush(10)

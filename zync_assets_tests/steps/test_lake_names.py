@@ -101,7 +101,7 @@ def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) 
     assert json.loads(published(it, f"{it.out}.c")[-1])["payload"] == more["payload"]
     for result in run_all(it.pipeline):
         assert result.passed or result.severity == "warn", f"{result.name}: {result.summary}"
-    # All keys were null so far.
+    # Every key was null until now.
     sql = f"select key, value.`%6Eame` as name from Raw.`{it.left}` where kafka.offset = 1"
     shown = CliRunner().invoke(main, ["query", str(it.pipeline.path), sql, "--format", "json"])
     assert [json.loads(line) for line in shown.stdout.splitlines()] == [{"key": None, "name": "<name>"}]

@@ -1,4 +1,4 @@
-"""A registry or a broker that is gone is no bad record: nothing is quarantined, nothing committed, and later all is there."""
+"""An outage of the registry or the broker quarantines and commits no record. After the outage, no record is missing."""
 
 from __future__ import annotations
 

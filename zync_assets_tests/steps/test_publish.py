@@ -80,7 +80,7 @@ def write(it: Mini, *values: bytes) -> None:
 
 
 def announce(it: Mini, window: int, verified: int = 0) -> None:
-    """What is in the lake when a publisher was killed after it had announced a window."""
+    """Commit like a publisher that was killed after the announcement of a window."""
     found = topic_states(it.pipeline.kafka, [it.out])[it.out]
     before = open_published(it.lake, "Staging", it.out)
     commit_published(it.lake, "Staging", before, window=window, verified=verified, topic_id=found.topic_id)

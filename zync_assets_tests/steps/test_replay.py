@@ -207,7 +207,7 @@ def test_unmatched_records_are_looked_at_again_after_the_rules_changed(
     assert ids(it) == [1, 4, 2, 5, 6]
     assert it.classes(it.left) == {"done": 5, "unmatched": 1}
     sound(it)
-    # Raw retention removed what was left of it.
+    # Raw retention removes the rest of the records.
     state = raw.open_raw(it.lake, "Raw", it.left)
     assert state is not None
     first = raw.raw_files(state)[0]

@@ -127,12 +127,12 @@ def test_what_no_rule_took_goes_and_looking_again_says_so(it: Mini, caplog: pyte
 
 @pytest.mark.slow
 def test_a_batch_that_looks_again_and_a_retention_at_once(it: Mini) -> None:
-    """Whichever commits first, no record is pending whose raw record is gone."""
+    """In either order of the commits, every pending record still has its raw record."""
     kept = it.edited(BOTH + JOIN.replace("type: denorm", "type: denorm\n    where: \"value.op = 'c'\""))
     kept.send(it.left, row(1, "odd", op="x"))
     kept.send(it.right, row(7))
     kept.step()
-    taken = kept.edited(KEEP + JOIN)  # the rule takes all of them now
+    taken = kept.edited(KEEP + JOIN)  # the rule takes every record now
     plan = plan_etl(taken.pipeline, "Staging", Retry(unmatched=True))
     slices = {topic: read_raw(it.spark, taken.pipeline, plan, topic) for topic in plan.ranges}
     batch = transform(it.spark, taken.pipeline, plan, slices)

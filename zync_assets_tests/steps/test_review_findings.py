@@ -1,4 +1,4 @@
-"""Writers side by side, ways back, and tables that came anew: nobody is told of damage that is not there."""
+"""Concurrent writers, cures, and tables that were created again: no error or check reports damage that does not exist."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_a_side_that_is_always_null_is_null_in_the_expression() -> None:
 
 
 def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:
-    """What can't be decoded, what the shape still fails on and what it leaves out stay in quarantine."""
+    """Undecodable records, records that the shape still fails on, and records that it excludes stay in quarantine."""
     it = make("{value: {id: value.id, n: CAST(value.v AS INT)}}")
     it.send(it.left, row(0, "7"), row(1, "no number"), row(2, "x"), b"{", row(4, "8"), row(5, "?"))
     it.step()

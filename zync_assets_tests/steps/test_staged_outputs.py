@@ -112,7 +112,7 @@ def test_the_numbers_follow_the_order_over_all_buckets(
 
 
 def test_rows_are_made_once_to_be_counted_and_to_be_written(spark: SparkSession) -> None:
-    """Else every join would run twice, and what is not the same each time would be numbered wrongly."""
+    """With two computations, every join would run twice, and rows that differ between runs would get wrong numbers."""
     rows = made(spark, [10, 30])
     assert len(rows.collect()) == 42
     plan = rows._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
@@ -141,7 +141,7 @@ def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: Sp
 
 
 def test_entries_that_spark_lost_and_can_t_make_again_are_an_error(spark: SparkSession, tmp_path: Path) -> None:
-    """A task that makes them anew writes its files anew; where it can't, it ends in order and has fewer entries."""
+    """A recomputed task writes its files again. If the write fails, the task ends without an error, but has fewer entries."""
     place = tmp_path / "lake"
     found = Results(spark, made(spark, [30]), BucketWriter(str(place), TOPICS, LABELS), small=False)
     assert len(found.few_entries()) == 3

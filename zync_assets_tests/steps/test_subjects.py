@@ -1,4 +1,4 @@
-"""Where an output's Avro schemas are registered, and what is said where the registry takes one not."""
+"""The subjects of an output's Avro schemas, and the error for a schema that the registry refuses."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_longer_one_died_beside_it(it: Mini, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_both_die_and_the_one_that_was_committed_counts(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that an ingest does after its commit is to say so: there is nothing left that could be missed."""
+    """After its commit an ingest only reports. A kill after the commit therefore loses no work."""
     for upto in (None, 1, 2):
         ingest_and_die(it, upto)
     ingest(it)

@@ -51,7 +51,7 @@ EXPECTED: dict[str, str] = {
     "nothing to make anew yet": r"nothing is staged for it",
     "broker between two leaders": r"No leaders found|NOT_LEADER|LEADER_NOT_AVAILABLE|_TRANSPORT|NOT_ENOUGH_REPLICAS",
 }
-"""What a command may say while others are at work and services are down; anything else is a finding."""
+"""The allowed errors of a command while other processes work and services are down. Any other error is a finding."""
 
 
 class Instance(threading.Thread):

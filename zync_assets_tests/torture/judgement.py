@@ -20,7 +20,7 @@ ATTEMPTS = 3
 
 
 def drain(world: World, tally: Tally) -> None:
-    """Run to idle, in peace; a topic in which two publishers met is made anew first, as the command says."""
+    """Run to idle without faults. First recreates a topic to which two publishers wrote, with the printed command."""
     log, marker = world.folder / "drain.log", world.folder / "drain.ready"
     for _ in range(ATTEMPTS):
         code = start(world.pipeline, "run", log, marker, {}, "--until-idle").wait()
@@ -49,10 +49,10 @@ def verdict(world: World, tally: Tally) -> None:
 
 
 def differences(world: World, statement: Statement, evidence: Evidence, schemas: Schemas) -> Iterable[str]:
-    """All that was ever produced as one batch of the model, against what was made of it in many.
+    """The differences between the outputs of the run's many batches and the model's outputs of one batch.
 
-    A key's records are in one partition, so that what pairs, and what becomes of each record, is the same wherever batches
-    are cut; the order, which is not, is the checker's.
+    A key's records share a partition. The pairs and the classes of records are therefore the same for any cut of batches. The
+    order of outputs depends on the cut; the checker checks the order.
     """
     model = world.shop.model()
     model.batch(_records(statement, evidence, schemas))

@@ -1,6 +1,6 @@
-"""What happens, drawn from a seed: endless sequences, one for each source of trouble, the same for the same seed.
+"""The plan of a torture run: an endless sequence of events for each source of trouble, determined by a seed.
 
-When each thing happens depends on the machine too: a child's next plan begins when the one before has ended.
+The times of events also depend on the machine, because a child's next plan begins at the end of its last plan.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ChildPlan:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What happens to a service after ``pause`` seconds: ``restart`` or ``kill`` the broker, ``outage`` of the registry
-    for ``lasts`` seconds, or kill one ``worker`` process of Spark."""
+    """A fault of a service after ``pause`` seconds: ``restart`` or ``kill`` the broker, an ``outage`` of the registry for
+    ``lasts`` seconds, or the kill of a ``worker`` process of Spark."""
 
     pause: float
     kind: str
@@ -118,7 +118,7 @@ class DaemonPlan:
 
 
 def children(seed: int, place: int) -> Iterator[ChildPlan]:
-    """The processes that one of the instances runs, one after the other."""
+    """The processes that an instance runs one after the other."""
     dice = random.Random(f"{seed} children {place}")
     while True:
         command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "recreate"), (16, 4, 8, 12, 1))[0]

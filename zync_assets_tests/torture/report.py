@@ -1,4 +1,4 @@
-"""What a torture run did and found; kept in a JSON file beside the lake, summed up over runs."""
+"""The report of torture runs: actions and findings, added up over runs in a JSON file beside the lake."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Traffic(threading.Thread):
         self.tally.count("traffic", "changes", len(made))
 
     def _grow(self, topic: str) -> None:
-        """One more partition. The orders that come from now on are spread over it too, each with all of its changes."""
+        """Add a partition. Later orders use the partition too. The changes of an order stay in a single partition."""
         count = len(self.world.shop.partitions(topic)) + 1
         if count > MOST_PARTITIONS or self._plain.flush(10):
             return
