@@ -71,6 +71,7 @@ def careless(pipeline: Pipeline):
     return pool_io
 
 
+@pytest.mark.slow
 def test_a_blocking_check_that_fails_holds_back_the_topic(rig: Rig) -> None:
     rig.ingest(rig.orders)
     rig.ingest(rig.payments)

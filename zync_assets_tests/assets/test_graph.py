@@ -250,6 +250,7 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     assert "Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or polars.LazyFrame" in failures(refused)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches_before", [0, 1])
 def test_a_writer_that_was_first_is_taken_into_account(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, batches_before: int
@@ -277,6 +278,7 @@ def test_a_writer_that_was_first_is_taken_into_account(
     assert told(done, names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1
 
 
+@pytest.mark.slow
 def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process releases raw records between this run's plan and its commit. The run repeats its batch."""
     rig.send(rig.orders, orders(1))

@@ -385,6 +385,7 @@ def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, t
     assert len(evaluations) == 2 * 3 + 1
 
 
+@pytest.mark.slow
 def test_an_output_that_fails_in_runs_lets_the_other_outputs_go_on(
     rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

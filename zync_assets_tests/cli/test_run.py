@@ -82,6 +82,7 @@ def test_one_file_ingests_another_transforms_and_a_third_publishes(
     assert publishes.pipeline.inputs == ()
 
 
+@pytest.mark.slow
 def test_a_partition_without_a_leader_stops_neither_other_records_nor_etl_nor_publishing(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def named(count: int, uses: int) -> Any:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [True, False])
 def test_a_schema_of_ten_thousand_fields_is_decoded(native: bool) -> None:
     wide = {"type": "record", "name": "R", "fields": [{"name": f"f{n}", "type": "int"} for n in range(10_000)]}

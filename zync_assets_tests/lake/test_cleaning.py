@@ -139,6 +139,7 @@ def again(opened: tables.Opened) -> tables.Opened:
     return found
 
 
+@pytest.mark.slow
 def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
     opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def addresses(services: Services) -> tuple[str, str]:
     return services.bootstrap_servers, services.registry_url
 
 
+@pytest.mark.slow
 def test_topics_and_schema_ids_outlive_a_restart_a_kill_and_the_loss_of_the_ports(home: Path) -> None:
     first = up(home, broker_properties=FORGETFUL)
     create_topic(first, "before.down")
@@ -151,6 +152,7 @@ def test_a_chosen_port_that_is_occupied_is_named(home: Path, name: str) -> None:
     assert status(home) is None
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_start_shows_its_last_words_and_leaves_nothing_running(home: Path) -> None:
     with pytest.raises(SetupError, match=r"Kafka ended while starting(.|\n)*broker\.log(.|\n)*no\.such\.Reporter"):
         up(home, broker_properties={"metric.reporters": "no.such.Reporter"})

@@ -66,6 +66,7 @@ def test_a_bad_record_stops_the_run_where_the_file_says_so(make: Make) -> None:
     assert it.ingest(it.left)[it.left].quarantined == 1
 
 
+@pytest.mark.slow
 def test_more_bad_records_than_allowed_stop_the_run_however_batches_are_cut(make: Make) -> None:
     it = make("max-bad-records: 2, ")
     it.send(it.left, row(1), b"one", b"two", row(2))
@@ -102,6 +103,7 @@ def test_a_record_in_quarantine_is_shown_whole(make: Make) -> None:
     assert "offset 5 is not in quarantine" in missing.output
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_in_a_race_leaves_no_bad_record_twice(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

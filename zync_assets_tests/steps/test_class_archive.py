@@ -34,6 +34,7 @@ def test_who_waits_for_it_is_told(
     assert capsys.readouterr().err == "Archiving Spark's classes, once on this machine (about 20 seconds) …\n"
 
 
+@pytest.mark.slow
 def test_it_holds_what_the_steps_need(spark: SparkSession, tmp_path: Path) -> None:
     class_archive.rehearse(spark, tmp_path)
     assert spark.read.parquet(str(tmp_path / "raw")).count() == 10

@@ -195,6 +195,7 @@ for url in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_or_does_not_answer_is_an_error_without_the_token(warm: Warm, it: Mini) -> None:
     warm.zync("spark", "up", it.pipeline.path)
     (server,) = warm.servers()
@@ -315,6 +316,7 @@ print(connect.remote_session(own).conf.get("spark.sql.timestampType"))
 """
 
 
+@pytest.mark.slow
 def test_results_on_a_server_depend_on_no_setting_of_it_or_of_the_session(warm: Warm, it: Mini) -> None:
     warm.zync("spark", "up", it.pipeline.path)
     (server,) = warm.servers()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastavro
 import pyarrow as pa
+import pytest
 
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import open_raw
@@ -226,6 +227,7 @@ def test_computed_times_and_short_integers_have_schemas_that_connect_reads_as_su
     }
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_rule_keeps_the_form_that_the_registry_has(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -257,6 +259,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_required_field_that_is_null_or_left_out_is_published_and_later_schemas_allow_it(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -296,6 +299,7 @@ def test_a_required_field_that_is_null_or_left_out_is_published_and_later_schema
     assert [required(payload) for payload in found] == [["id", "code"], ["id", "code"], ["id"], [], []]
 
 
+@pytest.mark.slow
 def test_what_not_all_writers_or_rules_say_is_said_of_no_record(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

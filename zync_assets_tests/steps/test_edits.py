@@ -145,6 +145,7 @@ def test_what_waits_for_a_rule_without_a_name_goes_to_the_rule_that_takes_it_whe
     assert it.classes(it.left) == it.classes(it.right) == {"done": 2}
 
 
+@pytest.mark.slow
 def test_outputs_are_removed_added_back_renamed_moved_and_encoded_otherwise(make: Make) -> None:
     two, rules = made() + made("$out.more"), (copy("l", "$left"), copy("r", "$right", out="$out.more"))
     it = make(text(*rules, outputs=two))
@@ -175,6 +176,7 @@ def test_outputs_are_removed_added_back_renamed_moved_and_encoded_otherwise(make
     assert it.classes(it.right) == {"done": 3}
 
 
+@pytest.mark.slow
 def test_inputs_are_removed_added_back_renamed_moved_and_decoded_otherwise(make: Make) -> None:
     both = text(join("join"), copy("rest", "$left", "value.op = 'x'"))
     it = make(text(join("join", where="value.op <> 'x'"), copy("rest", "$left")))

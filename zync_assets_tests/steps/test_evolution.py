@@ -105,6 +105,7 @@ def values_by_reader(it: Mini, *without: str) -> dict[str, list[Any]]:
     return {"delta-rs": [row["value"] for row in it.raw(it.left)], **found}
 
 
+@pytest.mark.slow
 def test_a_column_that_gets_wider_in_mid_topic_is_read_whole_by_every_reader(it: Mini) -> None:
     old = writer(it, it.left, id="int", amount="int", price="float")
     wide = writer(it, it.left, id="long", amount="long", price="double")

@@ -69,6 +69,7 @@ transforms:
 )
 
 
+@pytest.mark.slow
 def test_of_50_000_records_the_one_that_fails_is_the_one_that_is_not_there(make: Make) -> None:
     it = make(COPY)
     it.send(it.left, *[row(number, "x" if number == 33_333 else str(number)) for number in range(50_000)])

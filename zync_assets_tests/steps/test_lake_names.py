@@ -147,6 +147,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_shapes_of_inputs_and_outputs_name_fields_as_the_topics_do(make: Make) -> None:
     it = make(SHAPED)
     for name in ("one", "two"):

@@ -49,6 +49,7 @@ def filled(own: Services, spark: SparkSession, folder: Path, name: str) -> Mini:
     return it
 
 
+@pytest.mark.slow
 def test_a_registry_that_is_gone_puts_nothing_into_quarantine(
     own: Services, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_old_records_go_by_themselves_when_they_are_done(it: Mini) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_waits_keeps_its_record_and_all_that_comes_after(it: Mini) -> None:
     it.send(it.left, row(1, "a"))
     it.send(it.right, row(1))

@@ -304,6 +304,7 @@ publish.publish(it, publish.read_staging(spark_session({"master": "local[1,2]"})
 """
 
 
+@pytest.mark.slow
 def test_what_a_lost_task_sent_is_not_foreign_to_the_one_that_spark_runs_in_its_place(
     make: Make, tmp_path: Path
 ) -> None:

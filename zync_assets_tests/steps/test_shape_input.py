@@ -161,6 +161,7 @@ def test_a_record_on_which_the_shape_overflows_java_s_stack_costs_only_itself(ma
     assert "more stack than Java has" in entry["error"]
 
 
+@pytest.mark.slow
 def test_many_failures_among_many_records_take_few_jobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields that nest and repeat, nulls, and conditions that fail: all are found at once."""
     monkeypatch.setattr(shaping, "TEXTS", 3)

@@ -140,6 +140,7 @@ def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: Sp
     assert spark._jsparkSession.sharedState().cacheManager().isEmpty()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_entries_that_spark_lost_and_can_t_make_again_are_an_error(spark: SparkSession, tmp_path: Path) -> None:
     """A recomputed task writes its files again. If the write fails, the task ends without an error, but has fewer entries."""
     place = tmp_path / "lake"
@@ -157,6 +158,7 @@ def test_entries_that_spark_lost_and_can_t_make_again_are_an_error(spark: SparkS
     found.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True])
 def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path: Path, small: bool) -> None:
     """Sixteen thousand of 60,000 bytes: as one batch of Arrow's, as many small ones are, they would end the JVM."""

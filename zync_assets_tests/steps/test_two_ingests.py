@@ -75,6 +75,7 @@ def test_one_goes_on_where_another_died_beside_it(it: Mini, monkeypatch: pytest.
     assert it.classes(it.left) == {"pending": 3, "quarantined": 2}
 
 
+@pytest.mark.slow
 def test_a_longer_one_died_beside_it(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     it.send(it.left, b"neither JSON", row(3))
     before_the_raw_commit(monkeypatch, lambda: ingest_and_die(it))
@@ -85,6 +86,7 @@ def test_a_longer_one_died_beside_it(it: Mini, monkeypatch: pytest.MonkeyPatch) 
     assert it.classes(it.left) == {"pending": 3, "quarantined": 2}
 
 
+@pytest.mark.slow
 def test_both_die_and_the_one_that_was_committed_counts(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its commit an ingest only reports. A kill after the commit therefore loses no work."""
     for upto in (None, 1, 2):

@@ -54,6 +54,7 @@ def test_small_files_become_one_by_themselves_and_the_pipeline_goes_on(it: Mini)
     assert all(result.passed for result in run_all(it.pipeline))
 
 
+@pytest.mark.slow
 def test_what_was_staged_before_a_column_became_wider_is_published_as_it_was(it: Mini) -> None:
     """Its long stays a long: as a double it would be another one, and nothing that the record's schema can be written with."""
     narrow = (
@@ -102,6 +103,7 @@ def test_of_two_compactions_at_once_one_is_committed(it: Mini) -> None:
     assert [found["kafka"]["offset"] for found in it.raw(it.left)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_planned_before_is_committed_after(it: Mini) -> None:
     """It reads the files that the compaction replaced: they stay on disk."""
     for number in range(4):
@@ -129,6 +131,7 @@ def test_what_goes_wrong_in_upkeep_does_not_fail_the_step(
     assert "can't be read" in caplog.text
 
 
+@pytest.mark.slow
 def test_side_tables_are_looked_after_too(it: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleaning, "COMMITS", 2)
     for number in range(3):
