@@ -15,7 +15,7 @@ def input_shape() -> Key:
         "Filters and maps each record before the record reaches the lake. The lake never gets the rest, except for"
         " quarantined records, which stay whole.",
         "shape: {where: value.op <> 'r', value: value.after}",
-        default="records are stored as they come",
+        default="none",
         keys=_shape("`kafka`, `key` and `value` of the record"),
     )
 
@@ -27,7 +27,7 @@ def output_shape() -> Key:
         "a mapping",
         "Filters and maps each output of the rules before it is numbered. The inputs of a filtered output are *dropped*.",
         "shape: {value: {ID: value.ID}}",
-        default="outputs are numbered as the rules make them",
+        default="none",
         keys=_shape("`key` and `value` of the output"),
     )
 
@@ -81,7 +81,7 @@ RULE: tuple[Key, ...] = (
         "The rule's name in the account, in `zync pending` and in the outputs. Name the rules of a file that will be"
         " edited.",
         "name: new-invoice",
-        default="the rule's position and type, such as `1-denorm`",
+        default="position and type: `1-denorm`",
     ),
     Key(
         "type",

@@ -34,7 +34,7 @@ def _formats(noun: str) -> tuple[Key, ...]:
             "a format",
             f"The format of the keys alone {noun}.",
             "key-format: string",
-            default="the value of `format`",
+            default="as `format`",
             allowed=FORMATS,
         ),
         Key(
@@ -42,7 +42,7 @@ def _formats(noun: str) -> tuple[Key, ...]:
             "a format",
             f"The format of the values alone {noun}.",
             "value-format: connect-json",
-            default="the value of `format`",
+            default="as `format`",
             allowed=FORMATS,
         ),
     )
@@ -220,8 +220,8 @@ OUTPUT: tuple[Key, ...] = (
     ),
     output_shape(),
     _strategy("", "keys and values", "topic"),
-    _strategy("key-", "keys", "the value of `subject-name-strategy`"),
-    _strategy("value-", "values", "the value of `subject-name-strategy`"),
+    _strategy("key-", "keys", "as for both sides"),
+    _strategy("value-", "values", "as for both sides"),
     Key(
         "namespace",
         "names with dots between",

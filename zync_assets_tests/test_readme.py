@@ -1,0 +1,306 @@
+"""The README: its form, its tables, and every block of code in it, run as it stands there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from dagster import AssetKey, DagsterInstance, Definitions
+
+from zync_assets.assets.names import staging_partitions
+from zync_assets.cli.main import COMMANDS, main
+from zync_assets.kafka.topics import delete_topic
+from zync_assets.local.services import Services
+from zync_assets.pipeline_file import load
+from zync_assets.pipeline_file.grammar import FILE, KAFKA, KEYS, LAKE, REGISTRY, SPARK
+from zync_assets.pipeline_file.keys import Key
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+LINES = README.read_text().splitlines()
+PAGES = [page for page in sorted((ROOT / "demo").glob("*.md")) if page.name != "README.md"]
+SECTIONS = [
+    "zync_assets",
+    "Quick start",
+    "A first pipeline of your own",
+    "In Dagster, with Python",
+    "A glossary of ten words",
+    "Guarantees and limits",
+    "Reference",
+    "Connecting and securing",
+    "Operating",
+    "Developing",
+]
+RUN = ("sh", "yaml", "console", "python")
+"""The languages whose blocks the tests below run, all of them."""
+
+SECRETS = dict.fromkeys(("KAFKA_USER", "KAFKA_PASSWORD", "REGISTRY_USER", "REGISTRY_PASSWORD", "KEY", "SECRET"), "x")
+TOPICS = ("orders", "payments", "paid-orders")
+SPARK_OF_TESTS = 'spark: {master: "local[2]", spark.sql.shuffle.partitions: 2}\n'
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. ``line``: the line of its opening fence."""
+
+    language: str
+    line: int
+    text: str
+
+
+def all_blocks() -> list[Block]:
+    found: list[Block] = []
+    opened: int | None = None
+    for number, line in enumerate(LINES, 1):
+        if line.lstrip().startswith("```"):
+            if opened is None:
+                opened = number
+            else:
+                text = "\n".join(LINES[opened : number - 1]) + "\n"
+                found.append(Block(LINES[opened - 1].strip().removeprefix("```"), opened, text))
+                opened = None
+    assert opened is None
+    return found
+
+
+BLOCKS = all_blocks()
+
+
+def blocks(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def prose() -> Iterator[tuple[int, str]]:
+    """The lines outside of blocks, with their numbers."""
+    inside = False
+    for number, line in enumerate(LINES, 1):
+        fence = line.lstrip().startswith("```")
+        inside ^= fence
+        if not inside and not fence:
+            yield number, line
+
+
+def section(title: str) -> str:
+    text = README.read_text()
+    found = re.search(rf"^##? {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_readme_has_its_ten_sections_in_order() -> None:
+    titles = [match[1] for _, line in prose() if (match := re.fullmatch(r"##? (.*)", line))]
+    assert titles == SECTIONS
+
+
+def test_the_readme_is_short_and_narrow() -> None:
+    assert len(LINES) < 450
+    assert [number for number, line in enumerate(LINES, 1) if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_deeper_page_is_narrow_and_the_readme_names_it(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > 120] == []
+    assert f"](demo/{page.name})" in README.read_text()
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for page in (README, *PAGES):
+        for target in re.findall(r"\]\(([^)#:]+)[)#]", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_block_has_a_language_that_a_test_runs() -> None:
+    assert {block.language for block in BLOCKS} == set(RUN)
+    assert [number for number, line in prose() if line.startswith(("    ", "\t")) and "- " not in line] == []
+
+
+def test_the_quick_start_holds_the_two_sh_blocks_of_the_readme() -> None:
+    first, second = blocks("sh")
+    assert section("Quick start").count("```sh\n") == 2
+    assert first.text.splitlines()[-1] == ".venv/bin/zync demo"
+    assert second.text.splitlines()[-1] == ".venv/bin/pytest"
+
+
+def test_the_glossary_has_ten_words() -> None:
+    assert re.findall(r"^(\d+)\. ", section("A glossary of ten words"), re.MULTILINE) == [str(n) for n in range(1, 11)]
+
+
+def row(key: Key) -> str:
+    """The row of a key in the reference: name, first sentence and default."""
+    head, other, _ = key.default.partition(", else")
+    default = "required" if key.required else head + (", else …" if other else "")
+    return f"| `{key.name}` | {key.summary.removesuffix('.')} | {default or '–'} |"
+
+
+@pytest.mark.parametrize(
+    ("title", "keys"),
+    [
+        ("The file", FILE),
+        ("`inputs`", KEYS["inputs"].keys),
+        ("`outputs`", KEYS["outputs"].keys),
+        ("`transforms`", KEYS["transforms"].keys),
+        ("`kafka`, `registry`, `spark`, `lake`", (*KAFKA, *REGISTRY, *SPARK, *LAKE)),
+    ],
+)
+def test_a_table_of_the_reference_is_what_the_grammar_says(title: str, keys: Sequence[Key]) -> None:
+    part = section("Reference").partition(f"### {title}\n")[2].partition("\n### ")[0]
+    assert re.findall(r"^\| `.*$", part, re.MULTILINE) == [row(key) for key in keys]
+    for key in keys:
+        if key.name in ("shape", "create"):
+            assert all(f"`{below.name}`" in part for below in key.keys)
+
+
+def test_the_readme_names_every_command() -> None:
+    text = section("Operating")
+    assert [name for name in COMMANDS if f"`zync {name}" not in text and f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: f"line {block.line}")
+def test_a_pipeline_of_the_readme_is_valid(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "shop.yaml"
+    path.write_text(block.text)
+    assert load(path, SECRETS).inputs
+
+
+def test_the_first_pipeline_has_ten_lines() -> None:
+    assert len(blocks("yaml")[0].text.splitlines()) == 10
+
+
+@pytest.fixture
+def shop(services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the first pipeline of the README as ``shop.yaml``, and the environment of its commands."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", services.bootstrap_servers)
+    monkeypatch.setenv("SCHEMA_REGISTRY_URL", services.registry_url)
+    Path("shop.yaml").write_text(blocks("yaml")[0].text + SPARK_OF_TESTS)
+    kafka = {"bootstrap.servers": services.bootstrap_servers}
+    for topic in TOPICS:
+        delete_topic(kafka, topic)
+    yield tmp_path
+    for topic in TOPICS:
+        delete_topic(kafka, topic)
+
+
+def answer(command: str) -> str:
+    """The stdout of a line of a ``console`` block: a command of zync, after a pipe if need be."""
+    before, _, own = f"| {command}".rpartition("| zync ")
+    given = before.strip("| ")
+    text = subprocess.run(["bash", "-c", given], capture_output=True, text=True, check=True).stdout if given else ""
+    # The shell splits the words, since it knows its own quotes.
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {own}"], capture_output=True, text=True, check=True).stdout
+    found = CliRunner().invoke(main, words.split("\0")[:-1], input=text)
+    assert found.exit_code == 0, f"{command}: {found.stderr}"
+    return found.stdout
+
+
+def played(block: Block) -> str:
+    """A ``console`` block with the answers that its commands give now."""
+    shown = ""
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            shown += f"{line}\n"
+            shown += "".join(f"{text.rstrip()}\n" for text in answer(line[2:]).splitlines() if text.strip())
+    return shown
+
+
+def same(shown: str, expected: str) -> bool:
+    """Whether two texts are equal, where ``…`` stands for any text of a line, and a line of ``…`` for any lines.
+
+    Runs of spaces and of the rules of tables count as equal, since times and ages have no fixed width.
+    """
+    shown, expected = (re.sub(r"([ ─])\1+", r"\1", text) for text in (shown, expected))
+    lines = [
+        r"(?:.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + r"\n" for line in expected.splitlines()
+    ]
+    return re.fullmatch("".join(lines), shown) is not None
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_python_of_the_readme_do_what_it_says(shop: Path) -> None:
+    """One pipeline for all blocks, in the order of the README."""
+    for block in BLOCKS:
+        if block.language == "console":
+            now = played(block)
+            assert same(now, block.text), f"README.md, line {block.line}; the answers now are\n{now}"
+        if block.language == "python":
+            assert printed(block) == "12\n"
+
+
+def printed(block: Block) -> str:
+    """The output of the asset that a ``python`` block defines."""
+    names: dict[str, object] = {"__name__": "shop"}
+    exec(compile(block.text, f"README.md:{block.line}", "exec"), names)
+    definitions = names["defs"]
+    assert isinstance(definitions, Definitions)
+    job = definitions.resolve_implicit_global_asset_job_def()
+    with DagsterInstance.ephemeral() as instance, contextlib.redirect_stdout(io.StringIO()) as out:
+        # The sensor adds the key of a pool's first range.
+        instance.add_dynamic_partitions(staging_partitions("shop", "Staging"), ["0:0-999999"])
+        assert job.execute_in_process(instance=instance, asset_selection=[AssetKey("revenue")]).success
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project without the environment, and beside it the packages of this environment but ours."""
+    folder = tmp_path_factory.mktemp("checkout")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split("\0")[:-1]:
+        (folder / "zync" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "zync" / name).write_bytes((ROOT / name).read_bytes())
+        (folder / "zync" / name).chmod((ROOT / name).stat().st_mode)
+    (folder / "packages").mkdir()
+    for item in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"pip\b|__editable__|zync_assets", item.name) and item.suffix != ".pth":
+            (folder / "packages" / item.name).symlink_to(item)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python3.11").symlink_to(Path(sys.executable).resolve())
+    return folder
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """pip finds every package but ours in place, asks no network, and builds with this environment's setuptools."""
+    return {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(folder / "packages"),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "ZYNC_DEMO_DIR": str(folder / "demo"),
+        **more,
+    }
+
+
+@pytest.mark.slow
+def test_the_first_block_of_the_quick_start_plays_the_demo(checkout: Path) -> None:
+    place, env = checkout / "zync", environment(checkout)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", blocks("sh")[0].text], cwd=place, env=env, capture_output=True, text=True
+    )
+    try:
+        assert done.returncode == 0, done.stderr
+        expected = json.loads((ROOT / "demo" / "expected.json").read_text())["after"][-1]["output"]
+        last = done.stdout.rpartition("topic NewInvoices:")[2]
+        assert len(re.findall(r"^ *\d+ ", last, re.MULTILINE)) == len(expected)
+    finally:
+        subprocess.run([place / ".venv/bin/zync", "demo", "--clean"], cwd=place, env=env, check=True)
+
+
+@pytest.mark.slow
+def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_runs_that_block(checkout: Path) -> None:
+    env = environment(checkout, PYTEST_ADDOPTS="zync_assets_tests/test_offsets.py -n 0")
+    done = subprocess.run([checkout / "zync/.ci/run"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
