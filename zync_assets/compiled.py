@@ -6,10 +6,17 @@ process begins without, and one that handles few records ends without.
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 ENOUGH = 500_000
 """Records of a process from which on it pays."""
+
+_CURE = "set NUMBA_CACHE_DIR to a folder that can be written to"
 
 _handled = 0
 
@@ -29,13 +36,30 @@ def ready() -> bool:
 @cache
 def _possible() -> bool:
     """numba keeps what it compiled beside the code or in the user's cache, and refuses where it can write to neither."""
-    import numba
+    if (problem := obstacle()) is None:
+        import numba
 
-    try:
-        numba.njit(cache=True)(_nothing)
-    except RuntimeError:
-        return False
-    return True
+        try:
+            numba.njit(cache=True)(_nothing)
+        except RuntimeError as error:
+            problem = f"{error}; {_CURE}"
+    if problem is not None:
+        log.warning("records are read without compiled loops, more slowly: %s", problem)
+    return problem is None
+
+
+def obstacle() -> str | None:
+    """Why numba can keep no compiled code, and the cure; None if it can. Loads nothing."""
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [Path(own)] if own else [Path(__file__).parent, Path.home() / ".cache"]
+    if any(_existing(folder).is_dir() and os.access(_existing(folder), os.W_OK) for folder in folders):
+        return None
+    return f"numba can write its compiled code to none of {', '.join(map(str, folders))}; {_CURE}"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 def _nothing() -> None: ...

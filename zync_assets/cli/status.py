@@ -12,6 +12,7 @@ from zync_assets.audit.columns import DamagedFile
 from zync_assets.cli.output import Format, format_option, print_json, print_rows
 from zync_assets.cli.ways import input_way, output_way, quick_registry
 from zync_assets.errors import BrokerUnavailable, LakeError, TrustError
+from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, raw, staging
@@ -49,7 +50,8 @@ def status(pipeline: Path, fmt: Format) -> None:
 
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
-    Both: the way of keys and values, column by column (native), or record by record (fastavro, python).
+    Both: the way of keys and values, column by column (native), or record by record (fastavro, python). The way of whole
+    records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
 
     The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
@@ -60,15 +62,17 @@ def status(pipeline: Path, fmt: Format) -> None:
     inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools, registry)]
     ends = {pool: verified_ends(loaded.lake, pool, [item.topic for item in loaded.outputs_of(pool)]) for pool in pools}
     outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
+    client = way()
     if fmt == "json":
         for kind, rows, columns in (("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS)):
             for row in rows:
-                print_json({"kind": kind, **{name: row.get(name) for name in columns}})
+                print_json({"kind": kind, **{name: row.get(name) for name in columns}, "client": client})
         return
     click.echo("Inputs")
     print_rows(inputs, INPUT_COLUMNS, fmt)
     click.echo("Outputs")
     print_rows(outputs, OUTPUT_COLUMNS, fmt)
+    click.echo(f"Client: {client}")
 
 
 def input_rows(

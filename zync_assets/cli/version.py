@@ -35,6 +35,7 @@ def version(fmt: Format) -> None:
         "java": _java(),
         **{name: _package(name) for name in PACKAGES},
         "librdkafka": _librdkafka(),
+        "records": _records(),
     }
     if fmt == "json":
         print_json(versions)
@@ -63,3 +64,15 @@ def _librdkafka() -> str:
     except ImportError:
         return ABSENT
     return librdkafka_version()
+
+
+def _records() -> str:
+    """How records get into Kafka and out of it."""
+    try:
+        from zync_assets.kafka.librdkafka import way
+    except ImportError:
+        return ABSENT
+    try:
+        return way()
+    except SetupError as error:
+        return f"none: {error}"

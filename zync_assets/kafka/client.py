@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, libversion
 
-from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, TopicMissing
+from zync_assets.errors import BrokerUnavailable, KafkaError, NotAuthorized, SetupError, TopicMissing
 from zync_assets.kafka.tokens import token_callback
 from zync_assets.kafka.trust import is_refusal, trust_error
 
@@ -29,6 +29,8 @@ ALIASES: Mapping[str, str] = {
     "linger.ms": "queue.buffering.max.ms",
 }
 """Properties that librdkafka knows by two names: who overrides one must drop the other."""
+
+_METADATA = "sasl.oauthbearer.metadata.authentication.type"
 
 RECONNECT: Mapping[str, str] = {
     # librdkafka waits up to 10 s before it tries again; a sensor asks every 5 s.
@@ -103,7 +105,8 @@ class Connection:
     ) -> None:
         """``owned`` overrides the user's ``kafka``, which overrides ``defaults``.
 
-        Raises SetupError or AuthenticationFailed if the function that ``oauth_cb`` names returns no token.
+        Raises SetupError or AuthenticationFailed where ``oauth_cb`` names a function that makes no token; SetupError for a
+        login that only confluent-kafka's own clients know.
         """
         self.servers = servers(kafka)
         self.trouble: ClientError | None = None
@@ -116,6 +119,11 @@ class Connection:
         tokens: dict[str, Any] = {}
         if "oauth_cb" in users:
             tokens["oauth_cb"] = token_callback(users["oauth_cb"], users.get("sasl.oauthbearer.config", ""))
+        elif users.get(_METADATA) == "aws_iam":
+            raise SetupError(
+                f"{_METADATA}: aws_iam is a setting of confluent-kafka's clients, and records go by librdkafka's functions,"
+                " which do not know it; name a function that makes the token: oauth_cb: module:function"
+            )
         self.properties: dict[str, Any] = {
             **RECONNECT,
             **(defaults or {}),

@@ -1,61 +1,87 @@
-"""Messages taken from librdkafka straight into Arrow's memory, with no Python object for any of them."""
+"""Reads one partition from librdkafka's memory into Arrow's, with no Python object for a record."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from confluent_kafka import Consumer
 from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException
 
 from zync_assets.codecs.nested import validity_buffer
+from zync_assets.compiled import pays
 from zync_assets.errors import KafkaError
-from zync_assets.kafka.librdkafka import LIBRARY, handle_of
-from zync_assets.kafka.taken import HEADERS, RECORD_SCHEMA, Taken, Trouble, timestamps, troubles_of
+from zync_assets.kafka.librdkafka import Client
+from zync_assets.kafka.taken import HEADERS, RECORD_SCHEMA, Taken, Trouble, timestamps
 
 Longs = npt.NDArray[np.int64]
 
 
-@contextmanager
-def open_intake(consumer: Consumer, topic: str, partition: int) -> Generator[Intake | None]:
-    """To be opened before the partition is assigned; None where it is not possible."""
-    handle = handle_of(consumer)
-    if handle is None or LIBRARY is None:
-        yield None
-        return
-    queue = LIBRARY.rd_kafka_queue_get_partition(handle, topic.encode(), partition)
-    # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
-    LIBRARY.rd_kafka_queue_forward(queue, None)
-    try:
-        yield Intake(consumer, queue, topic, partition)
-    finally:
-        LIBRARY.rd_kafka_queue_destroy(queue)
+class Intake(Client):
+    """A consumer of one partition, which is in no group and commits nothing."""
 
+    def __init__(self, properties: Mapping[str, Any], topic: str, partition: int) -> None:
+        """``properties`` as for Client."""
+        super().__init__("consumer", properties)
+        self._topic, self._partition = topic, partition
+        self._queue = 0
 
-class Intake:
-    def __init__(self, consumer: Consumer, queue: int, topic: str, partition: int) -> None:
-        # A late import, because a reader of few records does not need numba.
-        from zync_assets.kafka import intake_loops
+    def watermarks(self, timeout: float) -> tuple[int, int]:
+        """The partition's low watermark and end. Raises KafkaException without an answer in ``timeout`` seconds."""
+        low, high = ctypes.c_int64(), ctypes.c_int64()
+        code = self.library.rd_kafka_query_watermark_offsets(
+            self.handle, self._topic.encode(), self._partition, low, high, int(timeout * 1000)
+        )
+        if code:
+            raise KafkaException(ClientError(code))
+        return low.value, high.value
 
-        self._consumer, self._queue, self._topic, self._partition = consumer, queue, topic, partition
-        self._loops = intake_loops
+    def start(self, first: int, count: int) -> None:
+        """Begin at offset ``first``. ``count``: how many records are expected, roughly."""
+        if pays(count):
+            from zync_assets.kafka import intake_loops as loops
+        else:
+            from zync_assets.kafka import intake_plain as loops
+        self._loops: Any = loops
+        topic, at = self._topic.encode(), self._partition
+        self._queue = self.library.rd_kafka_queue_get_partition(self.handle, topic, at)
+        # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
+        self.library.rd_kafka_queue_forward(self._queue, None)
+        places = self.library.rd_kafka_topic_partition_list_new(1)
+        try:
+            self.library.rd_kafka_topic_partition_list_add(places, topic, at)
+            self.library.rd_kafka_topic_partition_list_set_offset(places, topic, at, first)
+            code = self.library.rd_kafka_assign(self.handle, places)
+        finally:
+            self.library.rd_kafka_topic_partition_list_destroy(places)
+        if code:
+            raise KafkaException(ClientError(code))
+
+    def close(self) -> None:
+        """End the consumer."""
+        if self._queue:
+            self.library.rd_kafka_queue_destroy(self._queue)
+            self._queue = 0
+        super().close()
 
     def take(self, count: int, timeout: float) -> Taken:
-        """The messages that arrive within ``timeout`` seconds, at most ``count``."""
+        """The messages that arrive within ``timeout`` seconds, at most ``count``. Raises the errors of ``poll``."""
         messages = np.zeros(count, np.int64)
-        found = self._loops.take(self._queue, int(timeout * 1000), messages)
+        found = self.library.rd_kafka_consume_batch_queue(
+            self._queue, int(timeout * 1000), messages.ctypes.data, len(messages)
+        )
         messages = messages[: max(0, found)]
         try:
             records, troubles = self._look(messages)
         finally:
             self._loops.release(messages)
-        # Also serves events that belong to no partition: callbacks, and trouble with connections and rights.
-        return Taken(records, [*troubles, *troubles_of(self._consumer.consume(100, 0))])
+        # Handles trouble with connections and rights.
+        self.poll(0)
+        return Taken(records, troubles)
 
     def _look(self, messages: Longs) -> tuple[pa.RecordBatch, list[Trouble]]:
         count = len(messages)

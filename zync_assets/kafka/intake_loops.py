@@ -25,7 +25,6 @@ for _name, _address in addresses():
     llvmlite.binding.add_symbol(_name, _address)
 
 _POINTER, _LONG, _INT, _SIZE = types.uintp, types.int64, types.int32, types.uint64
-_consume = types.ExternalFunction("rd_kafka_consume_batch_queue", _LONG(_POINTER, _INT, _POINTER, _SIZE))
 _timestamp = types.ExternalFunction("rd_kafka_message_timestamp", _LONG(_POINTER, _POINTER))
 _headers = types.ExternalFunction("rd_kafka_message_headers", _INT(_POINTER, _POINTER))
 _destroy = types.ExternalFunction("rd_kafka_message_destroy", types.void(_POINTER))
@@ -45,12 +44,6 @@ def _words(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(types.int64)(types.uintp), generate
-
-
-@njit(_LONG(_LONG, _INT, _Longs), cache=True, nogil=True)
-def take(queue: int, timeout: int, messages: Any) -> int:
-    """Up to as many messages as there is room for, in ``timeout`` milliseconds: how many, or -1."""
-    return _consume(np.uintp(queue), timeout, np.uintp(messages.ctypes.data), np.uint64(len(messages)))
 
 
 @njit(types.void(_Longs), cache=True, nogil=True)

@@ -1,85 +1,312 @@
-"""The librdkafka that confluent-kafka was linked with: its own functions, for what the client does a record at a time."""
+"""A client made by librdkafka's public functions (rdkafka.h). confluent-kafka's extension module is linked with librdkafka.
+
+confluent-kafka's clients make a Python object of every record, which costs more than librdkafka's own work. ``intake`` and
+``handover`` read and write with this client instead, and pass librdkafka's memory to Arrow and back.
+
+``Client.poll`` takes librdkafka's reports from a queue of events. librdkafka's own thread calls ``oauth_cb``, and nothing else
+in Python, so that a client which is not polled gets its next token in time.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from confluent_kafka import (
-    Consumer,
-    Producer,
+    KafkaError,
+    KafkaException,
     cimpl,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-TRIED = frozenset({"2.16.0"})
-"""Versions of confluent-kafka whose objects are known to be laid out as ``handle_of`` reads them. With another one records go
-by the client's own methods, until the tests of ``handover`` and ``intake`` have passed with it and it is added here."""
+from zync_assets.compiled import obstacle
+from zync_assets.errors import SetupError, ZyncError
 
-MESSAGE = {
-    "err": ("<i4", 0),
-    "partition": ("<i4", 16),
-    "value": ("u8", 24),
-    "value_size": ("u8", 32),
-    "key": ("u8", 40),
-    "key_size": ("u8", 48),
-    "offset": ("<i8", 56),
-}
-"""Field → (numpy's type, place) of ``rd_kafka_message_t`` (rdkafka.h) on a machine of 64 bits."""
-MESSAGE_SIZE = 72
+MESSAGE = np.dtype(
+    {
+        "names": ["err", "partition", "value", "value_size", "key", "key_size", "offset"],
+        "formats": ["<i4", "<i4", "u8", "u8", "u8", "u8", "<i8"],
+        "offsets": [0, 16, 24, 32, 40, 48, 56],
+        "itemsize": 72,
+    }
+)
+"""``rd_kafka_message_t`` on a machine of 64 bits. ``value`` and ``key`` are addresses, 0 for null."""
 
-_POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
+_POINTER, _INT, _INT32, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int32, ctypes.c_size_t
+_TEXT, _LONG = ctypes.c_char_p, ctypes.c_int64
+_REPORT = ctypes.CFUNCTYPE(None, _POINTER, _INT, _TEXT, _POINTER)
+_REFRESH = ctypes.CFUNCTYPE(None, _POINTER, _TEXT, _POINTER)
 _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
-    "rd_kafka_opaque": (_POINTER, [_POINTER]),
-    "rd_kafka_topic_new": (_POINTER, [_POINTER, ctypes.c_char_p, _POINTER]),
-    "rd_kafka_topic_destroy": (None, [_POINTER]),
-    "rd_kafka_produce_batch": (ctypes.c_int, [_POINTER, _INT32, ctypes.c_int, _POINTER, ctypes.c_int]),
-    "rd_kafka_queue_get_partition": (_POINTER, [_POINTER, ctypes.c_char_p, _INT32]),
-    "rd_kafka_queue_forward": (None, [_POINTER, _POINTER]),
+    "rd_kafka_version_str": (_TEXT, []),
+    # Configuration
+    "rd_kafka_conf_new": (_POINTER, []),
+    "rd_kafka_conf_set": (_INT, [_POINTER, _TEXT, _TEXT, _TEXT, _SIZE]),
+    "rd_kafka_conf_set_events": (None, [_POINTER, _INT]),
+    "rd_kafka_conf_set_error_cb": (None, [_POINTER, _REPORT]),
+    "rd_kafka_conf_set_oauthbearer_token_refresh_cb": (None, [_POINTER, _REFRESH]),
+    "rd_kafka_conf_enable_sasl_queue": (None, [_POINTER, _INT]),
+    "rd_kafka_conf_destroy": (None, [_POINTER]),
+    "rd_kafka_new": (_POINTER, [_INT, _POINTER, _TEXT, _SIZE]),
+    "rd_kafka_set_log_queue": (_INT, [_POINTER, _POINTER]),
+    "rd_kafka_sasl_background_callbacks_enable": (_POINTER, [_POINTER]),
+    "rd_kafka_oauthbearer_set_token": (
+        _INT,
+        [_POINTER, _TEXT, _LONG, _TEXT, ctypes.POINTER(_TEXT), _SIZE, _TEXT, _SIZE],
+    ),
+    "rd_kafka_oauthbearer_set_token_failure": (_INT, [_POINTER, _TEXT]),
+    "rd_kafka_destroy": (None, [_POINTER]),
+    # Events
+    "rd_kafka_queue_get_main": (_POINTER, [_POINTER]),
+    "rd_kafka_queue_poll": (_POINTER, [_POINTER, _INT]),
     "rd_kafka_queue_destroy": (None, [_POINTER]),
-    "rd_kafka_consume_batch_queue": (ctypes.c_ssize_t, [_POINTER, ctypes.c_int, _POINTER, ctypes.c_size_t]),
-    "rd_kafka_message_timestamp": (ctypes.c_int64, [_POINTER, _POINTER]),
-    "rd_kafka_message_headers": (ctypes.c_int, [_POINTER, _POINTER]),
+    "rd_kafka_event_type": (_INT, [_POINTER]),
+    "rd_kafka_event_error": (_INT, [_POINTER]),
+    "rd_kafka_event_error_string": (_TEXT, [_POINTER]),
+    "rd_kafka_event_error_is_fatal": (_INT, [_POINTER]),
+    "rd_kafka_event_log": (
+        _INT,
+        [_POINTER, ctypes.POINTER(_TEXT), ctypes.POINTER(_TEXT), ctypes.POINTER(_INT)],
+    ),
+    "rd_kafka_event_message_count": (_SIZE, [_POINTER]),
+    "rd_kafka_event_message_array": (_SIZE, [_POINTER, _POINTER, _SIZE]),
+    "rd_kafka_event_destroy": (None, [_POINTER]),
+    "rd_kafka_fatal_error": (_INT, [_POINTER, _TEXT, _SIZE]),
+    # Reading
+    "rd_kafka_poll_set_consumer": (_INT, [_POINTER]),
+    "rd_kafka_queue_get_consumer": (_POINTER, [_POINTER]),
+    "rd_kafka_queue_get_partition": (_POINTER, [_POINTER, _TEXT, _INT32]),
+    "rd_kafka_queue_forward": (None, [_POINTER, _POINTER]),
+    "rd_kafka_topic_partition_list_new": (_POINTER, [_INT]),
+    "rd_kafka_topic_partition_list_add": (_POINTER, [_POINTER, _TEXT, _INT32]),
+    "rd_kafka_topic_partition_list_set_offset": (_INT, [_POINTER, _TEXT, _INT32, _LONG]),
+    "rd_kafka_topic_partition_list_destroy": (None, [_POINTER]),
+    "rd_kafka_assign": (_INT, [_POINTER, _POINTER]),
+    "rd_kafka_query_watermark_offsets": (
+        _INT,
+        [_POINTER, _TEXT, _INT32, ctypes.POINTER(_LONG), ctypes.POINTER(_LONG), _INT],
+    ),
+    "rd_kafka_consume_batch_queue": (ctypes.c_ssize_t, [_POINTER, _INT, _POINTER, _SIZE]),
+    "rd_kafka_consumer_close": (_INT, [_POINTER]),
+    "rd_kafka_message_timestamp": (_LONG, [_POINTER, _POINTER]),
+    "rd_kafka_message_headers": (_INT, [_POINTER, _POINTER]),
     "rd_kafka_message_destroy": (None, [_POINTER]),
-    "rd_kafka_header_cnt": (ctypes.c_size_t, [_POINTER]),
-    "rd_kafka_header_get_all": (ctypes.c_int, [_POINTER, ctypes.c_size_t, _POINTER, _POINTER, _POINTER]),
+    "rd_kafka_header_cnt": (_SIZE, [_POINTER]),
+    "rd_kafka_header_get_all": (_INT, [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER]),
+    # Writing
+    "rd_kafka_topic_new": (_POINTER, [_POINTER, _TEXT, _POINTER]),
+    "rd_kafka_topic_destroy": (None, [_POINTER]),
+    "rd_kafka_produce_batch": (_INT, [_POINTER, _INT32, _INT, _POINTER, _INT]),
+    "rd_kafka_produceva": (_POINTER, [_POINTER, _POINTER, _SIZE]),
+    "rd_kafka_error_code": (_INT, [_POINTER]),
+    "rd_kafka_error_destroy": (None, [_POINTER]),
+    "rd_kafka_headers_new": (_POINTER, [_SIZE]),
+    "rd_kafka_header_add": (_INT, [_POINTER, _POINTER, ctypes.c_ssize_t, _POINTER, ctypes.c_ssize_t]),
+    "rd_kafka_headers_destroy": (None, [_POINTER]),
+    "rd_kafka_purge": (_INT, [_POINTER, _INT]),
 }
+"""Name → type of the result, types of the arguments, as rdkafka.h declares them."""
+
+_PRODUCER, _CONSUMER = 0, 1
+_DELIVERY, _LOG, _ERROR = 0x1, 0x4, 0x8
+"""Types of events."""
+
+_FIRST_TOKEN = 10.0
+"""Seconds that the first token may take. librdkafka connects to no broker without one."""
 
 
-def _library() -> ctypes.CDLL | None:
-    """librdkafka's functions, typed; None for an untried version of confluent-kafka, or a build that hides the functions."""
-    if ctypes.sizeof(ctypes.c_void_p) != 8 or version("confluent-kafka") not in TRIED:
-        return None
-    library = ctypes.CDLL(cimpl.__file__)
-    try:
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except AttributeError:
-        return None
-    return library
+@cache
+def library() -> ctypes.CDLL:
+    """librdkafka, its functions declared. SetupError if a function is not there."""
+    if ctypes.sizeof(_POINTER) != 8:
+        raise SetupError("zync needs a Python of 64 bits; install one.")
+    # The loader looks a name up in the module and in what the module is linked with, wherever that lies.
+    found = ctypes.CDLL(cimpl.__file__)
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(found, name, None)
+        if function is None:
+            raise SetupError(
+                f"confluent-kafka {version('confluent-kafka')} shows no function {name} of librdkafka in"
+                f" {cimpl.__file__}; install a wheel of another version:"
+                " pip install --only-binary confluent-kafka 'confluent-kafka>=2.16,<3'"
+            )
+        function.restype, function.argtypes = result, arguments
+    return found
 
 
-LIBRARY = _library()
+def library_version() -> str:
+    """The version that librdkafka's own function says. SetupError as ``library``."""
+    return library().rd_kafka_version_str().decode()
 
 
-def handle_of(client: Producer | Consumer) -> int | None:
-    """The address of a client's ``rd_kafka_t``; None if it is not found.
-
-    The client keeps the address right after the header of every Python object. The handle's opaque pointer must be the
-    client, which proves that the address is right.
-    """
-    if LIBRARY is None:
-        return None
-    found = ctypes.c_void_p.from_address(id(client) + object.__basicsize__).value
-    return found if found and LIBRARY.rd_kafka_opaque(found) == id(client) else None
+def way() -> str:
+    """How records are read and written, for a person. SetupError as ``library``."""
+    problem = obstacle()
+    return f"librdkafka {library_version()} directly, {'compiled' if problem is None else f'not compiled: {problem}'}"
 
 
 def addresses() -> Iterator[tuple[str, int]]:
     """Each function's name and address, for compiled code."""
-    assert LIBRARY is not None
     for name in _FUNCTIONS:
-        found = ctypes.cast(getattr(LIBRARY, name), ctypes.c_void_p).value
+        found = ctypes.cast(getattr(library(), name), _POINTER).value
         assert found is not None
         yield name, found
+
+
+class Client:
+    """A producer or a consumer, to be closed. KafkaException carries librdkafka's errors, as confluent-kafka's clients do."""
+
+    def __init__(self, kind: Literal["producer", "consumer"], properties: Mapping[str, Any]) -> None:
+        """``properties``: librdkafka's by name, and the callbacks ``error_cb``, ``logger`` and ``oauth_cb``, as
+        confluent-kafka's clients take them.
+
+        Raises KafkaException for a property that librdkafka refuses, and where ``oauth_cb`` makes no first token.
+        """
+        self.library = library()
+        given = dict(properties)
+        self._on_error: Callable[[KafkaError], None] = given.pop("error_cb")
+        self._logger: Any = given.pop("logger")
+        oauth: Callable[[str], Any] | None = given.pop("oauth_cb", None)
+        tokens = _Tokens(self.library, oauth) if oauth else None
+        self._errors: list[tuple[int, str, bool]] = []
+        errors = self._errors
+        # An error that comes with a partition's messages: librdkafka calls this in the call that takes the messages.
+        report = _REPORT(lambda _, code, text, __: errors.append((code, _decoded(text), False)))
+        conf = _configuration(self.library, given)
+        self.library.rd_kafka_conf_set_events(conf, _LOG | _ERROR | (_DELIVERY if kind == "producer" else 0))
+        self.library.rd_kafka_conf_set_error_cb(conf, report)
+        if tokens:
+            self.library.rd_kafka_conf_set_oauthbearer_token_refresh_cb(conf, tokens.callback)
+            self.library.rd_kafka_conf_enable_sasl_queue(conf, 1)
+        self.handle: int = _new(self.library, _PRODUCER if kind == "producer" else _CONSUMER, conf)
+        if kind == "consumer":
+            self.library.rd_kafka_poll_set_consumer(self.handle)
+            self._events: int = self.library.rd_kafka_queue_get_consumer(self.handle)
+        else:
+            self._events = self.library.rd_kafka_queue_get_main(self.handle)
+        self.library.rd_kafka_set_log_queue(self.handle, None)
+        # Also for a client that nobody closes. librdkafka may call back until its client is gone.
+        self._end = weakref.finalize(self, _end, self.library, self.handle, self._events, kind, (report, tokens))
+        self._end.atexit = False
+        if tokens:
+            self.library.rd_kafka_sasl_background_callbacks_enable(self.handle)
+            if not tokens.first.wait(_FIRST_TOKEN):
+                self.close()
+                raise KafkaException(
+                    KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, f"no token within {_FIRST_TOKEN:g} seconds")
+                )
+
+    def close(self) -> None:
+        """End the client. What waits to be sent is lost."""
+        self._end()
+
+    def poll(self, timeout: float) -> None:
+        """Handle what librdkafka reports; wait up to ``timeout`` seconds for the first report.
+
+        Raises KafkaException for an error that ends the client.
+        """
+        wait = int(timeout * 1000)
+        while event := self.library.rd_kafka_queue_poll(self._events, wait):
+            try:
+                self._handle(event, self.library.rd_kafka_event_type(event))
+            finally:
+                self.library.rd_kafka_event_destroy(event)
+            wait = 0
+        errors = self._errors.copy()
+        self._errors.clear()
+        for code, text, fatal in errors:
+            if fatal or code == KafkaError._FATAL:
+                said = ctypes.create_string_buffer(512)
+                code = self.library.rd_kafka_fatal_error(self.handle, said, len(said))
+                raise KafkaException(KafkaError(code, _decoded(said.value), True))
+            self._on_error(KafkaError(code, text))
+
+    def on_delivery(self, event: int) -> None:
+        """Called with the event of delivered messages."""
+
+    def _handle(self, event: int, kind: int) -> None:
+        if kind == _DELIVERY:
+            self.on_delivery(event)
+        elif kind == _ERROR:
+            text = _decoded(self.library.rd_kafka_event_error_string(event))
+            fatal = bool(self.library.rd_kafka_event_error_is_fatal(event))
+            self._errors.append((self.library.rd_kafka_event_error(event), text, fatal))
+        elif kind == _LOG:
+            facility, line, level = _TEXT(), _TEXT(), _INT()
+            self.library.rd_kafka_event_log(event, facility, line, level)
+            self._logger.log(level.value, "%s %s", _decoded(facility.value), _decoded(line.value))
+
+
+class _Tokens:
+    """What librdkafka calls when it wants a token."""
+
+    def __init__(self, functions: ctypes.CDLL, make: Callable[[str], Any]) -> None:
+        self._functions, self._make = functions, make
+        self.first = threading.Event()
+        self.callback = _REFRESH(self._refresh)
+
+    def _refresh(self, handle: int, config: bytes | None, _: int | None) -> None:
+        # Nobody is above this call to catch an error: librdkafka reports it and asks again.
+        try:
+            # A principal and extensions may be left out.
+            token, until, principal, extensions = (*self._make(_decoded(config)), "", {})[:4]
+            pairs = [text.encode() for pair in extensions.items() for text in pair]
+            said = ctypes.create_string_buffer(512)
+            refused = self._functions.rd_kafka_oauthbearer_set_token(
+                handle,
+                token.encode(),
+                int(until * 1000),
+                principal.encode(),
+                (_TEXT * len(pairs))(*pairs),
+                len(pairs),
+                said,
+                len(said),
+            )
+            problem = _decoded(said.value) if refused else None
+        except ZyncError as error:
+            problem = str(error)
+        except Exception as error:
+            # An error of somebody else's may hold a secret.
+            problem = type(error).__name__
+        if problem is None:
+            self.first.set()
+        else:
+            self._functions.rd_kafka_oauthbearer_set_token_failure(handle, problem.encode())
+
+
+def _configuration(functions: ctypes.CDLL, properties: Mapping[str, Any]) -> int:
+    """A ``rd_kafka_conf_t`` with these properties."""
+    said = ctypes.create_string_buffer(512)
+    conf: int = functions.rd_kafka_conf_new()
+    # A plugin brings properties of its own. The log goes to the queue of events.
+    first = {name: properties[name] for name in ("debug", "plugin.library.paths") if name in properties}
+    for name, value in {**first, **properties, "log.queue": True}.items():
+        if functions.rd_kafka_conf_set(conf, name.encode(), str(value).encode(), said, len(said)):
+            functions.rd_kafka_conf_destroy(conf)
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decoded(said.value)))
+    return conf
+
+
+def _new(functions: ctypes.CDLL, kind: int, conf: int) -> int:
+    """A client's ``rd_kafka_t``, which owns ``conf``."""
+    said = ctypes.create_string_buffer(512)
+    handle: int | None = functions.rd_kafka_new(kind, conf, said, len(said))
+    if handle is None:
+        functions.rd_kafka_conf_destroy(conf)
+        raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decoded(said.value)))
+    return handle
+
+
+def _end(functions: ctypes.CDLL, handle: int, events: int, kind: str, callbacks: object) -> None:
+    if kind == "consumer":
+        functions.rd_kafka_consumer_close(handle)
+    functions.rd_kafka_queue_destroy(events)
+    functions.rd_kafka_destroy(handle)
+
+
+def _decoded(text: bytes | None) -> str:
+    return (text or b"").decode(errors="replace")

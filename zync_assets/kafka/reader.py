@@ -8,22 +8,20 @@ offset ``end - 1``. Arguments are plain data, so that a Spark task can make the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException
 
-from zync_assets.compiled import pays
 from zync_assets.errors import DataLoss, TopicMissing
 from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
-from zync_assets.kafka.intake import open_intake
+from zync_assets.kafka.intake import Intake
 from zync_assets.kafka.questions import BETWEEN_LEADERS
-from zync_assets.kafka.taken import Taken, Trouble, take_messages
+from zync_assets.kafka.taken import Trouble
 
 STALLED = 60.0
 """Seconds without any progress after which the broker counts as gone."""
@@ -86,75 +84,67 @@ def read_range(
     if first >= end:
         return
     doing = f"reading {topic}/{partition} from offset {first}"
-    with open_consumer(kafka, doing, uncommitted=uncommitted) as (consumer, connection):
-        check_range(consumer, connection, topic, partition, first, end)
-        consumer.assign([TopicPartition(topic, partition, first)])
-        with _taker(consumer, topic, partition, end - first) as take:
-            consumer.assign([TopicPartition(topic, partition, first)])
-            parts = _Parts()
-            position = first
-            chunk = min(FIRST, batch_records)
+    with open_intake(kafka, topic, partition, doing, uncommitted=uncommitted) as (intake, connection):
+        check_range(intake, connection, topic, partition, first, end)
+        intake.start(first, end - first)
+        parts = _Parts()
+        position = first
+        chunk = min(FIRST, batch_records)
+        progress = time.monotonic()
+        while position < end:
+            taken = intake.take(min(chunk, end - position), POLL)
+            connection.raise_missing(topic)
+            if not taken.records and not taken.troubles:
+                connection.raise_refused(doing, progress)
+                if time.monotonic() - progress > STALLED:
+                    raise connection.unavailable(doing)
+                continue
             progress = time.monotonic()
-            while position < end:
-                taken = take(min(chunk, end - position), POLL)
-                connection.raise_missing(topic)
-                if not taken.records and not taken.troubles:
-                    connection.raise_refused(doing, progress)
-                    if time.monotonic() - progress > STALLED:
-                        raise connection.unavailable(doing)
-                    continue
-                progress = time.monotonic()
-                connection.answered()
-                if taken.records:
-                    size = parts.add(taken.records, end)
-                    position = max(position, taken.records["offset"][-1].as_py() + 1)
-                    # Large records: ask for fewer at once, so that a batch stays near its limit.
-                    chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(taken.records) // (8 * size + 1) + 1))
-                for trouble in taken.troubles:
-                    wanted = f"{position} (wanted up to {end})"
-                    position = max(position, end_reported(trouble, connection, f"{topic}/{partition}", wanted) or 0)
-                if len(parts) >= batch_records or parts.bytes >= batch_bytes:
-                    yield parts.take()
-                    progress = time.monotonic()
-            if len(parts):
+            connection.answered()
+            if taken.records:
+                size = parts.add(taken.records, end)
+                position = max(position, taken.records["offset"][-1].as_py() + 1)
+                # Large records: ask for fewer at once, so that a batch stays near its limit.
+                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(taken.records) // (8 * size + 1) + 1))
+            for trouble in taken.troubles:
+                wanted = f"{position} (wanted up to {end})"
+                position = max(position, end_reported(trouble, connection, f"{topic}/{partition}", wanted) or 0)
+            if len(parts) >= batch_records or parts.bytes >= batch_bytes:
                 yield parts.take()
+                progress = time.monotonic()
+        if len(parts):
+            yield parts.take()
 
 
 @contextmanager
-def _taker(consumer: Consumer, topic: str, partition: int, offsets: int) -> Generator[Callable[[int, float], Taken]]:
-    """How messages are taken: see ``intake``, where it pays."""
-    by_message = partial(take_messages, consumer)
-    if not pays(offsets):
-        yield by_message
-        return
-    with open_intake(consumer, topic, partition) as intake:
-        yield by_message if intake is None else intake.take
-
-
-@contextmanager
-def open_consumer(
-    kafka: Mapping[str, str], doing: str, *, uncommitted: bool = False
-) -> Generator[tuple[Consumer, Connection]]:
-    """A consumer that commits nothing and resets nothing, closed at the end."""
-    isolation = {"isolation.level": "read_uncommitted"} if uncommitted else {}
-    connection = Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _GROUP)
+def open_intake(
+    kafka: Mapping[str, str], topic: str, partition: int, doing: str, *, uncommitted: bool = False
+) -> Generator[tuple[Intake, Connection]]:
+    """A consumer of one partition that commits nothing and resets nothing, closed at the end."""
+    connection = reading_connection(kafka, uncommitted=uncommitted)
     try:
-        consumer = Consumer(connection.properties)
-    except (KafkaException, ValueError) as error:
+        intake = Intake(connection.properties, topic, partition)
+    except KafkaException as error:
         raise connection.error(error, "setting up a consumer") from None
     try:
-        yield consumer, connection
+        yield intake, connection
     except KafkaException as error:
         raise connection.error(error, doing) from None
     finally:
-        consumer.close()
+        intake.close()
 
 
-def check_range(consumer: Consumer, connection: Connection, topic: str, partition: int, first: int, end: int) -> None:
+def reading_connection(kafka: Mapping[str, str], *, uncommitted: bool = False) -> Connection:
+    """The configuration of a consumer that commits nothing and resets nothing."""
+    isolation = {"isolation.level": "read_uncommitted"} if uncommitted else {}
+    return Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _GROUP)
+
+
+def check_range(intake: Intake, connection: Connection, topic: str, partition: int, first: int, end: int) -> None:
     """Raise DataLoss unless the partition still holds ``first`` and already holds ``end - 1``."""
     doing = f"reading {topic}/{partition} from offset {first}"
     try:
-        low, high = _watermarks(consumer, connection, topic, partition, doing)
+        low, high = _watermarks(intake, connection, doing)
     except KafkaException as error:
         failure = connection.error(error, doing, topic)
         if isinstance(failure, TopicMissing):
@@ -175,13 +165,13 @@ def check_range(consumer: Consumer, connection: Connection, topic: str, partitio
         )
 
 
-def _watermarks(consumer: Consumer, connection: Connection, topic: str, partition: int, doing: str) -> tuple[int, int]:
+def _watermarks(intake: Intake, connection: Connection, doing: str) -> tuple[int, int]:
     """The partition's watermarks. While a broker is waited for, what it reports is looked at."""
     began = time.monotonic()
     unknown: float | None = None
     while True:
         try:
-            found = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE)
+            found = intake.watermarks(PATIENCE)
         except KafkaException as error:
             code, now = error.args[0].code(), time.monotonic()
             # Of a broker that was away before, that time does not count.
@@ -191,8 +181,7 @@ def _watermarks(consumer: Consumer, connection: Connection, topic: str, partitio
             if code not in UNREACHABLE | BETWEEN_LEADERS | UNKNOWN_TOPIC:
                 raise
             time.sleep(0.1)
-            # Serves the callbacks: nothing is assigned yet that it could return.
-            consumer.poll(0)
+            intake.poll(0)
             connection.raise_refused(doing, began)
         else:
             connection.answered()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.reader import STALLED, end_reported, open_consumer
+from zync_assets.kafka.reader import STALLED, end_reported, reading_connection
 from zync_assets.kafka.taken import troubles_of
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def follow(
     if open_ends is not None and not open_ends:
         return
     doing = f"reading {topic}"
-    with open_consumer(kafka, doing) as (consumer, connection):
+    with _open_consumer(kafka, doing) as (consumer, connection):
         wanted = starts if open_ends is None else {place: starts[place] for place in open_ends}
         consumer.assign([TopicPartition(topic, place, first) for place, first in sorted(wanted.items())])
         progress = time.monotonic()
@@ -80,6 +81,22 @@ def follow(
                     reached = end_reported(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
                 if open_ends is not None and reached >= open_ends.get(place, reached + 1):
                     del open_ends[place]
+
+
+@contextmanager
+def _open_consumer(kafka: Mapping[str, str], doing: str) -> Generator[tuple[Consumer, Connection]]:
+    """A consumer of several partitions, closed at the end."""
+    connection = reading_connection(kafka)
+    try:
+        consumer = Consumer(connection.properties)
+    except (KafkaException, ValueError) as error:
+        raise connection.error(error, "setting up a consumer") from None
+    try:
+        yield consumer, connection
+    except KafkaException as error:
+        raise connection.error(error, doing) from None
+    finally:
+        consumer.close()
 
 
 def _ask_broker(consumer: Consumer, connection: Connection, topic: str, doing: str) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from confluent_kafka import Consumer, Message
 from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import Message
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -51,20 +48,6 @@ class Taken:
     troubles: Sequence[Trouble]
 
 
-def take_messages(consumer: Consumer, count: int, timeout: float) -> Taken:
-    """The messages that arrive within ``timeout`` seconds, at most ``count``, read through the client's own objects."""
-    with _no_collection():
-        messages = consumer.consume(count, timeout)
-        troubles: list[Trouble] = []
-        if any(map(Message.error, messages)):
-            troubles = troubles_of(messages)
-            messages = [message for message in messages if message.error() is None]
-        found = Taken(_columns(messages), troubles)
-        # Freed while the garbage collector is off: see ``_no_collection``.
-        del messages
-    return found
-
-
 def troubles_of(messages: Iterable[Message]) -> list[Trouble]:
     """The errors among messages."""
     return [
@@ -72,42 +55,6 @@ def troubles_of(messages: Iterable[Message]) -> list[Trouble]:
         for message in messages
         if (error := message.error()) is not None
     ]
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Turn Python's garbage collector off for a while.
-
-    A chunk of messages has enough new objects to start the collector several times, although messages are in no cycle. The
-    collector would cost a third of a read's time.
-    """
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-def _columns(messages: Sequence[Message]) -> pa.RecordBatch:
-    """The messages of a chunk as columns.
-
-    The messages of one chunk are still in the processor's cache. A conversion of the whole batch would take twice as long.
-    """
-    # An int for every record; the stubs also think of messages that were not sent yet.
-    offsets = np.fromiter(cast("Iterator[int]", map(Message.offset, messages)), np.int64, len(messages))
-    pairs = chain.from_iterable(map(Message.timestamp, messages))
-    times = timestamps(np.fromiter(pairs, np.int64, 2 * len(messages)).reshape(-1, 2))
-    headers: list[Any] = list(map(Message.headers, messages))
-    columns = [
-        pa.array(offsets),
-        times,
-        headers_array(headers) if any(headers) else pa.nulls(len(messages), HEADERS),
-        pa.array(list(map(Message.key, messages)), pa.binary()),
-        pa.array(list(map(Message.value, messages)), pa.binary()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=RECORD_SCHEMA)
 
 
 def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
@@ -118,10 +65,3 @@ def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
     """
     kinds, times = pairs[:, 0], pairs[:, 1]
     return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
-
-
-def headers_array(headers: Sequence[Sequence[tuple[str, bytes | None]] | None]) -> pa.Array:
-    """Headers as lists of (key, value) structs; null for a record without any."""
-    return pa.array(
-        [[{"key": key, "value": value} for key, value in each] if each else None for each in headers], HEADERS
-    )

@@ -10,20 +10,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, Message, Producer
+from confluent_kafka import KafkaException
 
 from zync_assets.compute import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.handover import Handover
+from zync_assets.kafka.handover import Handover, Report, has_headers
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import high_watermark, max_message_bytes
 
@@ -91,8 +90,8 @@ class InOrder:
     is confirmed. Below ``verified`` each record is at its own offset. When the block ends, the replicas in sync have
     acknowledged every record at its own offset. When the block raises, the written records are a prefix.
 
-    A report for every record would halve the rate. A report for the last record of a chunk suffices: chunks are sent in
-    order, a foreign record shifts the offsets of every later record, and a refused record ends the producer.
+    The writer checks the offset of the last record of each report. This check suffices: records are sent in order, a foreign
+    record shifts the offsets of every later record, and a refused record ends the producer.
 
     Raises ForeignRecord if another writer's record is in the way, DataLoss if the topic ends before ``first``,
     TopicMissing, and BrokerUnavailable after two minutes without a delivery.
@@ -112,32 +111,29 @@ class InOrder:
         self._rebuild = rebuild
         self._doing = f"writing {topic}/{partition}"
         self._error: ClientError | None = None
-        self._misplaced: tuple[_Chunk, int] | None = None
+        self._misplaced: tuple[int, int] | None = None
         self._waiting: deque[_Chunk] = deque()
         self._waiting_bytes = 0
         # librdkafka takes 1000 bytes at least.
         sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
         self._connection = Connection(kafka, {**_PROMISES, **sizes})
         try:
-            self._producer = Producer(self._connection.properties)
-        except (KafkaException, ValueError) as error:
+            self._producer = Handover(self._connection.properties, topic, partition)
+        except KafkaException as error:
             raise self._connection.error(error, "setting up a producer") from None
-        self._handover = Handover(self._producer, topic, partition)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._drop()
-            return
         try:
-            self._drain()
-            crash_point("publish:acknowledged")
-        except BaseException:
-            self._drop()
-            raise
-        if self.verified < self.sent:
+            if kind is None:
+                self._drain()
+                crash_point("publish:acknowledged")
+        finally:
+            # What is not acknowledged is not sent any more.
+            self._producer.close()
+        if kind is None and self.verified < self.sent:
             self._check_end()
             self.verified = self.sent
 
@@ -174,41 +170,16 @@ class InOrder:
         self._waiting.append(_Chunk(self.sent, records))
         self._waiting_bytes += records.nbytes
         self.sent += len(records)
-        try:
-            self._produce(records)
-        except (KafkaException, BufferError) as error:
-            raise self._connection.error(error, self._doing, self._topic, "Write") from None
+        if (refused := self._producer.hand_over(records)) is not None:
+            # Where an earlier record ended the producer, its report says why.
+            self._serve(1.0)
+            raise KafkaError(f"{self._doing}: a record was refused: {refused.str()}; run it again")
         self._serve(0)
-
-    def _produce(self, records: pa.RecordBatch) -> None:
-        last = len(records) - 1
-        if self._handover.possible and not _has_headers(records):
-            if (refused := self._handover.hand_over(records.slice(0, last))) is not None:
-                # If an earlier record ended the producer, the report of that record has the cause.
-                self._serve(1.0)
-                raise KafkaError(f"{self._doing}: a record was refused: {refused.str()}; run it again")
-            records, last = records.slice(last), 0
-        for place, (key, value, pairs) in enumerate(_contents(records)):
-            self._producer.produce(
-                self._topic,
-                value,
-                key,
-                self._partition,
-                on_delivery=self._delivered if place == last else None,
-                headers=[(pair["key"], pair["value"]) for pair in pairs] if pairs else None,
-            )
 
     def _drain(self) -> None:
         """Wait until every sent record is confirmed."""
         while self.confirmed < self.sent:
             self._wait()
-
-    def _drop(self) -> None:
-        """Send nothing more. Records on the network may still arrive, as a prefix."""
-        self._producer.purge()
-        # The purge ends the producer with an error, as intended.
-        with suppress(KafkaException):
-            self._producer.poll(0)
 
     def _wait(self) -> None:
         """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""
@@ -225,34 +196,35 @@ class InOrder:
 
     def _serve(self, timeout: float) -> None:
         try:
-            self._producer.poll(timeout)
+            reports = self._producer.reports(timeout)
         except KafkaException as error:
-            # poll raises what ended the producer.
+            # An error that ended the producer.
             raise self._refused(error.args[0]) from None
+        for report in reports:
+            self._confirm(report)
         if self._error is not None:
             raise self._refused(self._error)
         if self._misplaced is not None:
             raise self._explained(*self._misplaced)
 
-    def _delivered(self, error: ClientError | None, message: Message) -> None:
-        """The report for the last record of the oldest chunk."""
+    def _confirm(self, report: Report) -> None:
+        """Note the report on the oldest records that wait for one."""
         if self._error is not None or self._misplaced is not None:
             return
-        if error is not None:
-            self._error = error
+        if report.error is not None:
+            self._error = report.error
             return
-        chunk = self._waiting[0]
-        offset = message.offset()
-        # If the broker's first answer was lost, the broker answers the retry without an offset. The next chunk's offset, or
-        # the topic's end, then proves this chunk's offset too.
-        if offset is not None and offset >= 0:
-            if offset != chunk.end - 1:
-                self._misplaced = (chunk, offset)
+        end = self.confirmed + report.count
+        # If the broker's first answer was lost, the broker answers the retry without an offset. The next report's offset, or
+        # the topic's end, then proves the offsets of this report too.
+        if report.last is not None:
+            if report.last != end - 1:
+                self._misplaced = (end - 1, report.last)
                 return
-            self.verified = chunk.end
-        self._waiting.popleft()
-        self._waiting_bytes -= chunk.records.nbytes
-        self.confirmed = chunk.end
+            self.verified = end
+        self.confirmed = end
+        while self._waiting and self._waiting[0].end <= end:
+            self._waiting_bytes -= self._waiting.popleft().records.nbytes
 
     def _refused(self, error: ClientError) -> KafkaError:
         if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
@@ -262,15 +234,19 @@ class InOrder:
             )
         return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic, "Write")
 
-    def _explained(self, chunk: _Chunk, offset: int) -> KafkaError:
-        """Why the last record of ``chunk`` is at ``offset`` and not at the chunk's end."""
-        if offset < chunk.end:
+    def _explained(self, expected: int, offset: int) -> KafkaError:
+        """Why the record for offset ``expected`` is at ``offset``."""
+        if offset < expected:
             return DataLoss(
-                f"{self._topic}/{self._partition} put the record for offset {chunk.end - 1} at {offset}: the topic was "
+                f"{self._topic}/{self._partition} put the record for offset {expected} at {offset}: the topic was "
                 f"created again or lost records; rebuild it with: {self._rebuild}"
             )
-        self._drop()
-        place = _first_difference(self._kafka, self._topic, self._partition, chunk)
+        self._producer.close()
+        place = self.confirmed
+        for chunk in self._waiting:
+            place = _first_difference(self._kafka, self._topic, self._partition, chunk)
+            if place < chunk.end:
+                break
         return _foreign(self._topic, self._partition, place, self._rebuild)
 
 
@@ -296,10 +272,6 @@ def _contents(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
         yield key, value, headers or None
 
 
-def _has_headers(batch: pa.RecordBatch) -> bool:
-    return "headers" in batch.schema.names and batch["headers"].null_count < len(batch)
-
-
 def _lengths(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
     lengths = pc.call_function("binary_length", [column])
     return pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -308,7 +280,7 @@ def _lengths(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
 def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Per record the bytes of its key, value and headers, without the lengths between them."""
     sizes = _lengths(batch["key"]) + _lengths(batch["value"])
-    if _has_headers(batch):
+    if has_headers(batch):
         headers = batch["headers"]
         keys, values = pc.call_function("list_flatten", [headers]).flatten()
         owners = pc.call_function("list_parent_indices", [headers]).to_numpy(zero_copy_only=False)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from zync_assets.cli.main import main
 from zync_assets.cli.ways import _told  # pyright: ignore[reportPrivateUsage]
+from zync_assets.kafka.librdkafka import way
 from zync_assets_tests.checks.chain import Chain
 
 
@@ -46,6 +47,7 @@ def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
         "dropped": 1,
         "quarantined": 1,
         "way": "native",
+        "client": way(),
     }
     assert (inputs[sound_chain.invoices, 0]["cursor"], inputs[sound_chain.status, 0]["cursor"]) == (4, 6)
     [output] = [row for row in rows if row["kind"] == "output"]

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.kafka import librdkafka
 
 
 def test_versions_as_json() -> None:
@@ -21,6 +22,25 @@ def test_versions_as_json() -> None:
     assert said["python"] == platform.python_version()
     assert said["pyspark"] == version("pyspark")
     assert said["librdkafka"] == confluent_kafka.libversion()[0]
+    assert said["records"] == f"librdkafka {said['librdkafka']} directly, compiled"
+
+
+def test_a_librdkafka_that_lacks_a_function_and_a_folder_that_cannot_be_written_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/none")
+    said = json.loads(CliRunner().invoke(main, ["version", "--format", "json"]).stdout)
+    assert "not compiled: numba can write its compiled code to none of /dev/null/none" in said["records"]
+    assert "set NUMBA_CACHE_DIR" in said["records"]
+
+    monkeypatch.setattr(librdkafka, "_FUNCTIONS", {"rd_kafka_of_tomorrow": (None, [])})
+    librdkafka.library.cache_clear()
+    try:
+        found = CliRunner().invoke(main, ["version", "--format", "json"])
+    finally:
+        monkeypatch.undo()
+        librdkafka.library.cache_clear()
+    assert f"confluent-kafka {version('confluent-kafka')} shows no function rd_kafka_of_tomorrow" in found.stdout
 
 
 def test_a_missing_package_and_a_missing_java_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

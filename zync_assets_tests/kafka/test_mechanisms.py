@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.errors import AuthenticationFailed, CertificateRejected
-from zync_assets.kafka.reader import check_range, open_consumer, read_range
+from zync_assets.kafka.reader import check_range, open_intake, read_range
 from zync_assets.kafka.topics import create_topic, topic_state
 from zync_assets.kafka.writer import InOrder
 from zync_assets_tests.network.secured import Secured
@@ -70,8 +70,8 @@ def admin(kafka: Kafka) -> None:
 
 
 def reader(kafka: Kafka) -> None:
-    with open_consumer(kafka, "reading any/0") as (consumer, connection):
-        check_range(consumer, connection, "any", 0, 0, 1)
+    with open_intake(kafka, "any", 0, "reading any/0") as (intake, connection):
+        check_range(intake, connection, "any", 0, 0, 1)
 
 
 Attempts: TypeAlias = Mapping[tuple[str, str, str], Future[Any]]

@@ -23,7 +23,7 @@ from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
 
-@pytest.fixture(params=["by message", "by compiled code"])
+@pytest.fixture(params=["by plain Python", "by compiled code"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many records a range has, it is read alike."""
     monkeypatch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
@@ -195,7 +195,7 @@ def test_the_time_that_a_broker_is_away_does_not_count_for_a_topic_that_it_does_
     class ComesBack:
         said: Iterator[Exception | tuple[int, int]] = iter([*[away] * 5, unknown, (3, 7)])
 
-        def get_watermark_offsets(self, *_: object, **__: object) -> tuple[int, int]:
+        def watermarks(self, _: float) -> tuple[int, int]:
             found = next(self.said)
             if isinstance(found, Exception):
                 raise found

@@ -83,6 +83,10 @@ def test_a_function_that_fails_is_named_at_once_without_its_words(msk: Mapping[s
     for name in ("zync_assets.kafka.msk_iam:nothing", "no.such.module:token"):
         with pytest.raises(SetupError, match="module:function"):
             Connection({**msk, "oauth_cb": name}, {})
+    with pytest.raises(
+        SetupError, match=r"aws_iam is a setting of confluent-kafka's clients.*oauth_cb: module:function"
+    ):
+        Connection({"sasl.oauthbearer.metadata.authentication.type": "aws_iam"}, {})
 
 
 def test_the_setting_travels_to_a_worker(msk: Mapping[str, str]) -> None:

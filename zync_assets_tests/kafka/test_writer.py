@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
@@ -12,8 +11,7 @@ import pytest
 from confluent_kafka import Producer
 
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing
-from zync_assets.kafka import librdkafka, writer
-from zync_assets.kafka.handover import Handover
+from zync_assets.kafka import writer
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.taken import HEADERS
 from zync_assets.kafka.topics import create_topic, high_watermark
@@ -82,14 +80,7 @@ def test_keys_tombstones_and_headers(kafka: dict[str, str], topic: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("straight", [True, False])
-def test_records_go_to_librdkafka_straight_from_memory_or_one_by_one(
-    kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch, straight: bool
-) -> None:
-    if not straight:
-        monkeypatch.setattr(librdkafka, "LIBRARY", None)
-    tried = version("confluent-kafka") in librdkafka.TRIED
-    assert Handover(Producer(kafka), topic, 0).possible == (straight and tried)
+def test_empty_values_and_nulls_of_a_slice_stay_apart(kafka: dict[str, str], topic: str) -> None:
     keys: list[bytes | None] = [b"left", None, b"", b"k", None, b"", b"key", b"k"]
     given: list[bytes | None] = [b"out", b"v", b"", None, b"", b"value", None, b"v"]
     only_empty = batch([None, b"", b"", None], [b"", b"", None, b""])
