@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import socket
 from pathlib import Path
 
@@ -17,12 +19,18 @@ def zync(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
+def pasted(message: str) -> Result:
+    """Run the command that a message prints."""
+    [found] = re.findall(r"zync (local .*)", message)
+    return zync(*shlex.split(found))
+
+
 def test_up_status_down_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "services"
     monkeypatch.setenv("ZYNC_LOCAL_DIR", str(home))
     assert json.loads(zync("local", "status", "--format", "json").stdout) == {"running": False}
     try:
-        up = zync("local", "up")
+        up = pasted(zync("local", "status").stderr)
         assert up.exit_code == 0
         said = json.loads(zync("local", "status", "--format", "json").stdout)
         assert said["running"]
@@ -32,13 +40,14 @@ def test_up_status_down_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         host, port = said["bootstrap_servers"].split(":")
         socket.create_connection((host, int(port)), timeout=10).close()
 
-        assert zync("local", "down").stderr == "stopped\n"
+        assert pasted(zync("local", "up", "--kafka-port", int(port) - 1).stderr).stderr == "stopped\n"
         stopped = zync("local", "status").stdout
         assert "running" not in stopped
         assert "export" not in stopped
         assert zync("local", "down").stderr == "nothing runs\n"
+        cleaned = pasted(zync("local", "up", "--lake", tmp_path / "other").stderr)
     finally:
-        cleaned = zync("local", "down", "--clean")
+        zync("local", "down", "--clean")
     assert str(home) in cleaned.stderr
     assert not home.exists()
 
