@@ -10,11 +10,9 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
-from dagster._core.execution.stats import StepEventStatus
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
-from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import KEPT
@@ -23,6 +21,7 @@ from zync_assets.audit.guard import blocks
 from zync_assets.audit.verdict import lifted
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.pipeline import Pipeline
+from zync_assets.private import private
 
 UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -31,6 +30,8 @@ UNDER_WAY = [
     DagsterRunStatus.STARTED,
     DagsterRunStatus.CANCELING,
 ]
+_SERVER_TAG: str = private("dagster", "dagster._core.storage.tags", "GRPC_INFO_TAG")
+
 FIRST_WAIT = 10.0
 LONGEST_WAIT = 300.0
 """Seconds to wait after a failed run: the first, doubled with each further failure, at the most the second."""
@@ -65,7 +66,7 @@ def _abandoned(run: DagsterRun) -> bool:
 
     The function trusts the status of a run on another machine or by another launcher.
     """
-    place = json.loads(run.tags.get(GRPC_INFO_TAG) or "{}")
+    place = json.loads(run.tags.get(_SERVER_TAG) or "{}")
     path = place.get("socket")
     if run.status == DagsterRunStatus.QUEUED or path is None:
         return False
@@ -90,7 +91,7 @@ def asked_for(instance: DagsterInstance, pipeline: str, job: str, step: str | No
 def failed_ops(instance: DagsterInstance, run_id: str) -> set[str]:
     """The ops of a run that failed."""
     found = instance.get_run_step_stats(run_id)
-    return {stats.step_key for stats in found if stats.status == StepEventStatus.FAILURE}
+    return {stats.step_key for stats in found if stats.status is not None and stats.status.value == "FAILURE"}
 
 
 def backing_off(records: Sequence[RunRecord]) -> str | None:
@@ -129,7 +130,10 @@ def held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str 
 
 def _reported_failure(instance: DagsterInstance, key: AssetCheckKey) -> bool:
     """Whether the last result of a check was reported by another program, and is a failure."""
-    done = {AssetCheckExecutionRecordStatus.SUCCEEDED, AssetCheckExecutionRecordStatus.FAILED}
+    status: Any = private(
+        "dagster", "dagster._core.storage.asset_check_execution_record", "AssetCheckExecutionRecordStatus"
+    )
+    done = {status.SUCCEEDED, status.FAILED}
     records = instance.event_log_storage.get_asset_check_execution_history(key, limit=1, status=done)
     evaluation = records[0].evaluation if records else None
     return evaluation is not None and not evaluation.passed and KEPT not in evaluation.metadata

@@ -26,11 +26,6 @@ from dagster import (
     SensorResult,
     sensor,
 )
-from dagster._core.storage.tags import (
-    ASSET_PARTITION_RANGE_END_TAG,
-    ASSET_PARTITION_RANGE_START_TAG,
-    PARTITION_NAME_TAG,
-)
 
 from zync_assets.assets import names, partitions, runs
 from zync_assets.assets.due import Grid, Step, chosen, due, grids
@@ -42,8 +37,14 @@ from zync_assets.assets.trouble import CHECKED, PROBLEMS, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.errors import ZyncError
 from zync_assets.pipeline import Pipeline
+from zync_assets.private import private
 
 _log = logging.getLogger(__name__)
+
+_TAGS = "dagster._core.storage.tags"
+PARTITION_NAME_TAG: str = private("dagster", _TAGS, "PARTITION_NAME_TAG")
+ASSET_PARTITION_RANGE_START_TAG: str = private("dagster", _TAGS, "ASSET_PARTITION_RANGE_START_TAG")
+ASSET_PARTITION_RANGE_END_TAG: str = private("dagster", _TAGS, "ASSET_PARTITION_RANGE_END_TAG")
 
 INTERVAL_SECONDS = 4
 """A tick every 5 s: that is how often Dagster's daemon looks, and at 5 it finds the interval not quite over every second

@@ -19,9 +19,11 @@ from functools import lru_cache
 from typing import Any
 
 import fastavro
-from fastavro import _read_py as fastavro_py  # pyright: ignore[reportPrivateUsage]
 
 from zync_assets.codecs.avro_schema import Node, branch_names, is_recursive, visible_fields, walk
+from zync_assets.private import private
+
+fastavro_py: Any = private("fastavro", "fastavro", "_read_py")
 
 _SAFE_DEPTH = 900
 """fastavro's compiled reader does not count its depth and ends the process; so many bytes can't be too deep."""

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaUnknown
 from zync_assets.pipeline import RegistryConfig
+from zync_assets.private import of, private
 from zync_assets.tls import explained
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def connect(config: RegistryConfig) -> SchemaRegistryClient:
         # Of no meaning outside Confluent's cloud, and asked for by its client.
         given = {"bearer.auth.credentials.source": "STATIC_TOKEN", "bearer.auth.logical.cluster": "", **given}
     client = SchemaRegistryClient({**DEFAULTS, **given, "max.retries": 0, "url": public(config.url)})
-    session: Any = client._rest_client.session  # pyright: ignore[reportPrivateUsage]
+    session: Any = of("confluent-kafka", client, "_rest_client").session
     session.follow_redirects = True
     session.event_hooks = {"response": [_keep_method]}
     return client
@@ -111,9 +112,9 @@ def ask(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
 
 def _once(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
     from confluent_kafka.schema_registry import SchemaRegistryError
-    from confluent_kafka.schema_registry.common._httpx_compat import httpx
     from confluent_kafka.schema_registry.error import OAuthTokenError
 
+    httpx: Any = private("confluent-kafka", "confluent_kafka.schema_registry.common", "_httpx_compat").httpx
     at = f"the schema registry at {public(config.url)}"
     try:
         return request()

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from zync_assets.local.jars import cache_dir
 from zync_assets.local.python import python_environment
+from zync_assets.private import of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -156,7 +157,7 @@ def _main(folder: Path) -> None:
     from zync_assets.steps.session import spark_session
 
     spark = spark_session({"master": "local[2]"})
-    gateway: Any = spark.sparkContext._gateway  # pyright: ignore[reportPrivateUsage]
+    gateway: Any = of("pyspark", spark.sparkContext, "_gateway")
     rehearse(spark, folder)
     spark.stop()
     process = gateway.proc  # the JVM, which writes the archive as it ends

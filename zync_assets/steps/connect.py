@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local import spark_servers
 from zync_assets.pipeline import SHARED
+from zync_assets.private import private
 from zync_assets.spark_pins import PINS
 from zync_assets.steps.failures import said
 from zync_assets.steps.local_session import use_this_machine
@@ -120,12 +121,11 @@ def _session(target: _Target, settings: Mapping[str, str]) -> SparkSession:
 
 def _connected(target: _Target) -> SparkSession:
     import grpc
-    from pyspark import SparkContext
     from pyspark.errors import PySparkException
     from pyspark.sql.connect.client.retries import DefaultPolicy
     from pyspark.sql.connect.session import SparkSession as RemoteSession
 
-    if SparkContext._active_spark_context is not None:  # pyright: ignore[reportPrivateUsage]
+    if private("pyspark", "pyspark.SparkContext", "_active_spark_context") is not None:
         raise SetupError("This process has a Spark session of its own already, and PySpark has one kind in a process.")
     os.environ.pop("SPARK_REMOTE", None)
     try:

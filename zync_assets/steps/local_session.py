@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zync_assets.errors import SetupError
 from zync_assets.local.java import find_java
 from zync_assets.local.python import python_environment
+from zync_assets.private import private
 from zync_assets.spark_pins import PINS
 from zync_assets.steps.class_archive import share_classes
 from zync_assets.steps.spark_settings import SECRET
@@ -62,7 +63,7 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     PySpark would put every setting on the command line, which every user of the machine can read. The next session sends
     the secret settings through the open connection.
     """
-    from pyspark import SparkConf, SparkContext
+    from pyspark import SparkConf
     from pyspark.java_gateway import launch_gateway
 
     # PySpark would go where they say, whatever the settings are.
@@ -75,8 +76,8 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     # Known to Spark's launcher before there is a JVM to ask.
     public = SparkConf(loadDefaults=False)
     public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
-    if SparkContext._gateway is None:  # pyright: ignore[reportPrivateUsage]
-        start: Any = SparkContext._ensure_initialized  # pyright: ignore[reportPrivateUsage]
+    if private("pyspark", "pyspark.SparkContext", "_gateway") is None:
+        start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
         # The JVM hands its environment on to the Python workers that it starts.
         with _variables(python_environment()), _filtered_stderr() as stderr:
             start(gateway=launch_gateway(public, {"stderr": stderr}))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zync_assets.local import spark_servers
+from zync_assets.private import of
 from zync_assets.spark_pins import PINS
 from zync_assets.steps.local_session import local_session
 
@@ -41,7 +42,7 @@ def serve(folder: Path) -> None:
     signal.signal(signal.SIGTERM, _stop)
     session = local_session(_settings(given))
     service = _service(session)
-    jvm: subprocess.Popen[bytes] = session.sparkContext._gateway.proc  # type: ignore[union-attr]
+    jvm: subprocess.Popen[bytes] = of("pyspark", session.sparkContext, "_gateway").proc
     try:
         spark_servers.listening(folder, given.token, service.localPort())
         _watch(session, service, jvm, given.idle_seconds)
@@ -58,7 +59,7 @@ def _settings(given: spark_servers.Given) -> Mapping[str, str]:
 
 
 def _service(session: SparkSession) -> Any:
-    jvm: Any = session._jvm  # type: ignore[attr-defined]
+    jvm: Any = of("pyspark", session.sparkContext, "_jvm")
     return getattr(getattr(jvm, "org.apache.spark.sql.connect.service.SparkConnectService$"), "MODULE$")
 
 

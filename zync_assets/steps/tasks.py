@@ -67,7 +67,8 @@ def slots(spark: SparkSession) -> int:
     """How many tasks Spark runs at one time, as far as it says; over Spark Connect no more than 256."""
     from pyspark.sql.functions import spark_partition_id
 
-    context = getattr(spark, "_sc", None)
+    # A session on a Connect server has none.
+    context = getattr(spark, "sparkContext", None)
     with spark_failures(_failed):
         if context is not None:
             return context.defaultParallelism

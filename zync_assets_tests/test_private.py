@@ -1,0 +1,63 @@
+"""Each private name of a library is there in the versions that we allow, and its absence is an error with a cure."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zync_assets
+from zync_assets import private
+from zync_assets.errors import SetupError
+
+PACKAGE = Path(zync_assets.__file__).parent
+LIBRARIES = ("confluent_kafka", "dagster", "deltalake", "fastavro", "numba", "pyarrow", "pyspark", "sqlglot")
+
+
+@pytest.mark.parametrize(("package", "place", "name"), private.NAMES)
+def test_a_private_name_is_there_or_an_error_says_so(
+    package: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert private.private(package, place, name) is not ...
+    module, _, owner = place.rpartition(".")
+    held: Any = getattr(import_module(module), owner) if owner[0].isupper() else import_module(place)
+    monkeypatch.delattr(held, name)
+    monkeypatch.setattr(private.importlib, "import_module", _without(name))
+    with pytest.raises(SetupError, match=rf"{package} \d.* has no .*{name}.*pip install '{package}"):
+        private.private(package, place, name)
+
+
+def _without(name: str) -> Any:
+    def found(path: str) -> Any:
+        if path.endswith(f".{name}"):
+            raise ImportError(path)
+        return import_module(path)
+
+    return found
+
+
+def test_the_registrys_client_has_the_session_that_redirects_need() -> None:
+    with pytest.raises(SetupError, match=r"confluent-kafka \d.* has no object\._rest_client.*pip install"):
+        private.of("confluent-kafka", object(), "_rest_client")
+
+
+def test_private_names_of_libraries_are_imported_nowhere_else() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}: {module}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in _imported(node)
+        if module.split(".")[0] in LIBRARIES and any(part.startswith("_") for part in module.split("."))
+    ]
+    assert found == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
