@@ -62,6 +62,6 @@ def look_headers(messages: Longs, names: Longs, values: Longs) -> None:
             continue
         for number in range(functions.rd_kafka_header_cnt(headers)):
             functions.rd_kafka_header_get_all(headers, number, *at[1:])
-            names[place] = name.value, len(ctypes.string_at(name.value or 0))
-            values[place] = value.value or 0, size.value or 0
+            names[place, 0], names[place, 1] = name.value or 0, len(ctypes.string_at(name.value or 0))
+            values[place, 0], values[place, 1] = value.value or 0, size.value or 0
             place += 1

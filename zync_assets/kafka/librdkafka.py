@@ -253,7 +253,8 @@ class _Tokens:
         # Nobody is above this call to catch an error: librdkafka reports it and asks again.
         try:
             # A principal and extensions may be left out.
-            token, until, principal, extensions = (*self._make(_decoded(config)), "", {})[:4]
+            made: list[Any] = [*self._make(_decoded(config)), "", {}]
+            token, until, principal, extensions = made[:4]
             pairs = [text.encode() for pair in extensions.items() for text in pair]
             said = ctypes.create_string_buffer(512)
             refused = self._functions.rd_kafka_oauthbearer_set_token(
