@@ -23,6 +23,8 @@ NAMES = (
     ("pyspark", "pyspark.SparkContext", "_ensure_initialized"),
     ("pyspark", "pyspark.SparkContext", "_active_spark_context"),
     ("pyspark", "pyspark.SparkContext", "_jvm"),
+    # All settings of a session in one request.
+    ("pyspark", "pyspark.sql.connect.conf.RuntimeConf", "_set_all"),
 )
 """Package, module or class, name."""
 

@@ -39,9 +39,10 @@ def _without(name: str) -> Any:
     return found
 
 
-def test_the_registrys_client_has_the_session_that_redirects_need() -> None:
-    with pytest.raises(SetupError, match=r"confluent-kafka \d.* has no object\._rest_client.*pip install"):
-        private.of("confluent-kafka", object(), "_rest_client")
+@pytest.mark.parametrize(("package", "name"), [("confluent-kafka", "_rest_client"), ("pyspark", "_channel")])
+def test_a_private_attribute_that_an_object_lacks_is_an_error(package: str, name: str) -> None:
+    with pytest.raises(SetupError, match=rf"{package} \d.* has no object\.{name}.*pip install"):
+        private.of(package, object(), name)
 
 
 def test_private_names_of_libraries_are_imported_nowhere_else() -> None:
@@ -51,6 +52,19 @@ def test_private_names_of_libraries_are_imported_nowhere_else() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         for module in _imported(node)
         if module.split(".")[0] in LIBRARIES and any(part.startswith("_") for part in module.split("."))
+    ]
+    assert found == []
+
+
+def test_private_attributes_of_libraries_are_read_nowhere_else() -> None:
+    ours = {"_collected", "_frame", "_replace"}
+    found = [
+        f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        # The codes of librdkafka's own errors, such as ClientError._TRANSPORT, are public.
+        if ast.unparse(node.value) not in ("self", "cls", "ClientError", "KafkaError") and node.attr not in ours
     ]
     assert found == []
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local import spark_servers
 from zync_assets.pipeline import SHARED
-from zync_assets.private import private
+from zync_assets.private import of, private
 from zync_assets.spark_pins import PINS
 from zync_assets.steps.failures import said
 from zync_assets.steps.local_session import use_this_machine
@@ -141,7 +141,7 @@ def _connected(target: _Target) -> SparkSession:
     retries = _RETRIES if target.token is None else _RETRIES_SHARED
     client.set_retry_policies([DefaultPolicy(**retries)])
     try:
-        grpc.channel_ready_future(client._channel).result(timeout=ANSWER_SECONDS)
+        grpc.channel_ready_future(of("pyspark", client, "_channel")).result(timeout=ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         client.close()
         raise SparkUnavailable(f"The {target.said} does not answer. {target.cure}") from None
@@ -153,7 +153,7 @@ def _set(session: Any, settings: Mapping[str, str]) -> None:
     """In one request; it also shows whether the server still has the session."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        session.conf._set_all(dict(settings), silent=True)
+        of("pyspark", session.conf, "_set_all")(dict(settings), silent=True)
     for warning in told:
         text = str(warning.message).partition("\n")[0]
         # That a pin is deprecated is nothing that a user can change.
