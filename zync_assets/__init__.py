@@ -1,5 +1,120 @@
-"""Topics in, denormalised topics out, nothing lost, nothing twice."""
+"""Topics in, denormalised topics out, nothing lost, nothing twice.
 
+The public API. A name is imported when it is first used, so that the command line loads neither Dagster nor Spark.
+
+    >>> import zync_assets
+    >>> zync_assets.load_pipeline
+    <function load_pipeline at ...>
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zync_assets.assets.build import build_definitions
+    from zync_assets.assets.component import ZyncPipelineComponent
+    from zync_assets.assets.connections import KafkaResource, RegistryResource
+    from zync_assets.errors import (
+        AuthenticationFailed,
+        BadRecords,
+        BrokerUnavailable,
+        CertificateRejected,
+        CheckFailed,
+        CommitConflict,
+        DataLoss,
+        EtlError,
+        FieldMissing,
+        ForeignRecord,
+        KafkaError,
+        LakeError,
+        LakeUnavailable,
+        LeaderMissing,
+        NotAuthorized,
+        PipelineFileError,
+        Problem,
+        RangeUnknown,
+        RecordTooLarge,
+        RegistryError,
+        RegistryUnavailable,
+        SchemaChanged,
+        SchemaError,
+        SchemaUnknown,
+        SetupError,
+        SparkLost,
+        SparkUnavailable,
+        TableDamaged,
+        TableUnsupported,
+        TopicMissing,
+        TopicRecreated,
+        TrustError,
+        ZyncError,
+    )
+    from zync_assets.pipeline import Pipeline
+    from zync_assets.pipeline_file import load_pipeline
 
 __version__ = version("zync-assets")
+
+__all__ = [
+    "AuthenticationFailed",
+    "BadRecords",
+    "BrokerUnavailable",
+    "CertificateRejected",
+    "CheckFailed",
+    "CommitConflict",
+    "DataLoss",
+    "EtlError",
+    "FieldMissing",
+    "ForeignRecord",
+    "KafkaError",
+    "KafkaResource",
+    "LakeError",
+    "LakeUnavailable",
+    "LeaderMissing",
+    "NotAuthorized",
+    "Pipeline",
+    "PipelineFileError",
+    "Problem",
+    "RangeUnknown",
+    "RecordTooLarge",
+    "RegistryError",
+    "RegistryResource",
+    "RegistryUnavailable",
+    "SchemaChanged",
+    "SchemaError",
+    "SchemaUnknown",
+    "SetupError",
+    "SparkLost",
+    "SparkUnavailable",
+    "TableDamaged",
+    "TableUnsupported",
+    "TopicMissing",
+    "TopicRecreated",
+    "TrustError",
+    "ZyncError",
+    "ZyncPipelineComponent",
+    "build_definitions",
+    "load_pipeline",
+]
+
+_MODULES = {
+    "KafkaResource": "zync_assets.assets.connections",
+    "Pipeline": "zync_assets.pipeline",
+    "RegistryResource": "zync_assets.assets.connections",
+    "ZyncPipelineComponent": "zync_assets.assets.component",
+    "build_definitions": "zync_assets.assets.build",
+    "load_pipeline": "zync_assets.pipeline_file",
+}
+"""Exported name → its module; the other names are errors."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULES.get(name, "zync_assets.errors")), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

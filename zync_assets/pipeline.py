@@ -1,6 +1,6 @@
 """The model of a checked pipeline file, with defaults filled in.
 
-``pipeline_file.load`` makes the model. The classes are frozen and pickle, because Spark's executors receive the model.
+``pipeline_file.load_pipeline`` makes the model. The classes are frozen and pickle, because Spark's executors receive the model.
 """
 
 from __future__ import annotations
@@ -197,7 +197,15 @@ MissingField: TypeAlias = Literal["null", "fail"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A whole pipeline. ``lake`` is an absolute path, or the ``LakeUri`` of an object store."""
+    """A whole pipeline. ``lake`` is an absolute path, or the ``LakeUri`` of an object store.
+
+    >>> from pathlib import Path
+    >>> from zync_assets import Pipeline, load_pipeline
+    >>> _ = Path("shop.yaml").write_text("inputs: [{topic: orders, pool: Raw, format: json}]")
+    >>> pipeline: Pipeline = load_pipeline("shop.yaml")
+    >>> pipeline.input("orders").pool, pipeline.outputs
+    ('Raw', ())
+    """
 
     name: str
     path: Path

@@ -60,7 +60,7 @@ RUN = """
 import os, sys, time, traceback
 from pathlib import Path
 from dagster import DagsterInstance, EnvVar
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.connections import KafkaResource, RegistryResource
 from zync_assets.assets.sensor import evaluate
@@ -99,8 +99,8 @@ registry = RegistryResource(
 
 def materialise(instance, **expected):
     made = build_definitions(pipeline, kafka=kafka, registry=registry)
-    instance.add_dynamic_partitions(names.raw_partitions(pipeline.name, "Raw", topic), ["0:0-999999"])
-    done = made.resolve_job_def(names.ingest_job(topic)).execute_in_process(
+    instance.add_dynamic_partitions(Names(pipeline).raw_partitions(topic), ["0:0-999999"])
+    done = made.resolve_job_def(Names(pipeline).ingest_job(topic)).execute_in_process(
         instance=instance, tags={"dagster/partition": "0:0-999999"}, raise_on_error=False)
     print("materialised", done.success, kafka, registry, made.resources)
     for event in done.all_events:
@@ -115,7 +115,7 @@ with DagsterInstance.local_temp(home, {"telemetry": {"enabled": False}}) as inst
     for command in ("status", "from-kafka"):
         zync(command, str(file))
     try:
-        print(evaluate(load(file), instance, None, time.time()))
+        print(evaluate(Names(load(file)), instance, None, time.time()))
         zync("ls", "--pipeline", str(file))
     except Exception:
         traceback.print_exc()

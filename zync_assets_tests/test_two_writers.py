@@ -27,11 +27,12 @@ import sys
 from pathlib import Path
 from dagster import DagsterInstance
 from zync_assets import pipeline_file
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.assets.build import build_definitions
 
 pipeline = pipeline_file.load(Path(sys.argv[1]))
 definitions = build_definitions(pipeline)
+names = Names(pipeline)
 with DagsterInstance.local_temp(sys.argv[2], {"telemetry": {"enabled": False}}) as instance:
     def run(job, keys, key):
         instance.add_dynamic_partitions(keys, [key])
@@ -42,8 +43,8 @@ with DagsterInstance.local_temp(sys.argv[2], {"telemetry": {"enabled": False}}) 
             print("error:", event.step_failure_data.user_failure_data or event.step_failure_data.error.message, file=sys.stderr)
     for item in pipeline.inputs:
         for partition in range(2):
-            run(names.ingest_job(item.topic), names.raw_partitions(pipeline.name, item.pool, item.topic), f"{partition}:0-999999")
-    run(names.staging_job("Staging"), names.staging_partitions(pipeline.name, "Staging"), "0:0-999999")
+            run(names.ingest_job(item.topic), names.raw_partitions(item.topic), f"{partition}:0-999999")
+    run(names.staging_job("Staging"), names.staging_partitions("Staging"), "0:0-999999")
 """
 
 

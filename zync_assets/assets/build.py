@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dagster import (
@@ -12,23 +13,24 @@ from dagster import (
     BetaWarning,
     Definitions,
     InitResourceContext,
-    IOManagerDefinition,
     define_asset_job,
     in_process_executor,
     io_manager,
 )
 
-from zync_assets.assets import names
 from zync_assets.assets.checks import build_checks
 from zync_assets.assets.connections import KafkaResource, RegistryResource, connected
-from zync_assets.assets.graph import build_assets
+from zync_assets.assets.graph import Labels, build_assets, group_names
 from zync_assets.assets.kafka_io import KafkaIOManager
+from zync_assets.assets.location import claim_tables, sources
+from zync_assets.assets.names import PIPELINE_TAG, Names
 from zync_assets.assets.pool_io import PoolIOManager
 from zync_assets.assets.resources import spark_resource
 from zync_assets.assets.sensor import build_sensor
+from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline
 
-NO_RESOURCES: Mapping[str, object] = {}
+NOTHING: Mapping[str, Any] = {}
 
 
 def build_definitions(
@@ -36,73 +38,143 @@ def build_definitions(
     *,
     kafka: KafkaResource | None = None,
     registry: RegistryResource | None = None,
-    resources: Mapping[str, object] = NO_RESOURCES,
+    resources: Mapping[str, object] = NOTHING,
     sensor_running: bool = False,
+    key_prefix: str | Sequence[str] = (),
+    owners: Sequence[str] | None = None,
+    groups: str | Mapping[str, str] = NOTHING,
+    tags: Mapping[str, str] = NOTHING,
 ) -> Definitions:
-    """Assets, checks, jobs, the sensor and the resources ``spark``, ``kafka_io`` and ``pool_io`` of a pipeline.
+    """Assets, checks, jobs, the sensor and the resources of a pipeline. Needs neither network nor JVM.
 
-    ``kafka`` and ``registry`` take the place of the file's connections, and are shown as resources of those names.
-    ``resources`` replaces some of these three or adds to them. Needs neither network nor JVM. Merge it with
-    definitions of your own: ``Definitions.merge(build_definitions(pipeline), Definitions(assets=[...]))``.
+    The result merges with definitions of your own and of other pipelines. Jobs, ops, resources and the sensor end in
+    the pipeline's name. No executor is set but that of the pipeline's jobs.
+
+    ``kafka``, ``registry``: take the place of the file's connections, and are shown as resources
+    ``kafka_of_<pipeline>`` and ``registry_of_<pipeline>``.
+    ``resources``: ``spark``, ``kafka_io`` and ``pool_io`` take the place of the pipeline's own; others are added.
+    ``sensor_running``: whether the sensor is on from the start.
+    ``key_prefix``: the first parts of every asset key, as a sequence or with slashes.
+    ``owners``: of every asset, such as ``team:sales``; by default the team of the pipeline's name.
+    ``groups``: one group for all assets, or a mapping from the groups ``source_topics``, ``output_topics`` and the
+    pools' names to other groups.
+    ``tags``: of every asset, beside ``zync/pipeline``.
+
+    A topic that several pipelines of a process read is one asset, with the labels of the pipeline that was built first.
+
+    SetupError if a table of the lake is an asset of another pipeline file already, or if ``groups`` names no group of
+    the pipeline.
+
+        >>> from pathlib import Path
+        >>> from dagster import Definitions, asset
+        >>> from zync_assets import build_definitions, load_pipeline
+        >>> _ = Path("shop.yaml").write_text("inputs: [{topic: orders, pool: Raw, format: json}]")
+        >>> @asset(deps=[["shop", "Raw", "orders"]])
+        ... def report() -> None: ...
+        >>> shop = build_definitions(load_pipeline("shop.yaml"), key_prefix="shop", owners=["team:sales"])
+        >>> defs = Definitions.merge(shop, Definitions(assets=[report]))
+        >>> sorted(key.to_user_string() for key in defs.resolve_all_asset_keys())
+        ['report', 'shop/Raw/orders', 'shop/kafka/orders']
+        >>> [job.name for job in shop.jobs]
+        ['ingest_orders_of_shop', 'check_shop']
     """
-    pipeline = connected(pipeline, kafka, registry)
-    shown = {name: given for name, given in (("kafka", kafka), ("registry", registry)) if given is not None}
+    names = Names(connected(pipeline, kafka, registry), tuple(_parts(key_prefix)))
+    labels = Labels(
+        tuple([f"team:{pipeline.name}"] if owners is None else owners),
+        {**tags, PIPELINE_TAG: pipeline.name},
+        _groups(pipeline, groups),
+    )
+    shown = {names.resource(name): item for name, item in (("kafka", kafka), ("registry", registry)) if item}
     with warnings.catch_warnings():
         # Single-run backfills are what a range run needs; Dagster calls the parameter beta.
         warnings.simplefilter("ignore", BetaWarning)
-        checks = build_checks(pipeline)
-        jobs = [*build_jobs(pipeline), _checks_job(pipeline, checks)]
+        given = {**_resources(names), **shown, **{_resource_key(names, name): item for name, item in resources.items()}}
+        names = replace(names, sources=sources(names, labels, given))
+        claim_tables(names)
+        topics = list(names.sources.values())
+        checks = [*(item.check for item in topics), *build_checks(names)]
+        jobs = [*build_jobs(names), _checks_job(names, checks)]
         return Definitions(
-            assets=build_assets(pipeline),
+            assets=[*(item.asset for item in topics), *build_assets(names, labels)],
             asset_checks=checks,
             jobs=jobs,
-            sensors=[build_sensor(pipeline, jobs, running=sensor_running)],
-            resources={**_resources(pipeline), **shown, **resources},
-            executor=in_process_executor,
+            sensors=[build_sensor(names, jobs, running=sensor_running)],
+            resources={**given, **{key: item for topic in topics for key, item in topic.resources.items()}},
         )
 
 
-def build_jobs(pipeline: Pipeline) -> list[Any]:
+def _parts(key_prefix: str | Sequence[str]) -> Sequence[str]:
+    return [part for part in key_prefix.split("/") if part] if isinstance(key_prefix, str) else key_prefix
+
+
+def _groups(pipeline: Pipeline, groups: str | Mapping[str, str]) -> Mapping[str, str]:
+    known = group_names(pipeline)
+    if isinstance(groups, str):
+        return dict.fromkeys(known, groups)
+    for name in groups:
+        if name not in known:
+            raise SetupError(f"groups: {pipeline.path} has no group {name}. Its groups are {', '.join(known)}.")
+    return groups
+
+
+def _resource_key(names: Names, name: str) -> str:
+    return names.resource(name) if name in ("spark", "kafka_io", "pool_io") else name
+
+
+def build_jobs(names: Names) -> list[Any]:
     """One job for each partitions definition: a run has the keys of one."""
-    tags = {names.PIPELINE_TAG: pipeline.name}
+    pipeline = names.pipeline
     ingest = [
-        define_asset_job(
+        _job(
+            names,
             names.ingest_job(item.topic),
             AssetSelection.assets(names.pool_key(item.pool, item.topic)),
-            description=f"Ingests {item.topic} into {item.pool}, and checks it.",
-            tags=tags,
+            f"Ingests {item.topic} into {item.pool}, and checks it.",
         )
         for item in pipeline.inputs
     ]
     staging = [
-        define_asset_job(
+        _job(
+            names,
             names.staging_job(pool),
-            AssetSelection.assets(*names.staging_job_assets(pipeline, pool)),
-            description=f"ETL into {pool}, its checks, and publishing of its topics.",
-            tags=tags,
+            AssetSelection.assets(*names.staging_job_assets(pool)),
+            f"ETL into {pool}, its checks, and publishing of its topics.",
         )
         for pool in pipeline.staging_pools
     ]
     return [*ingest, *staging]
 
 
-def _checks_job(pipeline: Pipeline, checks: Sequence[AssetChecksDefinition]) -> Any:
+def _checks_job(names: Names, checks: Sequence[AssetChecksDefinition]) -> Any:
+    keys = [key for definition in checks for key in definition.check_keys]
+    description = f"Every check of pipeline {names.pipeline.name}, over everything. No JVM."
+    return _job(names, names.checks_job, AssetSelection.checks(*keys), description)
+
+
+def _job(names: Names, name: str, selection: AssetSelection, description: str) -> Any:
+    # One process a run: its steps share one Spark session.
     return define_asset_job(
-        names.checks_job(pipeline.name),
-        AssetSelection.checks(*(key for definition in checks for key in definition.check_keys)),
-        description=f"Every check of pipeline {pipeline.name}, over everything. No JVM.",
-        tags={names.PIPELINE_TAG: pipeline.name},
+        name,
+        selection,
+        description=description,
+        tags={PIPELINE_TAG: names.pipeline.name},
+        executor_def=in_process_executor,
     )
 
 
-def _resources(pipeline: Pipeline) -> dict[str, object]:
-    @io_manager(required_resource_keys={"spark"}, description="Reads topics, publishes to them.")
+def _resources(names: Names) -> dict[str, object]:
+    spark = names.resource("spark")
+
+    @io_manager(required_resource_keys={spark}, description="Reads topics, publishes to them.")
     def kafka_io(context: InitResourceContext) -> KafkaIOManager:
-        return KafkaIOManager(pipeline, context.resources.spark)
+        return KafkaIOManager(names, getattr(context.resources, spark))
 
-    @io_manager(required_resource_keys={"spark"}, description="Commits to the pools of the lake, reads them.")
+    @io_manager(required_resource_keys={spark}, description="Commits to the pools of the lake, reads them.")
     def pool_io(context: InitResourceContext) -> PoolIOManager:
-        return PoolIOManager(pipeline, context.resources.spark)
+        return PoolIOManager(names, getattr(context.resources, spark))
 
-    managers: dict[str, IOManagerDefinition] = {"kafka_io": kafka_io, "pool_io": pool_io}
-    return {"spark": spark_resource(pipeline), **managers}
+    return {
+        spark: spark_resource(names.pipeline),
+        names.resource("kafka_io"): kafka_io,
+        names.resource("pool_io"): pool_io,
+    }

@@ -19,7 +19,8 @@ from dagster import (
     multi_asset_check,
 )
 
-from zync_assets.assets import names, partitions
+from zync_assets.assets import partitions
+from zync_assets.assets.names import Names
 from zync_assets.audit.guard import newly_staged
 from zync_assets.audit.result import CheckResult
 from zync_assets.audit.verdict import judged
@@ -35,20 +36,21 @@ Ranges = Sequence[OffsetRange] | None
 Look = Callable[[AssetCheckExecutionContext], CheckResult]
 
 
-def build_checks(pipeline: Pipeline) -> list[AssetChecksDefinition]:
-    """All checks of a pipeline."""
+def build_checks(names: Names) -> list[AssetChecksDefinition]:
+    """All checks of a pipeline's own assets; a source topic has its check with it."""
+    pipeline = names.pipeline
     found: list[AssetChecksDefinition] = []
     for item in pipeline.inputs:
-        found.append(_reachable(pipeline, item.topic))
-        found += _raw(pipeline, item.topic)
+        found += _raw(names, item.topic)
     for pool in pipeline.staging_pools:
-        found += _staging(pipeline, pool)
+        found += _staging(names, pool)
     for output in pipeline.outputs:
-        found.append(_published(pipeline, output.topic))
+        found.append(_published(names, output.topic))
     return found
 
 
-def _raw(pipeline: Pipeline, topic: str) -> Iterator[AssetChecksDefinition]:
+def _raw(names: Names, topic: str) -> Iterator[AssetChecksDefinition]:
+    pipeline = names.pipeline
     asset = names.pool_key(pipeline.input(topic).pool, topic)
     told = {
         raw_checks.MONOTONIC: (raw_checks.monotonic_offsets, "Offsets ascend, and no two files overlap."),
@@ -70,10 +72,11 @@ def _raw(pipeline: Pipeline, topic: str) -> Iterator[AssetChecksDefinition]:
                 return judged(pipeline, pipeline.input(topic).pool, lambda: function(pipeline, topic, ranges))
             return function(pipeline, topic, ranges)
 
-        yield _check(asset, name, description, blocking, look)
+        yield _check(names, asset, name, description, blocking, look)
 
 
-def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
+def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
+    pipeline = names.pipeline
     outputs = [item.topic for item in pipeline.outputs_of(pool)]
     keys = {topic: names.pool_key(pool, topic) for topic in outputs}
 
@@ -95,6 +98,7 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
             return judged(pipeline, pool, lambda: staging_checks.contiguous_output_offsets(pipeline, topic, ranges))
 
         yield _check(
+            names,
             key,
             staging_checks.COVERAGE,
             "Every input record below seen is in exactly one class of the account, and every done one made one output.",
@@ -102,9 +106,10 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
             whole_pool,
         )
         yield _check(
-            key, staging_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
+            names, key, staging_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
         )
         yield _check(
+            names,
             key,
             staging_checks.PENDING_AGE,
             "No record has waited for its counterpart for too long.",
@@ -113,32 +118,37 @@ def _staging(pipeline: Pipeline, pool: str) -> Iterator[AssetChecksDefinition]:
         )
 
 
-def _reachable(pipeline: Pipeline, topic: str) -> AssetChecksDefinition:
+def reachable(names: Names, topic: str) -> AssetChecksDefinition:
+    """The check of a source topic."""
     return _check(
+        names,
         names.topic_key(topic),
         topic_checks.REACHABLE,
         "The broker knows the topic, the pipeline may look at it, and every partition has a leader. The sensor reports it"
         " too, when it changed.",
         False,
-        lambda _: topic_checks.reachable(pipeline, topic),
+        lambda _: topic_checks.reachable(names.pipeline, topic),
     )
 
 
-def _published(pipeline: Pipeline, topic: str) -> AssetChecksDefinition:
+def _published(names: Names, topic: str) -> AssetChecksDefinition:
     asset = names.topic_key(topic)
     return _check(
+        names,
         asset,
         topic_checks.STAGING_EQUALS_TOPIC,
         "The record at each offset of the topic is the one that staging numbers so, byte for byte.",
         False,
-        lambda context: topic_checks.staging_equals_topic(pipeline, topic, run_ranges(context, asset)),
+        lambda context: topic_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
     )
 
 
 _RangeCheck = Callable[[Pipeline, str, Ranges], CheckResult]
 
 
-def _check(asset: AssetKey, name: str, description: str, blocking: bool, look: Look) -> AssetChecksDefinition:
+def _check(
+    names: Names, asset: AssetKey, name: str, description: str, blocking: bool, look: Look
+) -> AssetChecksDefinition:
     """One check. Made as a multi-asset check of one: ``asset_check`` names its op itself, and alike for ``a.b`` and
     ``a_b``."""
     spec = AssetCheckSpec(name, asset=asset, description=description, blocking=blocking)

@@ -26,7 +26,23 @@ def _secret(what: str) -> Any:
 
 
 class KafkaResource(ConfigurableResource):
-    """The connection to the broker. ``properties`` takes any other librdkafka property, under librdkafka's name."""
+    """The connection to the broker. ``properties`` takes any other librdkafka property, under librdkafka's name.
+
+    Dagster's pages show an ``EnvVar`` by its name. Any other value is shown whole.
+
+        >>> from dagster import EnvVar
+        >>> from zync_assets import KafkaResource
+        >>> kafka = KafkaResource(
+        ...     bootstrap_servers="broker:9093",
+        ...     security_protocol="SASL_SSL",
+        ...     sasl_mechanism="SCRAM-SHA-512",
+        ...     sasl_username="zync",
+        ...     sasl_password=EnvVar("KAFKA_PASSWORD"),
+        ...     properties={"socket.timeout.ms": "5000"},
+        ... )
+        >>> kafka.bootstrap_servers, "sasl_password" in repr(kafka)
+        ('broker:9093', False)
+    """
 
     bootstrap_servers: str = Field(description="host:port, or several with commas.")
     security_protocol: str | None = Field(default=None, description="PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL.")
@@ -53,7 +69,14 @@ class KafkaResource(ConfigurableResource):
 
 
 class RegistryResource(ConfigurableResource):
-    """How to reach the schema registry. ``properties``: any other property of Confluent's client."""
+    """How to reach the schema registry. ``properties``: any other property of Confluent's client.
+
+    >>> from dagster import EnvVar
+    >>> from zync_assets import RegistryResource
+    >>> registry = RegistryResource(url="https://registry:8081", basic_auth_user_info=EnvVar("REGISTRY_LOGIN"))
+    >>> registry.url, "basic_auth_user_info" in repr(registry)
+    ('https://registry:8081', False)
+    """
 
     url: str = Field(description="http:// or https://; several with commas.")
     basic_auth_user_info: str | None = _secret("user:password.")

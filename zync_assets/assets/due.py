@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from dagster import AssetKey
 
-from zync_assets.assets import names, partitions
+from zync_assets.assets import partitions
 from zync_assets.assets.facts import Facts
+from zync_assets.assets.names import Names
 from zync_assets.offsets import OffsetRange, key_of, keys_over
-from zync_assets.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Grid:
     assets: frozenset[AssetKey]
 
 
-def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
+def due(names: Names, facts: Facts) -> Iterator[Step]:
     """The steps that have work.
 
     Ingest has work if a topic's end is past the next offset. ETL and publish have work if a raw table's next offset is past
@@ -76,13 +76,13 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         yield Step(
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic)]),
-            names.raw_partitions(pipeline.name, pool, topic),
+            names.raw_partitions(topic),
             tuple(sorted(keys)),
             plan.ranges,
             (),
         )
     for pool, plan in facts.etl.items():
-        outputs = [item.topic for item in pipeline.outputs_of(pool)]
+        outputs = [item.topic for item in names.pipeline.outputs_of(pool)]
         sound = [name for name in outputs if name in facts.publish]
         late = [names.topic_key(name) for name in sound if not facts.publish[name].nothing_to_do]
         if plan.nothing_to_do and not late:
@@ -90,7 +90,7 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
         ends = [(partition, item.next) for (name, partition), item in plan.head.outputs.items() if name in outputs]
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
-        assets = names.staging_job_assets(pipeline, pool)
+        assets = names.staging_job_assets(pool)
         # A topic with a problem would fail the run, and the other topics would wait with it.
         left_out = {names.topic_key(name) for name in outputs if name not in sound}
         selection = tuple(key for key in assets if key not in left_out)
@@ -99,18 +99,18 @@ def due(pipeline: Pipeline, facts: Facts) -> Iterator[Step]:
         yield Step(
             names.staging_job(pool),
             frozenset(assets),
-            names.staging_partitions(pipeline.name, pool),
+            names.staging_partitions(pool),
             (first,),
             (),
-            tuple(names.pool_key(item.pool, item.topic) for item in pipeline.inputs_of(pool)),
+            tuple(names.pool_key(item.pool, item.topic) for item in names.pipeline.inputs_of(pool)),
             selection if left_out else None,
-            frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pipeline, pool))]),
+            frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pool))]),
             {names.publish_op(name): names.topic_key(name) for name in sound},
             pool,
         )
 
 
-def grids(pipeline: Pipeline, facts: Facts) -> Iterator[Grid]:
+def grids(names: Names, facts: Facts) -> Iterator[Grid]:
     """The partitions definitions whose ranges are known."""
     for topic, plan in facts.ingest.items():
         state, pool = plan.topic_state, plan.input.pool
@@ -118,7 +118,7 @@ def grids(pipeline: Pipeline, facts: Facts) -> Iterator[Grid]:
         first = {**lows, **plan.first, **(plan.state.first if plan.state else {})}
         until = {item.partition: item.end for item in state.partitions}
         yield Grid(
-            names.raw_partitions(pipeline.name, pool, topic),
+            names.raw_partitions(topic),
             tuple(partitions.touched(first, until)),
             frozenset([*first, *until, *state.away]),
             names.ingest_job(topic),
@@ -129,11 +129,11 @@ def grids(pipeline: Pipeline, facts: Facts) -> Iterator[Grid]:
         for (_, partition), item in plan.head.outputs.items():
             wanted |= set(partitions.touched({partition: item.base}, {partition: item.next}))
         yield Grid(
-            names.staging_partitions(pipeline.name, pool),
+            names.staging_partitions(pool),
             tuple(sorted(wanted)),
             frozenset(key.partition for key in wanted),
             names.staging_job(pool),
-            frozenset(names.staging_job_assets(pipeline, pool)),
+            frozenset(names.staging_job_assets(pool)),
         )
 
 

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.checks import topic_checks
 from zync_assets.errors import ZyncError
 from zync_assets.lake.published import open_published
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Pipeline
 
 _NO_END = 1 << 62
 
@@ -39,7 +38,7 @@ def said(error: Exception) -> str:
 
 
 @contextmanager
-def publishing(pipeline: Pipeline, instance: DagsterInstance, topic: str) -> Generator[None]:
+def publishing(names: Names, instance: DagsterInstance, topic: str) -> Generator[None]:
     """Within it, an error also runs the topic's check over all that is not verified, and reports the result.
 
     Dagster skips the check of an asset whose step failed, and this check alone names the record that stands in the way.
@@ -47,11 +46,12 @@ def publishing(pipeline: Pipeline, instance: DagsterInstance, topic: str) -> Gen
     try:
         yield
     except ZyncError:
-        instance.report_runless_asset_event(_look(pipeline, topic))
+        instance.report_runless_asset_event(_look(names, topic))
         raise
 
 
-def _look(pipeline: Pipeline, topic: str) -> AssetCheckEvaluation:
+def _look(names: Names, topic: str) -> AssetCheckEvaluation:
+    pipeline = names.pipeline
     key, name = names.topic_key(topic), topic_checks.STAGING_EQUALS_TOPIC
     try:
         done = open_published(pipeline.lake, pipeline.output(topic).pool, topic)

@@ -5,6 +5,8 @@ Their functions hold no work: a batch is read by the IO manager upstream and com
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,8 +22,9 @@ from dagster import (
 )
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import names, partitions, report
+from zync_assets.assets import partitions, report
 from zync_assets.assets.failure import spoken
+from zync_assets.assets.names import Names, argument
 from zync_assets.assets.pool_io import STAGING_POOL
 from zync_assets.assets.resources import session
 from zync_assets.pipeline import Denorm, Output, Pipeline
@@ -34,18 +37,37 @@ SOURCES, TARGETS = "source_topics", "output_topics"
 """The groups of topics: two, so that the graph can be read from left to right."""
 
 
-def build_assets(pipeline: Pipeline) -> list[AssetsDefinition | AssetSpec]:
-    """All assets of a pipeline."""
+@dataclass(frozen=True)
+class Labels:
+    """What the assets of a pipeline say beside their names. ``groups``: a group that this module gives → the group to
+    show instead."""
+
+    owners: tuple[str, ...]
+    tags: Mapping[str, str]
+    groups: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def group(self, name: str) -> str:
+        return self.groups.get(name, name)
+
+
+def group_names(pipeline: Pipeline) -> list[str]:
+    """The groups of a pipeline's assets, from left to right."""
+    pools = [item.pool for item in (*pipeline.inputs, *pipeline.outputs)]
+    return list(dict.fromkeys([SOURCES, *pools, TARGETS]))
+
+
+def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetSpec]:
+    """All assets that a pipeline makes; those of source topics are in ``names.sources``."""
+    pipeline = names.pipeline
     return [
-        *(source(pipeline, item.topic) for item in pipeline.inputs),
-        *(raw(pipeline, item.topic) for item in pipeline.inputs),
-        *(asset for pool in pipeline.staging_pools for asset in _staging(pipeline, pool)),
-        *(published(pipeline, item) for item in pipeline.outputs),
+        *(raw(names, labels, item.topic) for item in pipeline.inputs),
+        *(asset for pool in pipeline.staging_pools for asset in _staging(names, labels, pool)),
+        *(published(names, labels, item) for item in pipeline.outputs),
     ]
 
 
-def source(pipeline: Pipeline, topic: str) -> AssetSpec:
-    item = pipeline.input(topic)
+def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
+    item = names.pipeline.input(topic)
     return AssetSpec(
         names.topic_key(topic),
         description=(
@@ -53,39 +75,43 @@ def source(pipeline: Pipeline, topic: str) -> AssetSpec:
             f" {item.value.format}). zync only reads it. What it holds of each range, and how far {item.pool}/{topic}"
             " is behind, is reported here."
         ),
-        partitions_def=partitions.raw_definition(pipeline, topic),
-        group_name=SOURCES,
+        partitions_def=partitions.raw_definition(names, topic),
+        group_name=labels.group(SOURCES),
         kinds={"kafka", item.value.format},
-        owners=_owners(pipeline),
-        tags=_tags(pipeline),
-    ).with_io_manager_key("kafka_io")
+        owners=labels.owners,
+        tags=labels.tags,
+    ).with_io_manager_key(names.resource("kafka_io"))
 
 
-def raw(pipeline: Pipeline, topic: str) -> AssetsDefinition:
-    item = pipeline.input(topic)
+def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
+    item = names.pipeline.input(topic)
 
     @multi_asset(
         name=names.read_op(topic),
         description=f"Ingests {topic}: read from Kafka, decoded, committed with the next offsets.",
-        ins={"batch": AssetIn(names.topic_key(topic), dagster_type=RawBatch)},
+        ins={
+            "batch": AssetIn(
+                names.topic_key(topic), dagster_type=RawBatch, input_manager_key=names.resource("kafka_io")
+            )
+        },
         outs={
             "committed": AssetOut(
                 key=names.pool_key(item.pool, topic),
                 dagster_type=RawBatch,
-                io_manager_key="pool_io",
+                io_manager_key=names.resource("pool_io"),
                 description=(
                     f"The raw table of topic **{topic}**: every record once, keys and values as typed columns. A range"
                     " that is complete is verified when it is materialised again; the open one goes on to the"
                     " topic's end."
                 ),
-                group_name=item.pool,
+                group_name=labels.group(item.pool),
                 kinds={"deltalake", "spark"},
-                owners=_owners(pipeline),
-                tags=_tags(pipeline),
+                owners=labels.owners,
+                tags=labels.tags,
                 metadata={"dagster/table_name": f"{item.pool}.{topic}"},
             )
         },
-        partitions_def=partitions.raw_definition(pipeline, topic),
+        partitions_def=partitions.raw_definition(names, topic),
         backfill_policy=SINGLE_RUN,
     )
     def ingest(batch: Any) -> RawBatch:
@@ -94,28 +120,29 @@ def raw(pipeline: Pipeline, topic: str) -> AssetsDefinition:
     return ingest
 
 
-def _staging(pipeline: Pipeline, pool: str) -> list[AssetsDefinition | AssetSpec]:
+def _staging(names: Names, labels: Labels, pool: str) -> list[AssetsDefinition | AssetSpec]:
     """The assets of a staging pool's topics. If the file has no rule for the pool, another pipeline file fills the pool."""
-    if pipeline.rules_of(pool):
-        return [staging(pipeline, pool)]
-    return [_filled_elsewhere(pipeline, item) for item in pipeline.outputs_of(pool)]
+    if names.pipeline.rules_of(pool):
+        return [staging(names, labels, pool)]
+    return [_filled_elsewhere(names, labels, item) for item in names.pipeline.outputs_of(pool)]
 
 
-def _filled_elsewhere(pipeline: Pipeline, item: Output) -> AssetSpec:
+def _filled_elsewhere(names: Names, labels: Labels, item: Output) -> AssetSpec:
     return AssetSpec(
         names.pool_key(item.pool, item.topic),
         description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
-        partitions_def=partitions.staging_definition(pipeline, item.pool),
-        group_name=item.pool,
+        partitions_def=partitions.staging_definition(names, item.pool),
+        group_name=labels.group(item.pool),
         kinds={"deltalake"},
-        owners=_owners(pipeline),
-        tags=_tags(pipeline),
+        owners=labels.owners,
+        tags=labels.tags,
         metadata={"dagster/table_name": f"{item.pool}.{item.topic}"},
-    ).with_io_manager_key("pool_io")
+    ).with_io_manager_key(names.resource("pool_io"))
 
 
-def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:
+def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
     """All output topics of a pool as one asset function: they are committed together, so none can be made alone."""
+    pipeline, spark_key = names.pipeline, names.resource("spark")
     topics = [item.topic for item in pipeline.inputs_of(pool)]
     outputs = pipeline.outputs_of(pool)
 
@@ -123,23 +150,24 @@ def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:
         name=names.etl_op(pool),
         description=f"ETL of pool {pool}: the rules over all new raw records; outputs and account in one commit.",
         ins={
-            names.argument(topic): AssetIn(
+            argument(topic): AssetIn(
                 names.pool_key(pipeline.input(topic).pool, topic),
                 dagster_type=RawSlice,
                 partition_mapping=AllPartitionMapping(),
                 metadata={STAGING_POOL: pool},
+                input_manager_key=names.resource("pool_io"),
             )
             for topic in topics
         },
-        outs={names.argument(item.topic): _staging_out(pipeline, item) for item in outputs},
-        partitions_def=partitions.staging_definition(pipeline, pool),
+        outs={argument(item.topic): _staging_out(names, labels, item) for item in outputs},
+        partitions_def=partitions.staging_definition(names, pool),
         backfill_policy=SINGLE_RUN,
-        required_resource_keys={"spark"},
+        required_resource_keys={spark_key},
         can_subset=False,
     )
     def etl(context: AssetExecutionContext, **slices: Any):
-        spark: LazyPySparkResource = context.resources.spark
-        given: dict[str, RawSlice] = {topic: slices[names.argument(topic)] for topic in topics}
+        spark: LazyPySparkResource = getattr(context.resources, spark_key)
+        given: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
         plan = next(iter(given.values())).plan
         with spoken():
             keys = partitions.served(context.partition_keys, f"pool {pool}")
@@ -152,27 +180,33 @@ def staging(pipeline: Pipeline, pool: str) -> AssetsDefinition:
     return etl
 
 
-def published(pipeline: Pipeline, item: Output) -> AssetsDefinition:
+def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
     @multi_asset(
         name=names.publish_op(item.topic),
         description=f"Publishes {item.topic} from {item.pool}.",
-        ins={"batch": AssetIn(names.pool_key(item.pool, item.topic), dagster_type=OutputBatch)},
+        ins={
+            "batch": AssetIn(
+                names.pool_key(item.pool, item.topic),
+                dagster_type=OutputBatch,
+                input_manager_key=names.resource("pool_io"),
+            )
+        },
         outs={
             "published": AssetOut(
                 key=names.topic_key(item.topic),
                 dagster_type=OutputBatch,
-                io_manager_key="kafka_io",
+                io_manager_key=names.resource("kafka_io"),
                 description=(
                     f"The Kafka topic **{item.topic}**, for whoever consumes it (keys: {item.key.format}, values:"
                     f" {item.value.format}). Its record at offset k is record k of {item.pool}/{item.topic}."
                 ),
-                group_name=TARGETS,
+                group_name=labels.group(TARGETS),
                 kinds={"kafka", item.value.format},
-                owners=_owners(pipeline),
-                tags=_tags(pipeline),
+                owners=labels.owners,
+                tags=labels.tags,
             )
         },
-        partitions_def=partitions.staging_definition(pipeline, item.pool),
+        partitions_def=partitions.staging_definition(names, item.pool),
         backfill_policy=SINGLE_RUN,
     )
     def publish(batch: Any) -> OutputBatch:
@@ -181,31 +215,23 @@ def published(pipeline: Pipeline, item: Output) -> AssetsDefinition:
     return publish
 
 
-def _staging_out(pipeline: Pipeline, item: Output) -> AssetOut:
+def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
     made = ", ".join(
         f"{rule.name} ({rule.left} with {rule.right})" if isinstance(rule, Denorm) else f"{rule.name} ({rule.input})"
-        for rule in pipeline.rules_of(item.pool)
+        for rule in names.pipeline.rules_of(item.pool)
         if rule.out == item.topic
     )
     return AssetOut(
         key=names.pool_key(item.pool, item.topic),
         dagster_type=EtlBatch,
-        io_manager_key="pool_io",
+        io_manager_key=names.resource("pool_io"),
         description=(
             f"What goes to topic **{item.topic}**, numbered as it will be there, each record with its sources."
             f" Made by {made or 'no rule'}."
         ),
-        group_name=item.pool,
+        group_name=labels.group(item.pool),
         kinds={"deltalake", "spark"},
-        owners=_owners(pipeline),
-        tags=_tags(pipeline),
+        owners=labels.owners,
+        tags=labels.tags,
         metadata={"dagster/table_name": f"{item.pool}.{item.topic}"},
     )
-
-
-def _owners(pipeline: Pipeline) -> list[str]:
-    return [f"team:{pipeline.name}"]
-
-
-def _tags(pipeline: Pipeline) -> dict[str, str]:
-    return {names.PIPELINE_TAG: pipeline.name}

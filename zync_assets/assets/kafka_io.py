@@ -12,6 +12,7 @@ from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import publishing, spoken
+from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
 from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError, RangeUnknown
@@ -30,8 +31,9 @@ UNLIMITED = 1 << 60
 class KafkaIOManager(IOManager):
     """``kafka_io``. One object serves one run."""
 
-    def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
-        self._pipeline = pipeline
+    def __init__(self, names: Names, spark: LazyPySparkResource) -> None:
+        self._names = names
+        self._pipeline = names.pipeline
         self._session = partial(session, spark)
 
     def load_input(self, context: InputContext) -> object:
@@ -58,7 +60,7 @@ class KafkaIOManager(IOManager):
             plan = obj.plan
             done = PublishCommit(obj.topic, OffsetRange(0, plan.end, plan.end), 0, 0.0)
             if not plan.nothing_to_do:
-                with publishing(self._pipeline, context.step_context.instance, obj.topic):
+                with publishing(self._names, context.step_context.instance, obj.topic):
                     done = publish(self._pipeline, obj)
             numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
             context.add_output_metadata(numbers)

@@ -1,14 +1,19 @@
 """How the parts of a pipeline are called in Dagster.
 
-Asset keys hold pool and topic as they are. Dagster's other names take letters, digits and underscores alone, so a
-topic's other characters are spelled out there, each in a way of its own: ``a.b`` and ``a_b`` stay two names.
+Asset keys hold pool and topic as they are, behind the pipeline's key prefix. Dagster's other names take letters, digits
+and underscores alone, so a topic's other characters are spelled out there, each in a way of its own: ``a.b`` and
+``a_b`` stay two names. Jobs, ops, sensors and resources end in the pipeline's name, because a code location may have
+several pipelines.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from dagster import AssetKey
+from dagster import AssetChecksDefinition, AssetKey, AssetSpec
 
 from zync_assets.pipeline import Pipeline
 
@@ -35,63 +40,101 @@ def argument(topic: str) -> str:
     return f"of_{identifier(topic)}"
 
 
-def topic_key(topic: str) -> AssetKey:
-    """The asset of a Kafka topic: ``kafka/<topic>``."""
-    return AssetKey([KAFKA, topic])
+@dataclass(frozen=True, eq=False)
+class SourceTopic:
+    """The asset of a source topic, with the parts that belong to the asset.
+
+    All pipelines of a process that read the topic have this one object: Dagster takes two references to one object as
+    one definition.
+    """
+
+    names: Names
+    """The names of the pipeline that was built first. The parts carry these names."""
+    asset: AssetSpec
+    check: AssetChecksDefinition
+    resources: Mapping[str, object]
+    """The IO manager that reads the topic, and its Spark session."""
+
+    @property
+    def file(self) -> Path:
+        return self.names.file
 
 
-def pool_key(pool: str, topic: str) -> AssetKey:
-    """The asset of a topic in a pool: ``<Pool>/<topic>``."""
-    return AssetKey([pool, topic])
+@dataclass(frozen=True, eq=False)
+class Names:
+    """The names of one pipeline's assets, jobs, ops, sensor and resources."""
 
+    pipeline: Pipeline
+    prefix: tuple[str, ...] = ()
+    """The first parts of every asset key."""
+    sources: Mapping[str, SourceTopic] = field(default_factory=dict[str, SourceTopic])
+    """Input topic → the asset of the topic, once it is made."""
 
-def raw_partitions(pipeline: str, pool: str, topic: str) -> str:
-    """The name of the partitions definition that ``kafka/<topic>`` and ``<Pool>/<topic>`` share; instance-wide."""
-    return f"{pipeline}/{pool}/{topic}"
+    @property
+    def file(self) -> Path:
+        return self.pipeline.path
 
+    def topic_key(self, topic: str) -> AssetKey:
+        """The asset of a Kafka topic: ``kafka/<topic>``."""
+        return AssetKey([*self.prefix, KAFKA, topic])
 
-def staging_partitions(pipeline: str, pool: str) -> str:
-    """The name of the partitions definition of a staging pool's topics and their ``kafka/*``; instance-wide."""
-    return f"{pipeline}/{pool}"
+    def pool_key(self, pool: str, topic: str) -> AssetKey:
+        """The asset of a topic in a pool: ``<Pool>/<topic>``."""
+        return AssetKey([*self.prefix, pool, topic])
 
+    def raw_partitions(self, topic: str) -> str:
+        """The name of the partitions definition that ``kafka/<topic>`` and ``<Pool>/<topic>`` share; instance-wide."""
+        owner = self.sources[topic].names.pipeline if topic in self.sources else self.pipeline
+        return f"{owner.name}/{owner.input(topic).pool}/{topic}"
 
-def ingest_job(topic: str) -> str:
-    return f"ingest_{identifier(topic)}"
+    def staging_partitions(self, pool: str) -> str:
+        """The name of the partitions definition of a staging pool's topics and their ``kafka/*``; instance-wide."""
+        return f"{self.pipeline.name}/{pool}"
 
+    def follows(self, topic: str) -> bool:
+        """Whether the asset of an input topic was made by another pipeline."""
+        return topic in self.sources and self.sources[topic].file != self.file
 
-def staging_job(pool: str) -> str:
-    return f"etl_and_publish_{pool}"
+    def staged_assets(self, pool: str) -> list[AssetKey]:
+        """The topics of a staging pool; none where another file has their rules."""
+        rules, outputs = self.pipeline.rules_of(pool), self.pipeline.outputs_of(pool)
+        return [self.pool_key(pool, item.topic) for item in outputs] if rules else []
 
+    def staging_job_assets(self, pool: str) -> list[AssetKey]:
+        """The assets that the job of a staging pool makes: the pool's topics, unless another file has their rules, and
+        ``kafka/*``."""
+        return [*self.staged_assets(pool), *(self.topic_key(item.topic) for item in self.pipeline.outputs_of(pool))]
 
-def staged_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
-    """The topics of a staging pool; none where another file has their rules."""
-    return [pool_key(pool, item.topic) for item in pipeline.outputs_of(pool)] if pipeline.rules_of(pool) else []
+    def ingest_job(self, topic: str) -> str:
+        return self._own(f"ingest_{identifier(topic)}")
 
+    def staging_job(self, pool: str) -> str:
+        return self._own(f"etl_and_publish_{pool}")
 
-def staging_job_assets(pipeline: Pipeline, pool: str) -> list[AssetKey]:
-    """The assets of a staging pool's job: the pool's topics, unless another file has their rules, and ``kafka/*``."""
-    return [*staged_assets(pipeline, pool), *(topic_key(item.topic) for item in pipeline.outputs_of(pool))]
+    @property
+    def checks_job(self) -> str:
+        return f"check_{identifier(self.pipeline.name)}"
 
+    @property
+    def sensor(self) -> str:
+        return f"zync_{identifier(self.pipeline.name)}"
 
-def checks_job(pipeline: str) -> str:
-    return f"check_{identifier(pipeline)}"
+    def read_op(self, topic: str) -> str:
+        return self._own(f"raw_{identifier(topic)}")
 
+    def etl_op(self, pool: str) -> str:
+        return self._own(f"staging_{pool}")
 
-def sensor_name(pipeline: str) -> str:
-    return f"zync_{identifier(pipeline)}"
+    def publish_op(self, topic: str) -> str:
+        return self._own(f"topic_{identifier(topic)}")
 
+    def check_op(self, check: str, asset: AssetKey) -> str:
+        return self._own(f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}")
 
-def read_op(topic: str) -> str:
-    return f"raw_{identifier(topic)}"
+    def resource(self, name: str) -> str:
+        """The key of one of the pipeline's resources: ``spark``, ``kafka_io``, ``pool_io``, ``kafka``, ``registry``."""
+        return self._own(name)
 
-
-def etl_op(pool: str) -> str:
-    return f"staging_{pool}"
-
-
-def publish_op(topic: str) -> str:
-    return f"topic_{identifier(topic)}"
-
-
-def check_op(check: str, asset: AssetKey) -> str:
-    return f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}"
+    def _own(self, name: str) -> str:
+        # No identifier holds a single underscore before "of": the parts of a name can be told apart.
+        return f"{name}_of_{identifier(self.pipeline.name)}"

@@ -21,11 +21,11 @@ from dagster import (
     DagsterInstance,
 )
 
-from zync_assets.assets import metadata, names
+from zync_assets.assets import metadata
 from zync_assets.assets.extents import Extent, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.facts import Facts
+from zync_assets.assets.names import KAFKA, Names
 from zync_assets.offsets import OffsetRange, format_key, keys_over
-from zync_assets.pipeline import Pipeline
 
 Positions = Mapping[int, int]
 News = AssetMaterialization | AssetObservation
@@ -59,17 +59,20 @@ class Standing:
         return before.get("next") != _as_json(self.next) or before.get("lag") != self.lag
 
 
-def standings(pipeline: Pipeline, facts: Facts) -> Iterator[Standing]:
+def standings(names: Names, facts: Facts) -> Iterator[Standing]:
     """The standing of each asset, upstream assets first."""
     for topic, plan in facts.ingest.items():
         parts = plan.topic_state.partitions
         lows, ends = {p.partition: p.low for p in parts}, {p.partition: p.end for p in parts}
-        yield Standing(names.topic_key(topic), None, lows, ends, plan.lag)
+        # The pipeline that the topic's asset is named after reports its lag there.
+        elsewhere = names.follows(topic)
+        yield Standing(names.topic_key(topic), None, lows, ends, None if elsewhere else plan.lag)
         if plan.state is not None:
             key = names.pool_key(plan.input.pool, topic)
-            yield Standing(key, names.ingest_job(topic), plan.state.first, plan.state.next)
+            lag = plan.lag if elsewhere else None
+            yield Standing(key, names.ingest_job(topic), plan.state.first, plan.state.next, lag)
     for pool, plan in facts.etl.items():
-        for item in pipeline.outputs_of(pool):
+        for item in names.pipeline.outputs_of(pool):
             placed = {p: at for (topic, p), at in plan.head.outputs.items() if topic == item.topic}
             if placed:
                 base = {p: at.base for p, at in placed.items()}
@@ -167,10 +170,10 @@ def _reported(instance: DagsterInstance, standing: Standing, keys: Iterable[Offs
 
 
 def _extents(facts: Facts, standing: Standing, keys: Sequence[OffsetRange]) -> tuple[list[Extent], pa.Schema | None]:
-    place, topic = standing.key.path
+    place, topic = standing.key.path[-2:]
     if not keys:
         return [], None
-    if place == names.KAFKA:
+    if place == KAFKA:
         if topic in facts.publish:
             state = facts.publish[topic].topic_state
             published = {p: OffsetRange(p, standing.first[p], end) for p, end in standing.next.items()}

@@ -9,21 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dagster import DagsterInstance, DynamicPartitionsDefinition
 
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.errors import RangeUnknown
 from zync_assets.offsets import RANGE_SIZE, OffsetRange, format_key, key_of, keys_over, parse_key
-from zync_assets.pipeline import Pipeline
 
 
-def raw_definition(pipeline: Pipeline, topic: str) -> DynamicPartitionsDefinition:
+def raw_definition(names: Names, topic: str) -> DynamicPartitionsDefinition:
     """The partitions of ``kafka/<topic>`` and of the topic in its raw pool."""
-    pool = pipeline.input(topic).pool
-    return DynamicPartitionsDefinition(name=names.raw_partitions(pipeline.name, pool, topic))
+    return DynamicPartitionsDefinition(name=names.raw_partitions(topic))
 
 
-def staging_definition(pipeline: Pipeline, pool: str) -> DynamicPartitionsDefinition:
+def staging_definition(names: Names, pool: str) -> DynamicPartitionsDefinition:
     """The partitions of all topics of a staging pool and of their ``kafka/*``."""
-    return DynamicPartitionsDefinition(name=names.staging_partitions(pipeline.name, pool))
+    return DynamicPartitionsDefinition(name=names.staging_partitions(pool))
 
 
 def range_of(key: str) -> OffsetRange | None:

@@ -11,11 +11,11 @@ from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import frames, partitions, report
 from zync_assets.assets.failure import publishing, spoken
+from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
 from zync_assets.checks.gate import require_checked
 from zync_assets.errors import CommitConflict, ZyncError
 from zync_assets.offsets import format_key, normalize
-from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
 from zync_assets.steps.ingest import RawBatch, RawCommit, commit_raw, plan_ingest, read_input
 from zync_assets.steps.publish import OutputBatch, plan_publish, read_staging
@@ -27,8 +27,9 @@ STAGING_POOL = "zync/staging_pool"
 class PoolIOManager(IOManager):
     """``pool_io``. One object serves one run."""
 
-    def __init__(self, pipeline: Pipeline, spark: LazyPySparkResource) -> None:
-        self._pipeline = pipeline
+    def __init__(self, names: Names, spark: LazyPySparkResource) -> None:
+        self._names = names
+        self._pipeline = names.pipeline
         self._session = partial(session, spark)
         self._plan: tuple[tuple[str, int], EtlPlan] | None = None
         self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
@@ -40,7 +41,7 @@ class PoolIOManager(IOManager):
         staged records that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets every record of the
         ranges.
         """
-        pool, topic = context.asset_key.path
+        pool, topic = context.asset_key.path[-2:]
         wanted = context.dagster_type.typing_type
         with spoken():
             if wanted is RawSlice:
@@ -49,7 +50,7 @@ class PoolIOManager(IOManager):
             keys = partitions.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if wanted is OutputBatch:
                 report.refuse_partitions(pool, keys or ())
-                with publishing(self._pipeline, context.instance, topic):
+                with publishing(self._names, context.instance, topic):
                     plan = plan_publish(self._pipeline, topic)
                 report.refuse_ahead(pool, plan.state, keys or ())
                 return read_staging(self._session, self._pipeline, plan)

@@ -24,7 +24,7 @@ class _Spark(LazyPySparkResource):
 
 
 def spark_resource(pipeline: Pipeline) -> ResourceDefinition:
-    """The resource ``spark``, a ``LazyPySparkResource`` with the settings of the pipeline's ``spark:``.
+    """A pipeline's resource ``spark``, a ``LazyPySparkResource`` with the settings of the pipeline's ``spark:``.
 
     It is made in a function, not declared with its configuration: Dagster's pages show that of a declared one, and
     ``spark:`` may hold an object store's secret.

@@ -56,7 +56,9 @@ class Active:
         """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""
         wanted = set(assets)
         for run in self._runs:
-            if run.job_name == job or wanted & set(run.asset_selection or ()):
+            # Jobs of earlier versions did not end in the pipeline's name.
+            earlier = f"{run.job_name}_of_{names.identifier(run.tags.get(names.PIPELINE_TAG, ''))}"
+            if job in (run.job_name, earlier) or wanted & set(run.asset_selection or ()):
                 return f"run {run.run_id[:8]} is {run.status.value.lower()}"
         return None
 

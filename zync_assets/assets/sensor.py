@@ -27,10 +27,11 @@ from dagster import (
     sensor,
 )
 
-from zync_assets.assets import names, partitions, runs
+from zync_assets.assets import partitions, runs
 from zync_assets.assets.due import Grid, Step, chosen, due, grids
 from zync_assets.assets.facts import Facts, gather
 from zync_assets.assets.failure import TickFailed, said
+from zync_assets.assets.names import PIPELINE_TAG, REST, STEP_TAG, Names
 from zync_assets.assets.outside import News, news, standings
 from zync_assets.assets.partitions import range_of
 from zync_assets.assets.trouble import CHECKED, PROBLEMS, reachability, troubles
@@ -59,11 +60,12 @@ MOST_KEYS = 500
 """The most partition keys that a tick adds to a definition, because Dagster's daemon looks up every new key."""
 
 
-def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> SensorDefinition:
+def build_sensor(names: Names, jobs: Sequence[Any], *, running: bool) -> SensorDefinition:
     """The sensor of a pipeline. ``running``: whether the sensor is on by default."""
+    pipeline = names.pipeline
 
     @sensor(
-        name=names.sensor_name(pipeline.name),
+        name=names.sensor,
         description=(
             f"Keeps pipeline {pipeline.name} going: ingest, ETL and publishing wherever something is new. Reports what"
             " is new in the topics, and what `zync` did outside Dagster."
@@ -74,7 +76,7 @@ def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> S
     )
     def tick(context: SensorEvaluationContext) -> SensorResult:
         try:
-            return evaluate(pipeline, context.instance, context.cursor, time.time())
+            return evaluate(names, context.instance, context.cursor, time.time())
         except TickFailed:
             raise
         except Exception as error:
@@ -87,24 +89,25 @@ def build_sensor(pipeline: Pipeline, jobs: Sequence[Any], *, running: bool) -> S
     return tick
 
 
-def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, now: float) -> SensorResult:
+def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: float) -> SensorResult:
     """One tick, at ``now`` (seconds since the epoch). The cursor holds each asset's reported positions, and the start of each
     problem.
 
     Raises TickFailed for lasting problems, but only in some ticks. The other ticks request runs (see ``trouble``).
     """
+    pipeline = names.pipeline
     before: dict[str, Any] = json.loads(cursor) if cursor else {}
     facts = gather(pipeline)
     texts = dict(facts.problems)
     active = runs.Active(instance)
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
     known: dict[str, list[str]] = {}
-    for grid in grids(pipeline, facts):
+    for grid in grids(names, facts):
         known[grid.definition], more = _keys(instance, active, grid)
         changes += more
     events: list[News | AssetCheckEvaluation] = []
     after = dict(before)
-    for standing in standings(pipeline, facts):
+    for standing in standings(names, facts):
         old = before.get(standing.place, {})
         if not standing.moved(old):
             continue
@@ -120,7 +123,7 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
         events += found
     requests: list[RunRequest] = []
     notes: list[str] = []
-    for step, last in _in_turn(pipeline, instance, due(pipeline, facts)):
+    for step, last in _in_turn(pipeline, instance, due(names, facts)):
         keys = chosen(step, known[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
@@ -132,7 +135,7 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
         elif held := runs.backing_off(last):
             texts[step.job] = held
             rest = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
-            tag = names.REST + step.job
+            tag = REST + step.job
             again = runs.asked_for(instance, pipeline.name, step.job, tag)
             free = active.count(pipeline.name) + len(requests) < MOST_RUNS
             if rest is not None and free and not runs.backing_off(again):
@@ -143,9 +146,9 @@ def evaluate(pipeline: Pipeline, instance: DagsterInstance, cursor: str | None, 
             requests.append(_request(pipeline, step, keys))
     idle = not (requests or events or changes or notes or texts)
     if idle and not before.get(FIRST_CHECKS) and not active.count(pipeline.name):
-        requests, after[FIRST_CHECKS] = _first_checks(pipeline, facts, instance)
+        requests, after[FIRST_CHECKS] = _first_checks(names, facts, instance)
     found = troubles(texts, before, now)
-    results, after[CHECKED] = reachability(pipeline, facts, found, before)
+    results, after[CHECKED] = reachability(names, facts, found, before)
     events += results
     after[PROBLEMS] = found.since
     if found.red(idle=not (requests or events or changes)):
@@ -194,7 +197,7 @@ def _in_turn(
     return sorted(found, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
 
 
-def _first_checks(pipeline: Pipeline, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:
+def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:
     """A run of all checks, once, where ``zync`` did the work before this instance existed: no run has checked it, so the
     checks' pages would be empty. None for a lot of records, since the checks read all of them. And whether that is settled.
     """
@@ -211,12 +214,12 @@ def _first_checks(pipeline: Pipeline, facts: Facts, instance: DagsterInstance) -
     missing = any(instance.get_latest_asset_check_evaluation_record(key) is None for key in keys)
     if not missing or offsets > FIRST_OFFSETS:
         return [], True
-    job = names.checks_job(pipeline.name)
-    return [RunRequest(job_name=job, tags={names.PIPELINE_TAG: pipeline.name, names.STEP_TAG: job})], True
+    job = names.checks_job
+    return [RunRequest(job_name=job, tags={PIPELINE_TAG: names.pipeline.name, STEP_TAG: job})], True
 
 
 def _request(pipeline: Pipeline, step: Step, keys: Sequence[str], tag: str | None = None) -> RunRequest:
-    tags = {names.PIPELINE_TAG: pipeline.name, names.STEP_TAG: tag or step.job}
+    tags = {PIPELINE_TAG: pipeline.name, STEP_TAG: tag or step.job}
     if len(keys) == 1:
         tags[PARTITION_NAME_TAG] = keys[0]
     else:

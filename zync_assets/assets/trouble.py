@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dagster import AssetCheckEvaluation, AssetCheckSeverity
+from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey
 
-from zync_assets.assets import names
 from zync_assets.assets.facts import BROKER, Facts
+from zync_assets.assets.names import KAFKA, Names
 from zync_assets.checks.topic_checks import REACHABLE
-from zync_assets.pipeline import Pipeline
 
 LASTS_SECONDS = 20.0
 """Seconds after which a problem counts as lasting. A broker restarts in less time."""
@@ -59,7 +58,7 @@ def troubles(texts: Mapping[str, str], cursor: Mapping[str, Any], now: float) ->
 
 
 def reachability(
-    pipeline: Pipeline, facts: Facts, found: Troubles, cursor: Mapping[str, Any]
+    names: Names, facts: Facts, found: Troubles, cursor: Mapping[str, Any]
 ) -> tuple[list[AssetCheckEvaluation], dict[str, bool]]:
     """The results of check ``reachable`` that differ from the last ones, and each input topic's result for the cursor.
 
@@ -67,20 +66,20 @@ def reachability(
     """
     known: dict[str, bool] = dict(cursor.get(CHECKED, {}))
     events: list[AssetCheckEvaluation] = []
-    for item in pipeline.inputs:
+    for item in names.pipeline.inputs:
         why = facts.unreachable.get(item.topic)
-        places = {BROKER, f"{names.KAFKA}/{item.topic}", f"{item.pool}/{item.topic}"}
+        places = {BROKER, f"{KAFKA}/{item.topic}", f"{item.pool}/{item.topic}"}
         if why is not None and not places & set(found.lasting):
             continue
         if known.get(item.topic) is not (why is None):
             known[item.topic] = why is None
-            events.append(_evaluation(item.topic, why))
+            events.append(_evaluation(names.topic_key(item.topic), why))
     return events, known
 
 
-def _evaluation(topic: str, why: str | None) -> AssetCheckEvaluation:
+def _evaluation(asset: AssetKey, why: str | None) -> AssetCheckEvaluation:
     return AssetCheckEvaluation(
-        asset_key=names.topic_key(topic),
+        asset_key=asset,
         check_name=REACHABLE,
         passed=why is None,
         severity=AssetCheckSeverity.ERROR,

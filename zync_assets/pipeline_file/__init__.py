@@ -11,6 +11,8 @@
 The package needs neither a JVM nor a network.
 """
 
-from zync_assets.pipeline_file.load import load
+from zync_assets.pipeline_file.load import load_pipeline
 
-__all__ = ["load"]
+load = load_pipeline
+
+__all__ = ["load", "load_pipeline"]

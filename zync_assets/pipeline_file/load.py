@@ -45,8 +45,19 @@ _WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
-def load(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
-    """The pipeline of a file. Raises PipelineFileError with all problems, in the order of their lines."""
+def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
+    """The pipeline of a file. Needs no broker, registry, lake or JVM.
+
+    ``env``: the variables that ``${NAME}`` in the file stands for.
+    PipelineFileError with all problems of the file, in the order of their lines.
+
+        >>> from pathlib import Path
+        >>> from zync_assets import load_pipeline
+        >>> _ = Path("shop.yaml").write_text("inputs: [{topic: '${TOPIC}', pool: Raw, format: json}]")
+        >>> pipeline = load_pipeline("shop.yaml", {"TOPIC": "orders"})
+        >>> pipeline.name, pipeline.inputs[0].topic
+        ('shop', 'orders')
+    """
     path = Path(path)
     node, problems = read(path, env)
     if isinstance(node, Table):

@@ -17,8 +17,8 @@ from confluent_kafka import Producer
 from dagster import AssetKey, DagsterInstance, Definitions, ExecuteInProcessResult
 
 from zync_assets import pipeline_file
-from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
+from zync_assets.assets.names import Names
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
@@ -66,6 +66,10 @@ class Rig:
     definitions: Definitions
 
     @property
+    def names(self) -> Names:
+        return Names(self.pipeline)
+
+    @property
     def orders(self) -> str:
         return self.pipeline.inputs[0].topic
 
@@ -88,7 +92,7 @@ class Rig:
         self.instance.add_dynamic_partitions(definition, list(keys))
 
     def raw_keys(self, topic: str, *keys: str) -> None:
-        self.add_keys(names.raw_partitions(self.pipeline.name, "Raw", topic), *keys)
+        self.add_keys(self.names.raw_partitions(topic), *keys)
 
     def run(
         self, job: str, first: str = OPEN, last: str | None = None, *, fails: bool = False
@@ -104,10 +108,10 @@ class Rig:
         return done
 
     def ingest(self, topic: str, first: str = OPEN, last: str | None = None, *, fails: bool = False):
-        return self.run(names.ingest_job(topic), first, last, fails=fails)
+        return self.run(self.names.ingest_job(topic), first, last, fails=fails)
 
     def stage(self, first: str = OPEN, *, fails: bool = False):
-        return self.run(names.staging_job("Staging"), first, fails=fails)
+        return self.run(self.names.staging_job("Staging"), first, fails=fails)
 
 
 def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
@@ -135,7 +139,7 @@ def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True
             rig.raw_keys(rig.orders, OPEN, "1:0-999999")
             rig.raw_keys(rig.payments, OPEN)
             rig.raw_keys(rig.notes, OPEN)
-            rig.add_keys(names.staging_partitions(pipeline.name, "Staging"), OPEN)
+            rig.add_keys(rig.names.staging_partitions("Staging"), OPEN)
         yield rig
 
 

@@ -23,8 +23,8 @@ from dagster import (
     io_manager,
 )
 
-from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
+from zync_assets.assets.names import Names
 from zync_assets.assets.pool_io import PoolIOManager
 from zync_assets.checks.all_checks import run_all
 from zync_assets.cli.main import main
@@ -34,7 +34,6 @@ from zync_assets.lake import checked, raw, staging, tables
 from zync_assets.lake.checked import Look, open_checked
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl import EtlBatch
 from zync_assets.steps.loops import etl_all, ingest_all
 from zync_assets.steps.session import spark_session
@@ -63,10 +62,10 @@ class Careless(PoolIOManager):
                     take_out(now.opened, *raw.raw_files(now))
 
 
-def careless(pipeline: Pipeline):
-    @io_manager(required_resource_keys={"spark"})
+def careless(names: Names):
+    @io_manager(required_resource_keys={names.resource("spark")})
     def pool_io(context: InitResourceContext) -> Careless:
-        return Careless(pipeline, context.resources.spark)
+        return Careless(names, getattr(context.resources, names.resource("spark")))
 
     return pool_io
 
@@ -75,15 +74,15 @@ def careless(pipeline: Pipeline):
 def test_a_blocking_check_that_fails_holds_back_the_topic(rig: Rig) -> None:
     rig.ingest(rig.orders)
     rig.ingest(rig.payments)
-    damaged = replace(rig, definitions=build_definitions(rig.pipeline, resources={"pool_io": careless(rig.pipeline)}))
+    damaged = replace(rig, definitions=build_definitions(rig.pipeline, resources={"pool_io": careless(rig.names)}))
     run = damaged.stage(fails=True)
 
     results = {(item.asset_key, item.check_name): item for item in run.get_asset_check_evaluations()}
-    failed = results[names.pool_key("Staging", rig.sales), "exactly_once_done_coverage"]
+    failed = results[rig.names.pool_key("Staging", rig.sales), "exactly_once_done_coverage"]
     assert not failed.passed
     assert failed.blocking
-    assert results[names.pool_key("Staging", rig.sales), "contiguous_output_offsets"].passed
-    assert (names.topic_key(rig.sales), "staging_equals_topic") not in results
+    assert results[rig.names.pool_key("Staging", rig.sales), "contiguous_output_offsets"].passed
+    assert (rig.names.topic_key(rig.sales), "staging_equals_topic") not in results
     assert {event.asset_key.path[0] for event in run.get_asset_materialization_events()} == {"Staging"}
     state = staging.open_staging(rig.pipeline.lake, "Staging")
     assert state is not None
@@ -104,7 +103,7 @@ def test_a_check_by_itself_looks_at_everything_without_a_jvm(rig: Rig) -> None:
     rig.send(rig.orders, orders(3), partition=1)
     rig.ingest(rig.orders, "1:0-999999")
     graph = rig.definitions.resolve_asset_graph()
-    keys = {key for key in graph.asset_check_keys if key.asset_key == names.pool_key("Raw", rig.orders)}
+    keys = {key for key in graph.asset_check_keys if key.asset_key == rig.names.pool_key("Raw", rig.orders)}
     run = (
         rig.definitions.resolve_implicit_global_asset_job_def()
         .get_subset(asset_selection=set(), asset_check_selection=keys)
@@ -120,7 +119,7 @@ def test_a_check_that_cant_look_has_a_result_too(rig: Rig, monkeypatch: pytest.M
     nowhere = replace(rig.pipeline, kafka={**rig.pipeline.kafka, "bootstrap.servers": "127.0.0.1:1"})
     monkeypatch.setattr("zync_assets.kafka.topics.WAIT", 1.0)
     definitions = build_definitions(nowhere)
-    keys = {AssetCheckKey(names.pool_key("Raw", rig.orders), "no_unexplained_loss")}
+    keys = {AssetCheckKey(rig.names.pool_key("Raw", rig.orders), "no_unexplained_loss")}
     run = (
         definitions.resolve_implicit_global_asset_job_def()
         .get_subset(asset_selection=set(), asset_check_selection=keys)
@@ -159,13 +158,13 @@ class TestBlocks:
         away = block.rename(block.with_suffix(".away"))
         checked._read.cache_clear()  # as in another process
         rig.send(rig.payments, payments(7))
-        assert [request.job_name for request in ticks().run_requests or ()] == [names.ingest_job(rig.payments)]
+        assert [request.job_name for request in ticks().run_requests or ()] == [rig.names.ingest_job(rig.payments)]
         away.rename(block)
         rig.ingest(rig.payments)
 
         restore(rig, topic, whole)
         assert all(found.passed for found in run_all(rig.pipeline) if found.severity == "error")
-        assert [request.job_name for request in ticks().run_requests or ()] == [names.staging_job("Staging")]
+        assert [request.job_name for request in ticks().run_requests or ()] == [rig.names.staging_job("Staging")]
 
     def test_records_that_no_check_has_passed_are_checked_before_etl(self, rig: Rig) -> None:
         """The run that committed the records may have died before its checks."""
@@ -198,7 +197,7 @@ class TestBlocks:
         run_steps_until_published(rig)
         alone = (
             rig.definitions.resolve_implicit_global_asset_job_def()
-            .get_subset(asset_selection={names.topic_key(rig.sales)})
+            .get_subset(asset_selection={rig.names.topic_key(rig.sales)})
             .execute_in_process(instance=rig.instance, tags={"dagster/partition": OPEN}, raise_on_error=False)
         )
         assert "the ledger's entries have 0" in failures(alone)[0]
@@ -235,15 +234,15 @@ class TestBlocks:
         ticks.run(ticks())
         rig.stage(fails=True)
         found = rig.instance.get_latest_asset_check_evaluation_record(
-            AssetCheckKey(names.topic_key(rig.sales), "staging_equals_topic")
+            AssetCheckKey(rig.names.topic_key(rig.sales), "staging_equals_topic")
         )
         assert found is not None
         assert found.evaluation is not None
         assert not found.evaluation.passed
         assert found.evaluation.description == "the record at offset 2 is not staging's"
-        (event,) = [event for event in ticks().asset_events if event.asset_key == names.topic_key(rig.sales)]
+        (event,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.sales)]
         assert event.metadata["lag"].value == 1
-        told_last = rig.instance.fetch_materializations(names.topic_key(rig.sales), limit=1).records[0]
+        told_last = rig.instance.fetch_materializations(rig.names.topic_key(rig.sales), limit=1).records[0]
         assert told_last.asset_materialization is not None
         assert told_last.asset_materialization.metadata["last"].value == 1
         status = CliRunner().invoke(main, ["status", str(rig.pipeline.path), "--format", "json"])

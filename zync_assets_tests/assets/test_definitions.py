@@ -38,16 +38,16 @@ def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path
     assert not (file.parent / "lake").exists()
     assert [item.name for item in definitions.resolve_all_job_defs() if not item.name.startswith("__")] == [
         "check_unreachable",
-        "etl_and_publish_Staging",
-        "ingest_a",
+        "etl_and_publish_Staging_of_unreachable",
+        "ingest_a_of_unreachable",
     ]
 
 
 @pytest.mark.parametrize(
     ("kept", "assets", "jobs"),
     [
-        ("inputs", {"kafka/a", "Raw/a"}, ["check_unreachable", "ingest_a"]),
-        ("outputs", {"Staging/b", "kafka/b"}, ["check_unreachable", "etl_and_publish_Staging"]),
+        ("inputs", {"kafka/a", "Raw/a"}, ["check_unreachable", "ingest_a_of_unreachable"]),
+        ("outputs", {"Staging/b", "kafka/b"}, ["check_unreachable", "etl_and_publish_Staging_of_unreachable"]),
     ],
 )
 def test_a_file_of_inputs_alone_or_of_outputs_alone_is_a_graph(

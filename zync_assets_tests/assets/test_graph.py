@@ -22,7 +22,7 @@ from dagster import (
 )
 from pyspark.sql import DataFrame
 
-from zync_assets.assets import names, pool_io, resources
+from zync_assets.assets import pool_io, resources
 from zync_assets.assets.build import build_definitions
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
@@ -50,8 +50,11 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     ingested = rig.ingest(rig.orders, OPEN, SECOND)
     loaded = [event for event in ingested.all_events if event.event_type_value == "LOADED_INPUT"]
     handled = [event for event in ingested.all_events if event.event_type_value == "HANDLED_OUTPUT"]
-    assert [event.event_specific_data.manager_key for event in (*loaded, *handled)] == ["kafka_io", "pool_io"]
-    told_raw = told(ingested, names.pool_key("Raw", rig.orders))
+    assert [event.event_specific_data.manager_key for event in (*loaded, *handled)] == [
+        rig.names.resource("kafka_io"),
+        rig.names.resource("pool_io"),
+    ]
+    told_raw = told(ingested, rig.names.pool_key("Raw", rig.orders))
     assert {key: (said["first"], said["last"], said["rows"]) for key, said in told_raw.items()} == {
         OPEN: (0, 2, 3),
         SECOND: (0, 0, 1),
@@ -64,22 +67,22 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     done = rig.stage()
     assert [
         event.event_specific_data.manager_key for event in done.all_events if event.event_type_value == "HANDLED_OUTPUT"
-    ] == ["pool_io", "pool_io", "kafka_io", "kafka_io"]
-    said = told(done, names.pool_key("Staging", rig.sales))[OPEN]
+    ] == [rig.names.resource(name) for name in ("pool_io", "pool_io", "kafka_io", "kafka_io")]
+    said = told(done, rig.names.pool_key("Staging", rig.sales))[OPEN]
     assert (said["rows"], said["last"], said["batch"]) == (2, 1, 1)
     assert json.loads(said["consumed"])[rig.orders] == ["0:0-2", "1:0-0"]
     assert said["pending"] == 2
-    of_topic = told(done, names.topic_key(rig.sales))[OPEN]
+    of_topic = told(done, rig.names.topic_key(rig.sales))[OPEN]
     assert of_topic["dagster/partition_row_count"] == 2
     assert [column.name for column in of_topic["dagster/column_schema"].columns] == ["key", "value"]
     assert all(check.passed for check in done.get_asset_check_evaluations())
     assert len(done.get_asset_check_evaluations()) == 2 * 3 + 2
 
     again = rig.stage()
-    said = told(again, names.pool_key("Staging", rig.sales))[OPEN]
+    said = told(again, rig.names.pool_key("Staging", rig.sales))[OPEN]
     assert "batch" not in said
     assert said["pending"] == 2
-    assert told(again, names.topic_key(rig.sales))[OPEN]["published"] == 0
+    assert told(again, rig.names.topic_key(rig.sales))[OPEN]["published"] == 0
 
 
 def test_ranges_complete_open_and_ahead(rig: Rig) -> None:
@@ -96,11 +99,11 @@ def test_ranges_complete_open_and_ahead(rig: Rig) -> None:
     refused = rig.ingest(rig.notes, following, fails=True)
     assert f"lies ahead of the next offset 0 of partition 0. Run {OPEN} first." in failures(refused)[0]
 
-    both = told(rig.ingest(rig.notes, OPEN, following), names.pool_key("Raw", rig.notes))
+    both = told(rig.ingest(rig.notes, OPEN, following), rig.names.pool_key("Raw", rig.notes))
     assert [(both[key]["rows"], both[key]["complete"]) for key in (OPEN, following)] == [(1_000_000, True), (5, False)]
 
     version = table_version(rig)
-    verified = told(rig.ingest(rig.notes, OPEN), names.pool_key("Raw", rig.notes))
+    verified = told(rig.ingest(rig.notes, OPEN), rig.names.pool_key("Raw", rig.notes))
     assert verified[OPEN]["rows"] == 1_000_000
     assert table_version(rig) == version
 
@@ -120,7 +123,7 @@ STRANGE = {
 def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(rig: Rig, key: str) -> None:
     rig.send(rig.payments, payments(-1))
     rig.raw_keys(rig.payments, key)
-    rig.add_keys(names.staging_partitions(rig.pipeline.name, "Staging"), key)
+    rig.add_keys(rig.names.staging_partitions("Staging"), key)
     (refused,) = failures(rig.ingest(rig.payments, key, fails=True))
     assert key in refused and STRANGE[key] in refused
     assert raw.open_raw(rig.pipeline.lake, "Raw", rig.payments) is None
@@ -131,11 +134,11 @@ def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(r
     assert staging.open_staging(rig.pipeline.lake, "Staging") is None
 
     run_steps(rig.pipeline)
-    job = rig.definitions.resolve_job_def(names.staging_job("Staging"))
+    job = rig.definitions.resolve_job_def(rig.names.staging_job("Staging"))
     alone = job.execute_in_process(
         instance=rig.instance,
         tags={"dagster/partition": key},
-        asset_selection=[names.topic_key(rig.sales)],
+        asset_selection=[rig.names.topic_key(rig.sales)],
         raise_on_error=False,
     )
     assert STRANGE[key] in failures(alone)[0]
@@ -145,7 +148,7 @@ def test_a_run_over_many_offsets_is_several_commits(rig: Rig, monkeypatch: pytes
     rig.send(rig.orders, orders(1, 2, 3, 4, 5))
     rig.send(rig.orders, orders(6), partition=1)
     monkeypatch.setitem(ingest.plan_ingest.__kwdefaults__, "limit", 2)
-    said = told(rig.ingest(rig.orders, OPEN, SECOND), names.pool_key("Raw", rig.orders))
+    said = told(rig.ingest(rig.orders, OPEN, SECOND), rig.names.pool_key("Raw", rig.orders))
     assert (said[OPEN]["rows"], said[SECOND]["rows"]) == (5, 1)
     assert (said[OPEN]["ingested"], said[OPEN]["commits"]) == (6, 3)
 
@@ -159,8 +162,8 @@ def test_a_run_with_nothing_to_do_asks_for_no_spark_session(rig: Rig, monkeypatc
         raise AssertionError("a session was asked for")
 
     monkeypatch.setattr(resources, "session_with", refused)
-    assert told(rig.ingest(rig.orders), names.pool_key("Raw", rig.orders))[OPEN]["rows"] == 1
-    assert told(rig.stage(), names.topic_key(rig.sales))[OPEN]["published"] == 0
+    assert told(rig.ingest(rig.orders), rig.names.pool_key("Raw", rig.orders))[OPEN]["rows"] == 1
+    assert told(rig.stage(), rig.names.topic_key(rig.sales))[OPEN]["published"] == 0
 
 
 def table_version(rig: Rig) -> int:
@@ -212,7 +215,7 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     rig.ingest(rig.orders)
     rig.ingest(rig.payments)
     rig.stage()
-    sales, kept = AssetIn(names.pool_key("Staging", rig.sales)), AssetIn(names.pool_key("Raw", rig.orders))
+    sales, kept = AssetIn(rig.names.pool_key("Staging", rig.sales)), AssetIn(rig.names.pool_key("Raw", rig.orders))
     found: dict[str, object] = {}
 
     @asset(ins={"rows": kept})
@@ -227,7 +230,7 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     def with_polars(rows: pl.LazyFrame) -> None:
         found["polars"] = rows.select(pl.col("value").struct.field("paid")).collect().to_series().to_list()
 
-    @asset(ins={"rows": AssetIn(names.topic_key(rig.sales))})
+    @asset(ins={"rows": AssetIn(rig.names.topic_key(rig.sales))})
     def of_the_topic(rows: pa.Table) -> None:
         found["topic"] = rows["value"].to_pylist()
 
@@ -274,8 +277,8 @@ def test_a_writer_that_was_first_is_taken_into_account(
 
     monkeypatch.setattr(pool_io, "plan_etl", slow)
     done = rig.stage()
-    assert told(done, names.pool_key("Staging", rig.sales))[OPEN]["rows"] == batches_before + 1
-    assert told(done, names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1
+    assert told(done, rig.names.pool_key("Staging", rig.sales))[OPEN]["rows"] == batches_before + 1
+    assert told(done, rig.names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1
 
 
 @pytest.mark.slow
@@ -300,5 +303,5 @@ def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch:
 
     before = [staging.open_staging(rig.pipeline.lake, "Staging")]
     monkeypatch.setattr(pool_io, "plan_etl", slow)
-    assert told(rig.stage(), names.pool_key("Staging", rig.sales))[OPEN]["rows"] == 2
+    assert told(rig.stage(), rig.names.pool_key("Staging", rig.sales))[OPEN]["rows"] == 2
     assert raced

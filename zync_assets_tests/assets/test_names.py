@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from zync_assets import pipeline_file
 from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
+from zync_assets.pipeline import Pipeline
 
 TOPICS = st.text("ab._-", min_size=1, max_size=12)
+
+PIPELINE = Pipeline("p", Path("p.yaml"), {}, None, "lake", {}, (), (), ())
 
 LOOKALIKES = """
 lake: ./lake
@@ -51,5 +54,6 @@ def test_topics_that_look_alike_are_assets_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("topic", ["shop.public.orders", "with_underscore", "with-dash"])
 def test_an_asset_key_holds_the_topic_as_it_is(topic: str) -> None:
-    assert names.pool_key("Raw", topic).path == ["Raw", topic]
-    assert names.topic_key(topic).path == ["kafka", topic]
+    own = names.Names(PIPELINE)
+    assert own.pool_key("Raw", topic).path == ["Raw", topic]
+    assert own.topic_key(topic).path == ["kafka", topic]

@@ -28,9 +28,10 @@ from dagster import (
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets import pipeline_file
-from zync_assets.assets import facts, names, outside, sensor
+from zync_assets.assets import facts, outside, sensor
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.failure import TickFailed
+from zync_assets.assets.names import Names
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
 from zync_assets.lake import raw
 from zync_assets.local.services import Services
@@ -57,7 +58,7 @@ class Ticks:
         self.cursor: str | None = None
 
     def __call__(self) -> SensorResult:
-        definition = self.rig.definitions.resolve_sensor_def(names.sensor_name(self.rig.pipeline.name))
+        definition = self.rig.definitions.resolve_sensor_def(self.rig.names.sensor)
         context = build_sensor_context(instance=self.rig.instance, cursor=self.cursor, definitions=self.rig.definitions)
         result = definition(context)
         assert isinstance(result, SensorResult)
@@ -120,7 +121,7 @@ def test_the_sensor_alone_takes_records_all_the_way_and_then_rests(rig: Rig, tic
     ticks.run(first)
     settled(rig, ticks)
 
-    records = rig.instance.fetch_materializations(names.topic_key(rig.sales), limit=10).records
+    records = rig.instance.fetch_materializations(rig.names.topic_key(rig.sales), limit=10).records
     assert records[0].partition_key == OPEN
     assert records[0].asset_materialization is not None
     assert records[0].asset_materialization.metadata["rows"].value == 1
@@ -137,18 +138,18 @@ def test_keys_are_added_before_they_are_run(services: Services, tmp_path: Path, 
         added = {
             item.partitions_def_name: list(item.partition_keys) for item in result.dynamic_partitions_requests or ()
         }
-        assert added[names.raw_partitions(rig.pipeline.name, "Raw", rig.orders)] == [OPEN, "1:0-999999"]
-        assert added[names.staging_partitions(rig.pipeline.name, "Staging")] == [OPEN]
+        assert added[rig.names.raw_partitions(rig.orders)] == [OPEN, "1:0-999999"]
+        assert added[rig.names.staging_partitions("Staging")] == [OPEN]
 
 
 def test_lag_is_reported_when_it_changed(rig: Rig, ticks: Ticks) -> None:
     settled(rig, ticks)
     rig.send(rig.orders, orders(1, 2, 3))
-    (grown,) = [event for event in ticks().asset_events if event.asset_key == names.topic_key(rig.orders)]
+    (grown,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
     assert isinstance(grown, AssetMaterialization)
     assert grown.metadata["lag"].value == 3
     rig.ingest(rig.orders)
-    (caught_up,) = [event for event in ticks().asset_events if event.asset_key == names.topic_key(rig.orders)]
+    (caught_up,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
     assert isinstance(caught_up, AssetObservation)
     assert caught_up.metadata["lag"].value == 0
 
@@ -174,7 +175,7 @@ def test_what_zync_did_before_the_instance_is_checked_once(rig: Rig, ticks: Tick
         ticks.run(ticks())
     for check in rig.definitions.resolve_asset_graph().asset_check_keys:
         assert rig.instance.get_latest_asset_check_evaluation_record(check) is not None
-    asked = rig.instance.get_runs(RunsFilter(job_name=names.checks_job(rig.pipeline.name)))
+    asked = rig.instance.get_runs(RunsFilter(job_name=rig.names.checks_job))
     assert len(asked) == 1
 
 
@@ -184,14 +185,14 @@ def test_one_step_outside_and_the_sensor_does_the_rest(rig: Rig, ticks: Ticks) -
     plan = ingest.plan_ingest(rig.pipeline, rig.payments)
     ingest.commit_raw(rig.pipeline, ingest.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
     result = ticks()
-    assert jobs(result) == [names.staging_job("Staging")]
+    assert jobs(result) == [rig.names.staging_job("Staging")]
     assert reported(result)[f"Raw/{rig.payments}", OPEN] == 0
 
 
 def test_a_step_under_way_is_not_asked_for_again(rig: Rig, ticks: Ticks) -> None:
     settled(rig, ticks)
     rig.send(rig.payments, payments(1))
-    job = rig.definitions.resolve_job_def(names.ingest_job(rig.payments))
+    job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
     run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
     waiting = ticks()
     assert waiting.run_requests == []
@@ -203,7 +204,7 @@ def test_a_step_under_way_is_not_asked_for_again(rig: Rig, ticks: Ticks) -> None
 def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, tmp_path: Path, alive: bool) -> None:
     settled(rig, ticks)
     rig.send(rig.payments, payments(1))
-    job = rig.definitions.resolve_job_def(names.ingest_job(rig.payments))
+    job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
@@ -211,7 +212,7 @@ def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, t
             server.listen()
         tags = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(path)})}
         rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
-        assert jobs(ticks()) == ([] if alive else [names.ingest_job(rig.payments)])
+        assert jobs(ticks()) == ([] if alive else [rig.names.ingest_job(rig.payments)])
 
 
 def test_a_failed_step_is_asked_for_again_later(rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,12 +233,12 @@ def test_a_raw_check_that_failed_holds_back_etl(rig: Rig, ticks: Ticks) -> None:
     rig.send(rig.payments, payments(-1))
     rig.ingest(rig.payments)
     failed = AssetCheckEvaluation(
-        asset_key=names.pool_key("Raw", rig.payments), check_name="monotonic_offsets", passed=False
+        asset_key=rig.names.pool_key("Raw", rig.payments), check_name="monotonic_offsets", passed=False
     )
     rig.instance.report_runless_asset_event(failed)
     ticks.run(ticks())
     held = ticks()
-    assert names.staging_job("Staging") not in jobs(held)
+    assert rig.names.staging_job("Staging") not in jobs(held)
     assert held.skip_reason is not None
     assert "check monotonic_offsets of Raw/" in (held.skip_reason.skip_message or "")
 
@@ -248,18 +249,18 @@ def test_a_failed_check_is_not_lifted_by_a_run_that_never_checks(rig: Rig, ticks
     rig.ingest(rig.orders, OPEN, "1:0-999999")
     rig.send(rig.payments, payments(-1))
     rig.ingest(rig.payments)
-    key = names.pool_key("Raw", rig.payments)
+    key = rig.names.pool_key("Raw", rig.payments)
     rig.instance.report_runless_asset_event(
         AssetCheckEvaluation(asset_key=key, check_name="no_unexplained_loss", passed=False)
     )
     ticks()
     run = rig.instance.create_run_for_job(
-        rig.definitions.resolve_job_def(names.ingest_job(rig.payments)),
+        rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments)),
         tags={"dagster/partition": OPEN},
     )
     for _ in range(2):
         held = ticks()
-        assert names.staging_job("Staging") not in jobs(held)
+        assert rig.names.staging_job("Staging") not in jobs(held)
         assert held.skip_reason is not None
         assert "check no_unexplained_loss of Raw/" in (held.skip_reason.skip_message or "")
         rig.instance.report_run_failed(run)
@@ -279,13 +280,13 @@ def test_a_broker_that_stays_away_turns_the_tick_red_and_the_topics_out_of_reach
 ) -> None:
     monkeypatch.setattr(facts, "BROKER_SECONDS", 1.0)
     nowhere = replace(rig.pipeline, kafka={"bootstrap.servers": "127.0.0.1:1"})
-    away = sensor.evaluate(nowhere, rig.instance, None, 1000.0)
+    away = sensor.evaluate(Names(nowhere), rig.instance, None, 1000.0)
     assert away.asset_events == []
-    lasting = sensor.evaluate(nowhere, rig.instance, away.cursor, 1035.0)
+    lasting = sensor.evaluate(Names(nowhere), rig.instance, away.cursor, 1035.0)
     assert reached(lasting) == {f"kafka/{item.topic}": False for item in rig.pipeline.inputs}
     with pytest.raises(TickFailed, match=r"broker: No broker.*127\.0\.0\.1:1"):
-        sensor.evaluate(nowhere, rig.instance, lasting.cursor, 1040.0)
-    back = sensor.evaluate(rig.pipeline, rig.instance, lasting.cursor, 1045.0)
+        sensor.evaluate(Names(nowhere), rig.instance, lasting.cursor, 1040.0)
+    back = sensor.evaluate(rig.names, rig.instance, lasting.cursor, 1045.0)
     assert reached(back) == {f"kafka/{item.topic}": True for item in rig.pipeline.inputs}
 
 
@@ -311,14 +312,14 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
     rig.send(rig.payments, payments(-3))
 
     now = time.time()
-    first = sensor.evaluate(rig.pipeline, rig.instance, ticks.cursor, now)
-    assert names.ingest_job(rig.payments) in jobs(first)
+    first = sensor.evaluate(rig.names, rig.instance, ticks.cursor, now)
+    assert rig.names.ingest_job(rig.payments) in jobs(first)
     # While there is work, the red ticks are a few of all.
     seen: list[str] = []
     for second in range(31, 151, 5):
         try:
-            result = sensor.evaluate(rig.pipeline, rig.instance, first.cursor, now + second)
-            assert names.ingest_job(rig.payments) in jobs(result)
+            result = sensor.evaluate(rig.names, rig.instance, first.cursor, now + second)
+            assert rig.names.ingest_job(rig.payments) in jobs(result)
             seen.append("green")
         except TickFailed as failed:
             assert f"Raw/{rig.orders}: " in str(failed)
@@ -379,7 +380,7 @@ def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, t
     rest = ticks()
     assert rest.skip_reason is not None
     assert f"kafka/{rig.sales}: topic {rig.sales} is another topic" in (rest.skip_reason.skip_message or "")
-    checked = rig.instance.fetch_materializations(names.pool_key("Staging", refunds), limit=1).records[0]
+    checked = rig.instance.fetch_materializations(rig.names.pool_key("Staging", refunds), limit=1).records[0]
     run = checked.event_log_entry.run_id
     evaluations = rig.instance.get_records_for_run(run, of_type=DagsterEventType.ASSET_CHECK_EVALUATION).records
     assert len(evaluations) == 2 * 3 + 1
@@ -404,14 +405,14 @@ def test_an_output_that_fails_in_runs_lets_the_other_outputs_go_on(
     assert request.asset_selection is None
     job = rig.definitions.resolve_job_def(request.job_name or "")
     failed = job.execute_in_process(instance=rig.instance, tags=dict(request.tags), raise_on_error=False)
-    assert [event.step_key for event in failed.get_step_failure_events()] == [names.publish_op(rig.sales)]
+    assert [event.step_key for event in failed.get_step_failure_events()] == [rig.names.publish_op(rig.sales)]
     assert ends(rig) == [1, 1]
 
     rig.send(rig.payments, payments(-6))
     rig.ingest(rig.payments)
     rest = ticks()
     (request,) = rest.run_requests or ()
-    assert names.topic_key(rig.sales) not in (request.asset_selection or [names.topic_key(rig.sales)])
+    assert rig.names.topic_key(rig.sales) not in (request.asset_selection or [rig.names.topic_key(rig.sales)])
     ticks.run(rest)
     assert ends(rig) == [1, 2]
     assert ticks().run_requests == []
@@ -424,7 +425,7 @@ def ends(rig: Rig) -> list[int]:
 
 
 def test_keys_that_name_no_range_are_deleted(rig: Rig, ticks: Ticks) -> None:
-    definition = names.raw_partitions(rig.pipeline.name, "Raw", rig.payments)
+    definition = rig.names.raw_partitions(rig.payments)
     rig.add_keys(definition, "june", "0:0-499999", "7:0-999999")
     ticks()
     assert rig.instance.get_dynamic_partitions(definition) == [OPEN]
@@ -444,7 +445,7 @@ def test_a_topic_that_grew_since_it_was_looked_at_is_ingested(
         until(f"{rig.payments} has 2 partitions", lambda: partitions_of(rig, rig.payments) == 2)
         rig.send(rig.payments, payments(2), partition=1)
         monkeypatch.setattr(facts, "survey", lambda *_: early)
-        assert names.ingest_job(rig.payments) in jobs(Ticks(rig)())
+        assert rig.names.ingest_job(rig.payments) in jobs(Ticks(rig)())
 
 
 def partitions_of(rig: Rig, topic: str) -> int:
@@ -457,7 +458,7 @@ def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, outside.Standing]
     parts = tuple(PartitionState(partition, 0, end) for partition, end in enumerate(ends))
     plan = replace(plan, topic_state=replace(plan.topic_state, partitions=parts))
     made = facts.Facts({rig.orders: plan}, {}, {})
-    return made, next(outside.standings(rig.pipeline, made))
+    return made, next(outside.standings(rig.names, made))
 
 
 def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +528,11 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
         assert "or is not mounted. Put it back" in told
     lake.rmdir()
     away.rename(lake)
-    assert jobs(ticks()) == [names.ingest_job(rig.payments)]
+    assert jobs(ticks()) == [rig.names.ingest_job(rig.payments)]
 
 
 def test_it_waits_to_be_switched_on_unless_asked_for(rig: Rig) -> None:
-    name = names.sensor_name(rig.pipeline.name)
+    name = rig.names.sensor
     assert rig.definitions.resolve_sensor_def(name).default_status == DefaultSensorStatus.STOPPED
     started = build_definitions(rig.pipeline, sensor_running=True).resolve_sensor_def(name)
     assert started.default_status == DefaultSensorStatus.RUNNING

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets_tests.assets.rig import OPEN, make_pipeline, orders, payments, send
@@ -37,6 +37,11 @@ def pipeline(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Pi
     send(made, "web.shop.orders", orders(4), partition=1)
     send(made, "web.shop.payments", payments(2, 4, -9))
     return made
+
+
+@pytest.fixture(scope="module")
+def names(pipeline: Pipeline) -> Names:
+    return Names(pipeline)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +77,12 @@ def test_the_graph_says_what_things_are_for(server: Webserver) -> None:
 
 
 @pytest.mark.slow
-def test_a_range_run_and_the_way_to_the_topic(server: Webserver) -> None:
-    raw = names.raw_partitions("web.shop", "Raw", "web.shop.orders")
+def test_a_range_run_and_the_way_to_the_topic(server: Webserver, names: Names) -> None:
+    raw = names.raw_partitions("web.shop.orders")
     for definition, keys in {
         raw: (OPEN, SECOND),
-        names.raw_partitions("web.shop", "Raw", "web.shop.payments"): (OPEN,),
-        names.staging_partitions("web.shop", "Staging"): (OPEN,),
+        names.raw_partitions("web.shop.payments"): (OPEN,),
+        names.staging_partitions("Staging"): (OPEN,),
     }.items():
         for key in keys:
             server.add_key(definition, key)
@@ -85,8 +90,8 @@ def test_a_range_run_and_the_way_to_the_topic(server: Webserver) -> None:
     both = {"dagster/asset_partition_range_start": OPEN, "dagster/asset_partition_range_end": SECOND}
     run = server.launch(names.ingest_job("web.shop.orders"), both)
     succeeded(run)
-    assert [event["managerKey"] for event in events(run, "LoadedInputEvent")] == ["kafka_io"]
-    assert [event["managerKey"] for event in events(run, "HandledOutputEvent")] == ["pool_io"]
+    assert [event["managerKey"] for event in events(run, "LoadedInputEvent")] == [names.resource("kafka_io")]
+    assert [event["managerKey"] for event in events(run, "HandledOutputEvent")] == [names.resource("pool_io")]
     made = {event["partition"]: numbers(event) for event in events(run, "MaterializationEvent")}
     assert made == {OPEN: {"rows": 3, "first": 0, "last": 2}, SECOND: {"rows": 1, "first": 0, "last": 0}}
     (columns,) = {
@@ -107,8 +112,9 @@ def test_a_range_run_and_the_way_to_the_topic(server: Webserver) -> None:
     run = server.launch(names.staging_job("Staging"), {"dagster/partition": OPEN})
     succeeded(run)
     hops = [event["managerKey"] for event in events(run, "LoadedInputEvent")]
-    assert hops == ["pool_io"] * 4
-    assert [event["managerKey"] for event in events(run, "HandledOutputEvent")] == ["pool_io"] * 2 + ["kafka_io"] * 2
+    pool_io, kafka_io = names.resource("pool_io"), names.resource("kafka_io")
+    assert hops == [pool_io] * 4
+    assert [event["managerKey"] for event in events(run, "HandledOutputEvent")] == [pool_io] * 2 + [kafka_io] * 2
     made = {
         "/".join(event["assetKey"]["path"]): numbers(event)["rows"] for event in events(run, "MaterializationEvent")
     }
@@ -128,9 +134,9 @@ def test_a_range_run_and_the_way_to_the_topic(server: Webserver) -> None:
     assert equal["compared"] == 2
 
 
-def test_a_range_ahead_fails_with_the_one_to_run_first(server: Webserver) -> None:
+def test_a_range_ahead_fails_with_the_one_to_run_first(server: Webserver, names: Names) -> None:
     ahead = "0:7000000-7999999"
-    server.add_key(names.raw_partitions("web.shop", "Raw", "web.shop.payments"), ahead)
+    server.add_key(names.raw_partitions("web.shop.payments"), ahead)
     run = server.launch(names.ingest_job("web.shop.payments"), {"dagster/partition": ahead})
     assert run["status"] == "FAILURE"
     (failure,) = events(run, "ExecutionStepFailureEvent")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from dagster import DagsterInstance, build_sensor_context
 
-from zync_assets.assets import names
 from zync_assets.assets.build import build_definitions
+from zync_assets.assets.names import Names
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.loops import etl_all, ingest_all, publish_all
 from zync_assets_tests.bench import data
@@ -51,7 +51,7 @@ class _Ticks:
     def __init__(self, pipeline: Pipeline) -> None:
         self.instance = DagsterInstance.ephemeral()
         self.definitions = build_definitions(pipeline)
-        self.sensor = self.definitions.resolve_sensor_def(names.sensor_name(pipeline.name))
+        self.sensor = self.definitions.resolve_sensor_def(Names(pipeline).sensor)
         self.cursor: str | None = None
 
     def tick(self) -> float:

@@ -379,15 +379,15 @@ import json, sys
 from pathlib import Path
 from dagster import DagsterInstance
 from pyspark import SparkContext
-from zync_assets.assets import names
+from zync_assets.assets.names import Names
 from zync_assets.assets.build import build_definitions
 from zync_assets.pipeline_file import load
 import psutil
 pipeline = load(Path(sys.argv[1]))
 topic = pipeline.inputs[0].topic
 with DagsterInstance.ephemeral() as instance:
-    instance.add_dynamic_partitions(names.raw_partitions(pipeline.name, "Raw", topic), ["0:0-999999"])
-    job = build_definitions(pipeline).resolve_job_def(names.ingest_job(topic))
+    instance.add_dynamic_partitions(Names(pipeline).raw_partitions(topic), ["0:0-999999"])
+    job = build_definitions(pipeline).resolve_job_def(Names(pipeline).ingest_job(topic))
     done = job.execute_in_process(instance=instance, tags={"dagster/partition": "0:0-999999"})
     print("rows", [event.materialization.metadata["rows"].value for event in done.get_asset_materialization_events()])
 assert SparkContext._active_spark_context is None

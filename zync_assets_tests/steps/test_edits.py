@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets.assets import due, facts, outside
+from zync_assets.assets.names import Names
 from zync_assets.cli.main import main
 from zync_assets.errors import ZyncError
 from zync_assets.kafka.reader import read_range
@@ -75,9 +76,9 @@ def settle(it: Mini, retry: Retry = NOTHING) -> None:
         said(it, command)
     looked = facts.gather(it.pipeline)
     assert looked.problems == {}
-    assert list(due.due(it.pipeline, looked)) == []
-    list(due.grids(it.pipeline, looked))
-    list(outside.standings(it.pipeline, looked))
+    assert list(due.due(Names(it.pipeline), looked)) == []
+    list(due.grids(Names(it.pipeline), looked))
+    list(outside.standings(Names(it.pipeline), looked))
 
 
 def said(it: Mini, command: str, *arguments: str) -> list[dict[str, Any]]:
