@@ -42,12 +42,25 @@ from dataclasses import dataclass
 
 
 class ZyncError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    >>> from zync_assets import ZyncError, load_pipeline
+    >>> try:
+    ...     load_pipeline("absent.yaml")
+    ... except ZyncError as error:
+    ...     print(type(error).__name__)
+    PipelineFileError
+    """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One error of a pipeline file. ``line`` counts from 1; ``key`` is the dotted path of the key."""
+    """One error of a pipeline file. ``line`` counts from 1; ``key`` is the dotted path of the key.
+
+    >>> from zync_assets import Problem
+    >>> str(Problem(3, "inputs[0].pool", "is missing"))
+    'line 3: inputs[0].pool: is missing'
+    """
 
     line: int
     key: str
@@ -58,7 +71,17 @@ class Problem:
 
 
 class PipelineFileError(ZyncError):
-    """The problems of one pipeline file."""
+    """The problems of one pipeline file.
+
+    >>> from pathlib import Path
+    >>> from zync_assets import PipelineFileError, load_pipeline
+    >>> _ = Path("shop.yaml").write_text("inputs: [{topic: orders, pol: Raw}]")
+    >>> try:
+    ...     load_pipeline("shop.yaml")
+    ... except PipelineFileError as error:
+    ...     print(error.problems[0].line, error.problems[0].key)
+    1 inputs[0].pol
+    """
 
     def __init__(self, path: str, problems: Sequence[Problem]) -> None:
         self.path = path
@@ -67,120 +90,279 @@ class PipelineFileError(ZyncError):
 
 
 class SetupError(ZyncError):
-    """This machine lacks something, or something is in the way."""
+    """This machine lacks something, or something is in the way.
+
+    >>> from zync_assets import SetupError, ZyncError
+    >>> issubclass(SetupError, ZyncError)
+    True
+    """
 
 
 class SparkUnavailable(SetupError):
-    """A Spark Connect server did not answer."""
+    """A Spark Connect server did not answer.
+
+    >>> from zync_assets import SetupError, SparkUnavailable
+    >>> issubclass(SparkUnavailable, SetupError)
+    True
+    """
 
 
 class SparkLost(SetupError):
-    """A part of Spark ended in the middle of a step: a Spark Connect server, or a task's Python worker."""
+    """A part of Spark ended in the middle of a step: a Spark Connect server, or a task's Python worker.
+
+    >>> from zync_assets import SetupError, SparkLost
+    >>> issubclass(SparkLost, SetupError)
+    True
+    """
 
 
 class KafkaError(ZyncError):
-    """The broker or a topic."""
+    """The broker or a topic.
+
+    >>> from zync_assets import KafkaError, ZyncError
+    >>> issubclass(KafkaError, ZyncError)
+    True
+    """
 
 
 class BrokerUnavailable(KafkaError):
-    """No broker answered in time."""
+    """No broker answered in time.
+
+    >>> from zync_assets import BrokerUnavailable
+    >>> def step(attempt: int) -> str:
+    ...     if attempt == 0:
+    ...         raise BrokerUnavailable("no answer")
+    ...     return "done"
+    >>> for attempt in range(2):
+    ...     try:
+    ...         print(step(attempt))
+    ...     except BrokerUnavailable as error:
+    ...         print(f"{error}; trying again")
+    no answer; trying again
+    done
+    """
 
 
 class LeaderMissing(BrokerUnavailable):
-    """A partition has no leader, so nobody reads it or writes to it. Other partitions may go on."""
+    """A partition has no leader, so nobody reads it or writes to it. Other partitions may go on.
+
+    >>> from zync_assets import BrokerUnavailable, LeaderMissing
+    >>> issubclass(LeaderMissing, BrokerUnavailable)
+    True
+    """
 
 
 class TrustError(KafkaError):
-    """Broker and client do not trust each other as they are set up."""
+    """Broker and client do not trust each other as they are set up.
+
+    >>> from zync_assets import KafkaError, TrustError
+    >>> issubclass(TrustError, KafkaError)
+    True
+    """
 
 
 class AuthenticationFailed(TrustError):
-    """The broker did not take the user, the password, the token or the client's certificate; or no token could be had."""
+    """The broker did not take the user, the password, the token or the client's certificate; or no token could be had.
+
+    >>> from zync_assets import AuthenticationFailed, TrustError
+    >>> issubclass(AuthenticationFailed, TrustError)
+    True
+    """
 
 
 class CertificateRejected(TrustError):
-    """The broker's certificate was not signed by a trusted CA, is for another host, or is not valid now."""
+    """The broker's certificate was not signed by a trusted CA, is for another host, or is not valid now.
+
+    >>> from zync_assets import CertificateRejected, TrustError
+    >>> issubclass(CertificateRejected, TrustError)
+    True
+    """
 
 
 class NotAuthorized(KafkaError):
-    """The broker knows who asks and does not let them: an ACL is missing."""
+    """The broker knows who asks and does not let them: an ACL is missing.
+
+    >>> from zync_assets import KafkaError, NotAuthorized
+    >>> issubclass(NotAuthorized, KafkaError)
+    True
+    """
 
 
 class TopicMissing(KafkaError):
-    """A required topic does not exist."""
+    """A required topic does not exist.
+
+    >>> from zync_assets import KafkaError, TopicMissing
+    >>> issubclass(TopicMissing, KafkaError)
+    True
+    """
 
 
 class TopicRecreated(KafkaError):
-    """A topic was created again: its topic id differs from the id that the pool was made from."""
+    """A topic was created again: its topic id differs from the id that the pool was made from.
+
+    >>> from zync_assets import KafkaError, TopicRecreated
+    >>> issubclass(TopicRecreated, KafkaError)
+    True
+    """
 
 
 class DataLoss(KafkaError):
-    """Kafka no longer holds offsets that were not ingested yet."""
+    """Kafka no longer holds offsets that were not ingested yet.
+
+    >>> from zync_assets import DataLoss, KafkaError
+    >>> issubclass(DataLoss, KafkaError)
+    True
+    """
 
 
 class ForeignRecord(KafkaError):
-    """An output topic holds a record that differs from staging's at the same offset."""
+    """An output topic holds a record that differs from staging's at the same offset.
+
+    >>> from zync_assets import ForeignRecord, KafkaError
+    >>> issubclass(ForeignRecord, KafkaError)
+    True
+    """
 
 
 class RecordTooLarge(KafkaError):
-    """A record is larger than its output topic takes."""
+    """A record is larger than its output topic takes.
+
+    >>> from zync_assets import KafkaError, RecordTooLarge
+    >>> issubclass(RecordTooLarge, KafkaError)
+    True
+    """
 
 
 class RegistryError(ZyncError):
-    """The schema registry refused a request."""
+    """The schema registry refused a request.
+
+    >>> from zync_assets import RegistryError, ZyncError
+    >>> issubclass(RegistryError, ZyncError)
+    True
+    """
 
 
 class RegistryUnavailable(RegistryError):
-    """The schema registry did not answer."""
+    """The schema registry did not answer.
+
+    >>> from zync_assets import RegistryError, RegistryUnavailable
+    >>> issubclass(RegistryUnavailable, RegistryError)
+    True
+    """
 
 
 class SchemaUnknown(RegistryError):
-    """The schema registry answered that it does not know an id, subject or version."""
+    """The schema registry answered that it does not know an id, subject or version.
+
+    >>> from zync_assets import RegistryError, SchemaUnknown
+    >>> issubclass(SchemaUnknown, RegistryError)
+    True
+    """
 
 
 class SchemaError(ZyncError):
-    """A schema that can't be parsed, mapped to the lake's types, or merged."""
+    """A schema that can't be parsed, mapped to the lake's types, or merged.
+
+    >>> from zync_assets import SchemaError, ZyncError
+    >>> issubclass(SchemaError, ZyncError)
+    True
+    """
 
 
 class SchemaChanged(SchemaError):
-    """A writer's schema changes the columns, and the pipeline file says ``on-schema-change: error``."""
+    """A writer's schema changes the columns, and the pipeline file says ``on-schema-change: error``.
+
+    >>> from zync_assets import SchemaChanged, SchemaError
+    >>> issubclass(SchemaChanged, SchemaError)
+    True
+    """
 
 
 class LakeError(ZyncError):
-    """A table of the lake."""
+    """A table of the lake.
+
+    >>> from zync_assets import LakeError, ZyncError
+    >>> issubclass(LakeError, ZyncError)
+    True
+    """
 
 
 class LakeUnavailable(LakeError):
-    """The object store did not answer, or reported an internal failure."""
+    """The object store did not answer, or reported an internal failure.
+
+    >>> from zync_assets import LakeError, LakeUnavailable
+    >>> issubclass(LakeUnavailable, LakeError)
+    True
+    """
 
 
 class CommitConflict(LakeError):
-    """Another writer committed first; nothing of this commit is visible."""
+    """Another writer committed first; nothing of this commit is visible.
+
+    >>> from zync_assets import CommitConflict, LakeError
+    >>> issubclass(CommitConflict, LakeError)
+    True
+    """
 
 
 class TableDamaged(LakeError):
-    """Another program changed a table: a file in its log is missing, or its files contradict its counters."""
+    """Another program changed a table: a file in its log is missing, or its files contradict its counters.
+
+    >>> from zync_assets import LakeError, TableDamaged
+    >>> issubclass(TableDamaged, LakeError)
+    True
+    """
 
 
 class TableUnsupported(LakeError):
-    """A table uses a feature of the Delta protocol that this package does not know."""
+    """A table uses a feature of the Delta protocol that this package does not know.
+
+    >>> from zync_assets import LakeError, TableUnsupported
+    >>> issubclass(TableUnsupported, LakeError)
+    True
+    """
 
 
 class BadRecords(ZyncError):
-    """Records that can't be decoded or transformed, and that the pipeline file does not let pass into quarantine."""
+    """Records that can't be decoded or transformed, and that the pipeline file does not let pass into quarantine.
+
+    >>> from zync_assets import BadRecords, ZyncError
+    >>> issubclass(BadRecords, ZyncError)
+    True
+    """
 
 
 class EtlError(ZyncError):
-    """A batch that can't be transformed."""
+    """A batch that can't be transformed.
+
+    >>> from zync_assets import EtlError, ZyncError
+    >>> issubclass(EtlError, ZyncError)
+    True
+    """
 
 
 class FieldMissing(EtlError):
-    """A rule names a field that no record of its topic has had so far."""
+    """A rule names a field that no record of its topic has had so far.
+
+    >>> from zync_assets import EtlError, FieldMissing
+    >>> issubclass(FieldMissing, EtlError)
+    True
+    """
 
 
 class RangeUnknown(ZyncError):
-    """A partition key of Dagster names no range of offsets that an asset has."""
+    """A partition key of Dagster names no range of offsets that an asset has.
+
+    >>> from zync_assets import RangeUnknown, ZyncError
+    >>> issubclass(RangeUnknown, ZyncError)
+    True
+    """
 
 
 class CheckFailed(ZyncError):
-    """The account, the numbering or a topic is not what it must be."""
+    """The account, the numbering or a topic is not what it must be.
+
+    >>> from zync_assets import CheckFailed, ZyncError
+    >>> issubclass(CheckFailed, ZyncError)
+    True
+    """

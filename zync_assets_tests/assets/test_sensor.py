@@ -355,7 +355,7 @@ def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(ri
         for request in result.run_requests or ():
             job = rig.definitions.resolve_job_def(request.job_name or "")
             done = job.execute_in_process(instance=rig.instance, tags=dict(request.tags), raise_on_error=False)
-            assert done.success == (request.job_name != names.staging_job("Staging"))
+            assert done.success == (request.job_name != rig.names.staging_job("Staging"))
             said += failures(done)
     assert ends(rig) == [1, 2]
     [text] = set(said)

@@ -1,0 +1,156 @@
+"""Several pipelines in one code location, beside a user's own assets, executor and resources. No broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dagster import (
+    AssetIn,
+    AssetKey,
+    AssetsDefinition,
+    DagsterInstance,
+    Definitions,
+    asset,
+    define_asset_job,
+    in_process_executor,
+    multiprocess_executor,
+)
+
+from zync_assets import SetupError, build_definitions, load_pipeline
+from zync_assets.assets.names import Names
+from zync_assets.assets.runs import Active
+from zync_assets.pipeline import Pipeline
+
+FILE = """
+kafka: {{bootstrap.servers: "192.0.2.1:9092"}}
+lake: {lake}
+inputs: [{{topic: {topic}, pool: {raw}, format: json}}]
+outputs: [{{topic: {out}, pool: {staging}, format: json}}]
+transforms: [{{type: stateless, in: {topic}, out: {out}, key: in.key, value: in.value}}]
+"""
+
+
+@pytest.fixture
+def topic(unique: str) -> str:
+    """A topic of the test's own: the process remembers the topics of all pipelines."""
+    return f"{unique}.orders"
+
+
+def pipeline(folder: Path, name: str, topic: str, lake: str | None = None, raw: str | None = None) -> Pipeline:
+    """A pipeline from ``topic`` to the topic ``<name>-out``, in pools of its own."""
+    path = folder / f"{name}.yaml"
+    pools = {"raw": raw or f"Raw_{name}", "staging": f"Staging_{name}"}
+    path.write_text(FILE.format(topic=topic, out=f"{topic}-{name}", lake=lake or f"./lake_{name}", **pools))
+    return load_pipeline(path)
+
+
+def keys(definitions: Definitions) -> set[str]:
+    return {key.to_user_string() for key in definitions.resolve_all_asset_keys()}
+
+
+def test_two_pipelines_of_one_topic_stand_beside_assets_executor_and_resources_of_ones_own(
+    tmp_path: Path, topic: str
+) -> None:
+    a, b = pipeline(tmp_path, "a", topic), pipeline(tmp_path, "b", topic)
+
+    @asset(ins={"rows": AssetIn(["Staging_b", f"{topic}-b"])}, required_resource_keys={"spark", "pool_io"})
+    def report(rows: object) -> None: ...
+
+    own = Definitions(
+        assets=[report],
+        jobs=[define_asset_job("report_job", [report])],
+        executor=multiprocess_executor,
+        resources={"spark": "a Spark of one's own", "pool_io": "another"},
+    )
+    merged = Definitions.merge(build_definitions(a), own, build_definitions(b))
+    Definitions.validate_loadable(merged)
+    assert keys(merged) == {
+        f"kafka/{topic}",
+        *(f"{path}/{topic}" for path in ("Raw_a", "Raw_b")),
+        *(f"{path}/{topic}-{name}" for name in "ab" for path in (f"Staging_{name}", "kafka")),
+        "report",
+    }
+    graph = merged.resolve_asset_graph()
+    assert graph.get(AssetKey(["kafka", topic])).child_keys == {
+        AssetKey(["Raw_a", topic]),
+        AssetKey(["Raw_b", topic]),
+    }
+    executors = {job.name: job.executor_def for job in merged.resolve_all_job_defs()}
+    assert executors.pop("report_job") is executors.pop("__ASSET_JOB") is multiprocess_executor
+    assert set(executors) == {
+        f"{job}_of_{name}"
+        for name in "ab"
+        for job in (Names(a).ingest_job(topic)[:-5], f"etl_and_publish_Staging_{name}")
+    } | {"check_a", "check_b"}
+    assert set(executors.values()) == {in_process_executor}
+    ops = [node.op.name for node in graph.assets_defs if isinstance(node, AssetsDefinition) and node.is_executable]
+    assert len(ops) == len(set(ops)) and all(op.endswith(("_of_a", "_of_b", "report")) for op in ops)
+    assert set(merged.resources or ()) == {
+        *(f"{key}_of_{name}" for name in "ab" for key in ("spark", "kafka_io", "pool_io")),
+        *("spark", "pool_io"),
+    }
+    assert {item.name for item in merged.sensors or ()} == {"zync_a", "zync_b"}
+
+
+def test_a_pipeline_of_a_shared_topic_is_whole_without_the_other(tmp_path: Path, topic: str) -> None:
+    build_definitions(pipeline(tmp_path, "a", topic))
+    alone = build_definitions(pipeline(tmp_path, "b", topic))
+    Definitions.validate_loadable(alone)
+    assert f"kafka/{topic}" in keys(alone)
+    graph = alone.resolve_asset_graph()
+    assert graph.get(AssetKey(["kafka", topic])).partitions_def == graph.get(AssetKey(["Raw_b", topic])).partitions_def
+
+
+@pytest.mark.parametrize("prefix", ["", "b"])
+def test_a_table_that_two_files_name_is_an_error_with_the_cure(tmp_path: Path, topic: str, prefix: str) -> None:
+    a, b = (pipeline(tmp_path, name, topic, lake="./lake", raw="Raw") for name in "ab")
+    build_definitions(a)
+    with pytest.raises(SetupError) as caught:
+        build_definitions(b, key_prefix=prefix)
+    text = str(caught.value)
+    assert text.startswith(f"{a.path} and {b.path} both name table Raw/{topic} of lake {tmp_path / 'lake'}")
+    assert "name another pool than Raw in one of them" in text
+    build_definitions(a)
+    a.path.unlink()
+    assert f"Raw/{topic}" in keys(build_definitions(b))
+
+
+def test_key_prefix_owners_groups_and_tags_are_parameters(tmp_path: Path, topic: str) -> None:
+    made = build_definitions(
+        pipeline(tmp_path, "a", topic),
+        key_prefix="eu/shop",
+        owners=["team:sales"],
+        groups={"source_topics": "in", "Raw_a": "lake"},
+        tags={"tier": "gold"},
+    )
+    specs = {spec.key.to_user_string(): spec for spec in made.resolve_all_asset_specs()}
+    assert {key: spec.group_name for key, spec in specs.items()} == {
+        f"eu/shop/kafka/{topic}": "in",
+        f"eu/shop/Raw_a/{topic}": "lake",
+        f"eu/shop/Staging_a/{topic}-a": "Staging_a",
+        f"eu/shop/kafka/{topic}-a": "output_topics",
+    }
+    for spec in specs.values():
+        assert list(spec.owners) == ["team:sales"]
+        assert spec.tags["tier"] == "gold"
+        assert spec.tags["zync/pipeline"] == "a"
+    one = build_definitions(pipeline(tmp_path, "a", topic), groups="shop")
+    assert {spec.group_name for spec in one.resolve_all_asset_specs()} == {"shop"}
+    with pytest.raises(SetupError, match=r"a\.yaml has no group raw\. Its groups are source_topics, Raw_a, Staging_a"):
+        build_definitions(pipeline(tmp_path, "a", topic), groups={"raw": "lake"})
+
+
+def test_a_run_of_a_job_under_its_earlier_name_counts_as_under_way(tmp_path: Path, topic: str) -> None:
+    names = Names(pipeline(tmp_path, "a", topic))
+    job = names.ingest_job(topic)
+    assert job.endswith("_of_a")
+
+    @asset
+    def earlier() -> None: ...
+
+    with DagsterInstance.ephemeral() as instance:
+        old = Definitions(assets=[earlier], jobs=[define_asset_job(job.removesuffix("_of_a"), [earlier])])
+        instance.create_run_for_job(old.resolve_job_def(job.removesuffix("_of_a")), tags={"zync/pipeline": "a"})
+        assert "is not_started" in (Active(instance).holds(job, []) or "")
+        assert Active(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None
