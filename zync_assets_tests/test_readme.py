@@ -18,7 +18,6 @@ import pytest
 from click.testing import CliRunner
 from dagster import AssetKey, DagsterInstance, Definitions
 
-from zync_assets.assets.names import staging_partitions
 from zync_assets.cli.main import COMMANDS, main
 from zync_assets.kafka.topics import delete_topic
 from zync_assets.local.services import Services
@@ -247,7 +246,7 @@ def printed(block: Block) -> str:
     job = definitions.resolve_implicit_global_asset_job_def()
     with DagsterInstance.ephemeral() as instance, contextlib.redirect_stdout(io.StringIO()) as out:
         # The sensor adds the key of a pool's first range.
-        instance.add_dynamic_partitions(staging_partitions("shop", "Staging"), ["0:0-999999"])
+        instance.add_dynamic_partitions("shop/Staging", ["0:0-999999"])
         assert job.execute_in_process(instance=instance, asset_selection=[AssetKey("revenue")]).success
     return out.getvalue()
 
