@@ -80,9 +80,10 @@ def test_dg_scaffolds_checks_and_lists_a_pipeline_beside_a_downstream_asset(tmp_
     (project.defs / "revenue.py").write_text(DOWNSTREAM)
     project.dg("check", "defs")
     project.dg("check", "yaml")
-    listed = {item["key"]: item for item in json.loads(project.dg("list", "defs", "--json"))["assets"]}
+    listed = {item["asset_key"]: item for item in json.loads(project.dg("list", "defs", "--json"))["assets"]}
     assert set(listed) == {"eu/kafka/orders", "eu/Raw/orders", "revenue"}
-    assert listed["revenue"]["deps"] == ["eu/Raw/orders"]
-    assert listed["eu/Raw/orders"]["deps"] == ["eu/kafka/orders"]
-    assert (listed["eu/Raw/orders"]["group"], listed["eu/kafka/orders"]["group"]) == ("lake", "topics")
-    assert listed["eu/Raw/orders"]["owners"] == ["team:sales"]
+    assert listed["revenue"]["dependency_keys"] == ["eu/Raw/orders"]
+    raw, source = listed["eu/Raw/orders"], listed["eu/kafka/orders"]
+    assert raw["dependency_keys"] == ["eu/kafka/orders"]
+    assert (raw["group_name"], source["group_name"]) == ("lake", "topics")
+    assert raw["owners"] == source["owners"] == [{"team": "sales"}]
