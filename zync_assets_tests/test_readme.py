@@ -8,8 +8,8 @@ import json
 import os
 import re
 import subprocess
-import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,55 +251,58 @@ def printed(block: Block) -> str:
     return out.getvalue()
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project without the environment, and beside it the packages of this environment but ours."""
-    folder = tmp_path_factory.mktemp("checkout")
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in files.split("\0")[:-1]:
-        (folder / "zync" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "zync" / name).write_bytes((ROOT / name).read_bytes())
-        (folder / "zync" / name).chmod((ROOT / name).stat().st_mode)
-    (folder / "packages").mkdir()
-    for item in Path(sysconfig.get_path("purelib")).iterdir():
-        if not re.match(r"pip\b|__editable__|zync_assets", item.name) and item.suffix != ".pth":
-            (folder / "packages" / item.name).symlink_to(item)
-    (folder / "bin").mkdir()
-    (folder / "bin" / "python3.11").symlink_to(Path(sys.executable).resolve())
+PIP = """#!/bin/sh
+echo "$@" >> pip-arguments
+"""
+VENV = """#!/bin/sh
+[ "$*" = "-m venv .venv" ] && mkdir -p .venv/bin && cp {tools}/* .venv/bin
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a block of the quick start runs with this environment's packages: `python3.11 -m venv` makes
+    links to this environment's commands, and `pip` writes its arguments down. `.ci/run` installs for real."""
+    tools, path = tmp_path / "tools", tmp_path / "path"
+    tools.mkdir()
+    path.mkdir()
+    for name in ("zync", "pytest"):
+        (tools / name).write_text(f'#!/bin/sh\nexec {Path(sysconfig.get_path("scripts")) / name} "$@"\n')
+    (tools / "pip").write_text(PIP)
+    (path / "python3.11").write_text(VENV.format(tools=tools))
+    for script in (*tools.iterdir(), *path.iterdir()):
+        script.chmod(0o755)
+    folder = tmp_path / "zync"
+    (folder / ".ci").mkdir(parents=True)
+    (folder / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+    (folder / "README.md").write_bytes(README.read_bytes())
+    monkeypatch.setenv("PATH", f"{path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ZYNC_DEMO_DIR", str(tmp_path / "demo"))
+    monkeypatch.chdir(folder)
     return folder
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    """pip finds every package but ours in place, asks no network, and builds with this environment's setuptools."""
-    return {
-        **os.environ,
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(folder / "packages"),
-        "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",
-        "ZYNC_DEMO_DIR": str(folder / "demo"),
-        **more,
-    }
 
 
 @pytest.mark.slow
 def test_the_first_block_of_the_quick_start_plays_the_demo(checkout: Path) -> None:
-    place, env = checkout / "zync", environment(checkout)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", blocks("sh")[0].text], cwd=place, env=env, capture_output=True, text=True
-    )
+    block = blocks("sh")[0].text
     try:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert Path("pip-arguments").read_text() == "install --quiet --editable .\n"
         expected = json.loads((ROOT / "demo" / "expected.json").read_text())["after"][-1]["output"]
         last = done.stdout.rpartition("topic NewInvoices:")[2]
         assert len(re.findall(r"^ *\d+ ", last, re.MULTILINE)) == len(expected)
     finally:
-        subprocess.run([place / ".venv/bin/zync", "demo", "--clean"], cwd=place, env=env, check=True)
+        CliRunner().invoke(main, ["demo", "--clean"])
 
 
-@pytest.mark.slow
-def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_runs_that_block(checkout: Path) -> None:
-    env = environment(checkout, PYTEST_ADDOPTS="zync_assets_tests/test_offsets.py -n 0")
-    done = subprocess.run([checkout / "zync/.ci/run"], env=env, capture_output=True, text=True)
+def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_runs_that_block(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"{ROOT / 'zync_assets_tests/test_shares.py'} --rootdir {ROOT} -n 0")
+    done = subprocess.run(["bash", ".ci/run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout)
+    assert Path("pip-arguments").read_text() == "install --quiet --editable .[test]\n"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "pytest" in " ".join(extras["test"])
