@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from dagster import AssetKey, DagsterInstance, Definitions
@@ -164,6 +165,19 @@ def test_a_table_of_the_reference_is_what_the_grammar_says(title: str, keys: Seq
 def test_the_readme_names_every_command() -> None:
     text = section("Operating")
     assert [name for name in COMMANDS if f"`zync {name}" not in text and f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_a_command_in_the_text_is_one_of_zync_s_with_options_that_it_has(page: Path) -> None:
+    context = click.Context(main)
+    for code in re.findall(r"`(zync [^`]+)`", page.read_text()):
+        words = code.split()[1:]
+        command: click.Command | None = main
+        while isinstance(command, click.Group) and words and words[0].islower():
+            command = command.get_command(context, words.pop(0))
+            assert command is not None, code
+        known = {"--help", *(name for option in (command.params if command else ()) for name in option.opts)}
+        assert {word for word in words if word.startswith("--")} <= known, code
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: f"line {block.line}")
