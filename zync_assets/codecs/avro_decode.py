@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.avro_columns import Source, decode_columns
 from zync_assets.codecs.avro_rows import TrailingBytes, row_reader
-from zync_assets.codecs.avro_schema import Node, is_hollow, parse
+from zync_assets.codecs.avro_schema import Node, is_hollow, note_of, parse
 from zync_assets.codecs.avro_types import lake_type, plain_type
 from zync_assets.codecs.batch import Decoded, bad_records
 from zync_assets.codecs.framing import Framed, unframe
@@ -95,7 +95,7 @@ class AvroDecoder:
             return None
         if schema_id not in self._known and not is_hollow(writer):
             first = next(row for index, row in enumerate(rows.tolist()) if index not in wrong)
-            self._arrive(schema_id, first, lake_type(writer))
+            self._arrive(schema_id, first, writer)
         if schema_id in self._refused:
             errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id} is new: {self._refused[schema_id]}"))
             return None
@@ -112,12 +112,13 @@ class AvroDecoder:
         good[list(wrong)] = False
         return Group(rows[good], values.filter(pa.array(good)))
 
-    def _arrive(self, schema_id: int, index: int, type: pa.DataType) -> None:
+    def _arrive(self, schema_id: int, index: int, writer: Node) -> None:
         """Note a schema that came for the first time; refuse it where only the known ones' columns are wanted."""
         if self._known_types is None:
             nodes = [self._writer(number) for number in self._known]
             self._known_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
-        arrival = Arrival(index, schema_id, type, self._known_types)
+        type = lake_type(writer)
+        arrival = Arrival(index, schema_id, type, self._known_types, note_of(writer))
         self._arrivals.append(arrival)
         self._known[schema_id] = None
         if self._closed and arrival.changes:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from zync_assets.codecs.batch import Decoded, bad_records
 from zync_assets.codecs.connect_columns import has_columns, read_columns
 from zync_assets.codecs.connect_rows import parse_at, parse_json, row_reader
-from zync_assets.codecs.connect_schema import Connect, lake_type, parse_connect, plain_type
+from zync_assets.codecs.connect_schema import Connect, lake_type, note_of, parse_connect, plain_type
 from zync_assets.codecs.connect_values import to_lake
 from zync_assets.codecs.groups import Group, assemble
 from zync_assets.codecs.json_values import json_reader
@@ -242,9 +242,9 @@ class ConnectDecoder:
             except SchemaError as error:
                 errors.update({int(row): str(error) for row in rows})
                 return False
-            arrival = Arrival(int(rows.min()), None, merged, () if pa.types.is_null(self._type) else (self._type,))
-            if arrival.changes or not arrival.before:
-                self._arrivals.append(arrival)
+            before = () if pa.types.is_null(self._type) else (self._type,)
+            arrival = Arrival(int(rows.min()), None, merged, before, note_of(node))
+            self._arrivals.append(arrival)
             if arrival.changes and self._closed:
                 why = "; ".join(differences(self._type, merged, "payload"))
                 errors.update({int(row): f"the schema is new: {why}" for row in rows})

@@ -134,6 +134,14 @@ def connect_note_of(field: pa.Field) -> Note:
     return PLAIN if text is None else read_note(text.decode())
 
 
+def with_connect_note(field: pa.Field, note: Note) -> pa.Field:
+    """The field with another note. A plain note is written too where the field had one: metadata of a table's columns is only
+    ever added."""
+    if note == connect_note_of(field):
+        return field
+    return field.with_metadata({**(field.metadata or {}), _CONNECT: note_text(note).encode()})
+
+
 def lacking(field: pa.Field) -> tuple[int, ...]:
     """The registry ids of the writers' schemas that lack the field."""
     text = (field.metadata or {}).get(_LACKING, b"").decode()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from zync_assets.codecs.connect_notes import PLAIN, Note
 from zync_assets.codecs.field_notes import fields_of, original, places, unit_of, without_connect
 from zync_assets.codecs.merge import wider_type
 from zync_assets.codecs.spark_types import spark_ddl
@@ -18,12 +19,19 @@ class Arrival:
 
     ``index``: the first record with the schema. ``schema_id``: None for a format without schema ids; ``type`` is then the
     column's type with the schema's fields added. ``before``: the types of the known schemas, the latest last.
+    ``note``: the schema's note of the whole value for Kafka Connect.
     """
 
     index: int
     schema_id: int | None
     type: pa.DataType
     before: tuple[pa.DataType, ...]
+    note: Note = PLAIN
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the table may not know the schema. Schemas without ids are known by their columns."""
+        return self.schema_id is not None or not self.before or self.changes
 
     @property
     def changes(self) -> bool:

@@ -229,6 +229,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     crash_point("ingest:files-written")
     files, schema = made.files, made.schema
     writers, changes = schema_changes.settled(item, made.source, made.arrived)
+    schema = schema_changes.with_side_notes(schema, plan.state.schema if plan.state else None, made.notes)
     if item.shape is None:
         schema = schema_changes.with_lacking_fields(schema, made.source, plan.state, writers)
     _admit(pipeline, plan, made.bad)

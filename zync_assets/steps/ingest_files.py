@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.connect_notes import Note
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake import quarantine, storage
 from zync_assets.lake.tables import DataFile
@@ -64,7 +65,8 @@ class BatchFiles:
     ``schema``: the raw table's columns after the batch; ``source``: the source with the column types after the batch;
     ``arrived``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
     ``left_out``: partition → number of excluded records; ``reached``: the time of the last record of each part, in
-    milliseconds since the epoch, 0 for a part without records.
+    milliseconds since the epoch, 0 for a part without records; ``notes``: side → the note of Kafka Connect's schemas for the
+    whole key or value.
     """
 
     files: list[DataFile]
@@ -75,6 +77,7 @@ class BatchFiles:
     dropped: list[DataFile] = field(default_factory=list)
     left_out: Mapping[int, int] = field(default_factory=dict)
     reached: Sequence[int] = ()
+    notes: Mapping[str, Note] = field(default_factory=dict[str, Note])
 
 
 def write_plain(reading: Reading) -> BatchFiles:
@@ -100,6 +103,7 @@ def write_plain(reading: Reading) -> BatchFiles:
                 settled,
                 [*assumed, *arrived],
                 reached=[part.reached for part in written],
+                notes=schema_changes.notes_of([*assumed, *arrived]),
             )
         # Two tasks found writer schemas that can't share a column. The first schema gets the column, as within one task,
         # and the files of the other tasks stay invisible. The loop ends because each round widens the types.

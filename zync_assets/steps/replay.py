@@ -87,6 +87,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         [done] = run_tasks(spark, 1, lambda _: task.run())
         source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
         schema = table_schema(state.schema, source)
+        schema = schema_changes.with_side_notes(schema, state.schema, schema_changes.notes_of(done.arrived))
     if done.files:
         writers, _ = schema_changes.settled(item, source, done.arrived)
         raw.commit_replay(state, schema, done.files, writers)

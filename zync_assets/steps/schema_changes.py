@@ -10,13 +10,15 @@ commits nothing of the batch. A schema whose records are in quarantine stays a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import pyarrow as pa
 
 from zync_assets.codecs.avro_types import arrow_type
-from zync_assets.codecs.field_notes import with_lacking
+from zync_assets.codecs.connect_notes import Note, agreed, optional
+from zync_assets.codecs.field_notes import connect_note_of, with_connect_note, with_lacking
 from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.schema_diff import differences, is_change
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
@@ -133,6 +135,32 @@ def with_lacking_fields(
     return schema
 
 
+def notes_of(arrived: Sequence[Arrived]) -> dict[str, Note]:
+    """Side → what all schemas that came say of the whole key or value."""
+    found: dict[str, Note] = {}
+    for each in arrived:
+        note = optional(each.schema.note)
+        found[each.side] = agreed(found[each.side], note) if each.side in found else note
+    return found
+
+
+def with_side_notes(schema: pa.Schema, known: pa.Schema | None, notes: Mapping[str, Note]) -> pa.Schema:
+    """A raw table's columns; ``key`` and ``value`` have the notes, as far as the table says the same of the records before.
+
+    ``known``: the table's columns before the batch; None if there is no table.
+    """
+    for side in _SIDES:
+        if side in schema.names:
+            column = schema.field(side)
+            said = [notes[side]] if side in notes else []
+            if known is not None and side in known.names:
+                column = column.with_metadata(known.field(side).metadata)
+                said.append(connect_note_of(column))
+            if said:
+                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(agreed, said)))
+    return schema
+
+
 def _type_of(registry: Registry, number: int) -> pa.DataType | None:
     """The type of a schema; None if the registry no longer has the schema, or has no Avro schema by that id."""
     try:
@@ -187,4 +215,5 @@ def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
 
 def _ordered(arrived: Sequence[Arrived], side: str) -> list[Arrived]:
     """A side's new schemas by partition and offset."""
-    return sorted((each for each in arrived if each.side == side), key=lambda each: (each.partition, each.offset))
+    new = (each for each in arrived if each.side == side and each.schema.is_new)
+    return sorted(new, key=lambda each: (each.partition, each.offset))

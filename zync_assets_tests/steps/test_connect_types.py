@@ -151,7 +151,8 @@ def test_bare_columns_keep_names_parameters_and_not_null(
             assert document["schema"]["fields"] == ROW["fields"]
             assert (document["schema"]["name"], document["schema"]["optional"]) == ("shop.Value", False)
             assert document["payload"] == VALUES
-            assert json.loads(key)["schema"]["fields"] == KEY["fields"]
+            key_schema = json.loads(key)["schema"]
+            assert (key_schema["fields"], key_schema["name"]) == (KEY["fields"], "shop.Key")
         else:
             schema = json.loads(registry.schema(int.from_bytes(value[1:5], "big")))
             expected = without_own_names(avro_of({**ROW, "optional": False}, "x"))
@@ -159,6 +160,7 @@ def test_bare_columns_keep_names_parameters_and_not_null(
             assert decoded(registry, value)["zoned"] == VALUES["zoned"]
             key_schema = json.loads(registry.schema(int.from_bytes(key[1:5], "big")))
             assert plain(key_schema["fields"]) == [{"name": "id", "type": "long"}]
+            assert key_schema["connect.name"] == "shop.Key"
     raw = open_raw(it.lake, "Raw", it.left)
     assert raw is not None
     after = raw.schema.field("value").type.field("after").type
