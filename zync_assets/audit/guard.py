@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
+from zync_assets.audit.raw import MONOTONIC, file_problems, log_problems
 from zync_assets.audit.result import CheckResult
 from zync_assets.audit.staging import (
     contiguous_output_offsets,
@@ -15,6 +17,7 @@ from zync_assets.audit.verdict import judged, lifted
 from zync_assets.errors import CheckFailed
 from zync_assets.lake import raw, staging
 from zync_assets.lake.checked import Block, Checked, Look, open_checked
+from zync_assets.lake.raw import RawState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 
@@ -49,6 +52,32 @@ def refuse_blocked(pipeline: Pipeline, pool: str, topics: Iterable[str]) -> None
     """CheckFailed while a blocking check of one of a staging pool's raw tables has failed and not passed since."""
     for block in raw_blocks(pipeline, topics):
         raise CheckFailed(f"pool {pool}: {block} Nothing was transformed. {lifted(pipeline)}")
+
+
+def refuse_disordered(
+    pipeline: Pipeline, pool: str, states: Mapping[str, RawState | None], ranges: Mapping[str, Sequence[OffsetRange]]
+) -> None:
+    """CheckFailed unless the raw files of a batch's new records hold the offsets that the Delta log says, each once and in
+    ascending order.
+
+    A range that check ``monotonic_offsets`` has passed costs no look. A look is not kept: the next attempt at the batch
+    looks again, and goes on once the table is repaired.
+    """
+    pools = {pipeline.input(topic).pool for topic, parts in ranges.items() if parts}
+    checked = {name: open_checked(pipeline.lake, name) for name in pools}
+    for topic, parts in ranges.items():
+        state, item = states[topic], pipeline.input(topic)
+        if state is None or not parts:
+            continue
+        look = Look(MONOTONIC, f"{item.pool}/{topic}", state.table_id, {topic: tuple(parts)})
+        new = [part for part in parts if (checked[item.pool].passed(look, (topic, part.partition)) or 0) < part.end]
+        files = raw.raw_files(state, new)
+        in_files = (problem for file in files for problem in file_problems(state.opened.uri, file))
+        for problem in chain(log_problems(state, files), in_files):
+            raise CheckFailed(
+                f"pool {pool}: table {state.opened.uri}: {problem}. Nothing was transformed. Restore the file from a copy,"
+                f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"
+            )
 
 
 def blocks(pipeline: Pipeline, pool: str, outputs: Iterable[str]) -> list[Block]:

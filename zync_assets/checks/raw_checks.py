@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
-from zync_assets.audit.columns import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns
+from zync_assets.audit.columns import DamagedFile, HeldOffsets, distinct, integers, read_columns
 from zync_assets.audit.quarantined import Quarantined, read_quarantine, touches
+from zync_assets.audit.raw import MONOTONIC, file_problems, log_problems
 from zync_assets.audit.result import CheckResult, Number, Severity, conclude
 from zync_assets.checks.schema_changes import schema_changes
 from zync_assets.errors import DataLoss, LakeError, TableDamaged, TopicMissing
@@ -24,7 +24,6 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.steps.ingest import LEADER_SECONDS
 from zync_assets.steps.quarantined import Selection, held
 
-MONOTONIC = "monotonic_offsets"
 NO_LOSS = "no_unexplained_loss"
 SCHEMA_CHANGE = "schema_change"
 QUARANTINE_SIZE = "quarantine_size"
@@ -48,11 +47,11 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
         if item.partition is None
     ]
     everything = raw.raw_files(state)
-    problems += _log_problems(state, everything)
+    problems += log_problems(state, everything)
     parts = _ingested(state, ranges)
     selected = everything if ranges is None else raw.raw_files(state, parts)
     for item in selected:
-        problems += _file_problems(state.opened.uri, item)
+        problems += file_problems(state.opened.uri, item)
     problems += _replay_problems(state, everything)
     if (strange := foreign.strange_file(state.opened, everything)) is not None:
         problems.append(strange)
@@ -232,24 +231,6 @@ def _ingested(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[Off
     return normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
 
 
-def _log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
-    for before, item in pairwise([item for item in files if not raw.is_replay(item)]):
-        if before.partition == item.partition and (item.first or 0) <= (before.last or 0):
-            yield (f"files {before.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
-    for partition, end in state.next.items():
-        if end < state.first.get(partition, 0):
-            yield f"partition {partition}: next offset {end} is below the first, {state.first[partition]}"
-    for item in files:
-        low, end = state.first.get(item.partition or 0, 0), state.next.get(item.partition or 0, 0)
-        if not raw.is_replay(item):
-            low = max(low, state.kept.get(item.partition or 0, 0))
-        if (item.first or 0) < low or (item.last or 0) >= end:
-            yield (
-                f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
-                f" of which {low} to {end - 1} were ingested and kept"
-            )
-
-
 def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
     """Offsets of replays that another file has too."""
     try:
@@ -263,34 +244,6 @@ def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str
                 yield f"partition {partition}: offset {offset} was replayed and is there twice"
     except (DamagedFile, LakeError) as error:
         yield str(error)
-
-
-def _file_problems(table_uri: str, item: DataFile) -> Iterator[str]:
-    records, first, last = 0, None, -1
-    try:
-        for partitions, offsets in positions(storage.join(table_uri, item.path)):
-            if not len(offsets):
-                continue
-            if (partitions != item.partition).any():
-                stray = partitions[partitions != item.partition][0]
-                yield f"file {item.path} of partition {item.partition} holds a record of partition {stray}"
-            steps = np.diff(offsets, prepend=last)
-            if (steps <= 0).any():
-                at = int(np.argmax(steps <= 0))
-                yield (
-                    f"file {item.path}: offset {offsets[at]} follows {offsets[at - 1] if at else last}"
-                    f" in row {records + at}"
-                )
-            first = int(offsets[0]) if first is None else first
-            records, last = records + len(offsets), int(offsets[-1])
-    except DamagedFile as error:
-        yield str(error)
-        return
-    if (records, first, last) != (item.records, item.first, item.last):
-        yield (
-            f"file {item.path} holds {records} records from {first} to {last};"
-            f" the log says {item.records} from {item.first} to {item.last}"
-        )
 
 
 def _count_problems(state: RawState, side: Quarantined) -> Iterator[str]:

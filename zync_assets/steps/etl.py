@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 
-from zync_assets.audit.guard import refuse_blocked
+from zync_assets.audit.guard import refuse_blocked, refuse_disordered
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.pipeline import Pipeline
 from zync_assets.steps.etl_failures import NONE, Failure, Failures, Place
@@ -58,8 +58,9 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     schema.
 
     Nothing of the batch is visible after an error. Raises CheckFailed if a blocking check of a raw table failed and has not
-    passed since. Raises CommitConflict if another batch was committed since the plan. Raises BadRecords if the pipeline file
-    does not accept the bad records. Raises EtlError for every other failure.
+    passed since, or if a raw file of new records is missing or holds other offsets than the Delta log says. Raises
+    CommitConflict if another batch was committed since the plan. Raises BadRecords if the pipeline file does not accept the
+    bad records. Raises EtlError for every other failure.
     """
     try:
         return _commit(pipeline, batch)
@@ -75,6 +76,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     failures = NONE
     refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
+    refuse_disordered(pipeline, batch.plan.pool, batch.plan.raw, batch.plan.ranges)
     with spark_failures(
         lambda text: EtlError(
             f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."

@@ -155,7 +155,7 @@ def test_a_missing_raw_file_stops_its_pool_alone_and_is_said_with_table_and_cure
     assert zync() == [*ingested, ("etl", "Other", 2), ("publish", f"{it.out}.b", 2)]
     assert result.exit_code == 1
     [said] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert said.startswith(f"error: table {table}: file {file} is in the Delta log and can't be read")
+    assert said.startswith(f"error: pool Staging: table {table}: file {file} is in the log and not in the lake.")
     assert "Restore the file from a copy" in said
     assert "Traceback" not in result.stderr
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from zync_assets.audit import guard
 from zync_assets.checks.all_checks import run_all
 from zync_assets.checks.staging_checks import exactly_once_done_coverage
 from zync_assets.checks.topic_checks import staging_equals_topic
@@ -21,6 +22,7 @@ from zync_assets.errors import ZyncError
 from zync_assets.lake import tables
 from zync_assets.local.services import Services
 from zync_assets.steps.publish import recreate_topic
+from zync_assets_tests.checks.damage import overwrite
 from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -155,6 +157,36 @@ def test_what_another_program_does_to_a_raw_table(
     # A look over everything passes, and lifts the block.
     assert [result.name for result in run_all(it.pipeline) if not result.passed] == []
     goes_on(it, [0, 1, 2, 3])
+
+
+def test_etl_looks_at_the_offsets_of_new_raw_files_that_no_check_has_passed(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = begun(services, spark, tmp_path, unique)
+    for number in (2, 3):
+        it.send(it.left, row(number))
+        it.send(it.right, row(number))
+    it.ingest()
+    table = opened(f"{it.lake}/Raw/{it.left}")
+    [file] = [item for item in table.files if item.first == 2]
+    shutil.copy(Path(table.uri, file.path), tmp_path / "sound")
+    overwrite(table, file, lambda rows: [rows[0], rows[0]])
+    assert (
+        f"pool Staging: table {table.uri}: file {file.path}: offset 2 follows 2 in row 1. Nothing was transformed. Restore"
+    ) in refused(it.etl)
+    shutil.copy(tmp_path / "sound", Path(table.uri, file.path))
+
+    looks: list[str] = []
+    real = guard.file_problems
+    monkeypatch.setattr(guard, "file_problems", lambda *given: looks.append(given[1].path) or real(*given))
+    assert all(result.passed for result in run_all(it.pipeline))
+    goes_on(it, [0, 1, 2, 3])
+    assert looks == []
+    more(it, 4)
+    goes_on(it, [0, 1, 2, 3, 4])
+    assert len(looks) == 2
+    assert it.etl() is None
+    assert len(looks) == 2
 
 
 def opened(uri: str) -> tables.Opened:
