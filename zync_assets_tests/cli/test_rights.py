@@ -24,9 +24,13 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
+from dagster import DagsterInstance
 
+from zync_assets.assets import names, sensor
+from zync_assets.assets.failure import TickFailed
 from zync_assets.cli.main import main
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
+from zync_assets.pipeline_file import load
 from zync_assets_tests.network.secured import Secured
 from zync_assets_tests.steps.mini import BOTH
 
@@ -116,7 +120,7 @@ class Shielded:
                 future.result(10)
             self.given += made
 
-    def file(self, user: str) -> Path:
+    def file(self, user: str, rest: str = BOTH + RULES) -> Path:
         way = {
             "bootstrap.servers": self.secured.ways["SASL PLAIN, no TLS"]["bootstrap.servers"],
             "security.protocol": "SASL_PLAINTEXT",
@@ -125,7 +129,7 @@ class Shielded:
             "sasl.password": self.secured.secret,
         }
         left, right = self.topics["inputs"]
-        text = (BOTH + RULES).replace("$left", left).replace("$right", right).replace("$out", self.out)
+        text = rest.replace("$left", left).replace("$right", right).replace("$out", self.out)
         head = f"name: mini\nkafka: {json.dumps(way)}\nlake: {self.folder / 'lake'}\nsettle: 1\n"
         path = self.folder / f"{user}.yaml"
         path.write_text(head + 'spark: {master: "local[2]", spark.sql.shuffle.partitions: "2"}\n' + text)
@@ -242,3 +246,67 @@ def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Sh
         it.allow(USERS[step], found)
     done = it.run(step)
     assert done.exit_code == 0, (step, done.stderr, done.exception)
+
+
+TWO_POOLS = (
+    BOTH
+    + """  - {topic: $out.b, pool: Other, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id}}
+  - {name: also, type: stateless, in: $right, out: $out, key: in.key, value: {id: in.value.id}}
+  - {name: other, type: stateless, in: $left, out: $out.b, key: in.key, value: {id: in.value.id}}
+"""
+)
+
+
+def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Callable[[], Shielded]) -> None:
+    it = make()
+    left, right = it.topics["inputs"]
+    denied = f"{it.out}.b"
+    for topic in (it.out, denied):
+        create_topic(it.super, topic, 1, 1, {})
+    it.allow(USERS["produce"], *RIGHTS["produce"])
+    assert it.run("produce").exit_code == 0
+    inputs, outputs = (
+        [operation for side, operation in RIGHTS["from-kafka"] + RIGHTS["to-kafka"] if side == asked]
+        for asked in ("inputs", "outputs")
+    )
+
+    def allow(rights: dict[str, list[str]]) -> None:
+        it.add([it.binding("owner", topic, operation) for topic, all_of in rights.items() for operation in all_of])
+
+    allow({left: inputs, it.out: outputs})
+    path = it.file("owner", TWO_POOLS)
+
+    def steps() -> list[tuple[str, str, int]]:
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        return [(found["step"], found["target"], found["records"]) for found in rows]
+
+    done = CliRunner().invoke(main, ["run", str(path), "--until-idle", "--format", "json"])
+    assert steps() == [("ingest", left, 1), ("etl", "Staging", 1), ("publish", it.out, 1)]
+    assert done.exit_code == 1
+    assert f"User:owner may not Describe topic {right}; allow it: kafka-acls.sh" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    assert it.run("produce").exit_code == 0
+    pipeline = load(path)
+    with DagsterInstance.ephemeral() as instance:
+        instance.add_dynamic_partitions(names.raw_partitions("mini", "Raw", left), ["0:0-999999"])
+        result = sensor.evaluate(pipeline, instance, None, 0.0)
+        assert names.ingest_job(left) in {request.job_name for request in result.run_requests or ()}
+        with pytest.raises(TickFailed) as red:
+            sensor.evaluate(pipeline, instance, result.cursor, 60.0)
+    for topic in (right, denied):
+        assert f"User:owner may not Describe topic {topic}; allow it: kafka-acls.sh" in str(red.value)
+
+    allow({right: inputs, denied: outputs})
+    done = CliRunner().invoke(main, ["run", str(path), "--until-idle", "--format", "json"])
+    assert done.exit_code == 0, done.stderr
+    assert steps() == [
+        ("ingest", left, 1),
+        ("ingest", right, 2),
+        ("etl", "Staging", 3),
+        ("etl", "Other", 2),
+        ("publish", it.out, 3),
+        ("publish", denied, 2),
+    ]
