@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +128,17 @@ def test_the_folder_is_a_project_of_dagster_and_of_dg() -> None:
         "zync_assets",
         "zync_assets.definitions",
     )
+
+
+def test_the_assets_are_listed_by_the_command_of_its_page() -> None:
+    [command] = re.findall(
+        r"^    (dagster asset list.*?)(?: +#.*)?$", (ROOT / "demo" / "dagster.md").read_text(), re.MULTILINE
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ZYNC_")}
+    listed = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "Staging/NewInvoices" in listed.stdout.splitlines()
 
 
 def test_no_dialog_lies_over_the_graph_of_a_new_user() -> None:
