@@ -1,20 +1,34 @@
-"""Commands in messages are whole: each one that the code can print is parsed as a shell and the command line parse it."""
+"""Commands in messages are whole, and do what the messages say: each one that the code can print is parsed as a shell and
+the command line parse it, and is run in a situation in which it is printed."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
+from click.testing import CliRunner
+from deltalake import DeltaTable
 
 import zync_assets
+from zync_assets.cli import quarantine
 from zync_assets.cli.main import COMMANDS, main
-from zync_assets.local import services
+from zync_assets.lake import tables
+from zync_assets.lake.staging import open_staging
+from zync_assets.local import services as local_services
+from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
+from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 PACKAGE = Path(zync_assets.__file__).parent
 NEEDS_A_FILE = set(COMMANDS) - {"ls", "info", "consume", "produce", "local", "spark", "demo", "version"}
@@ -85,7 +99,172 @@ def test_each_command_that_a_message_prints_can_be_pasted(tmp_path: Path, maker:
     folder.mkdir()
     (folder / "shop.yaml").write_text("")
     if maker == "local":
-        parsed(services.command(words[0], folder, *words[2:]))
+        parsed(local_services.command(words[0], folder, *words[2:]))
     else:
         pipeline = Pipeline("shop", folder / "shop.yaml", {}, None, "", {}, (), (), ())
         parsed(pipeline.command(*words))
+
+
+class Shop:
+    """A pipeline and its commands. A command that is printed ends in a comment for a shell, which names its place."""
+
+    PRINTED = re.compile(r"(zync [^`]*?) #at:(\S+?:\d+)#")
+
+    def __init__(self, it: Mini, patch: pytest.MonkeyPatch) -> None:
+        self.it = it
+        self.pasted: set[str] = set()
+        """Places whose commands were printed, and run."""
+        real = Pipeline.command
+
+        def command(pipeline: Pipeline, name: str, *options: str) -> str:
+            caller = sys._getframe(1)
+            place = Path(caller.f_code.co_filename).relative_to(PACKAGE)
+            return f"{real(pipeline, name, *options)} #at:{place}:{caller.f_lineno}#"
+
+        patch.setattr(Pipeline, "command", command)
+
+    def zync(self, command: str, *words: str, code: int = 0) -> str:
+        """What a command prints, on both streams."""
+        return run([*command.split(), str(self.it.pipeline.path), *words], code)
+
+    def paste(self, printed: str, code: int = 0) -> str:
+        """Run each command of a message once; what they print."""
+        found = dict(self.PRINTED.findall(printed))
+        assert found, printed
+        self.pasted |= set(found.values())
+        return "".join(run(shlex.split(command)[1:], code) for command in found)
+
+    def send_bad(self, value: bytes = b"no JSON") -> None:
+        self.it.send(self.it.left, value)
+
+
+def run(words: list[str], code: int) -> str:
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == code, (words, done.output, done.exception)
+    return done.output
+
+
+@pytest.mark.slow
+def test_each_printed_command_does_what_its_message_says(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = mini(services, spark, tmp_path, unique, BOTH + JOIN)
+    shop = Shop(it, monkeypatch)
+    tables_and_topics(shop)
+    records_in_quarantine(shop, monkeypatch)
+    rules_that_changed(shop)
+    damage(shop, tmp_path)
+    shop.zync("check")
+    assert shop.pasted == {place for place, maker, _ in made() if maker == "pipeline"}
+
+
+def tables_and_topics(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, row(1, "l"))
+    it.send(it.right, row(1, "r"), row(2, "r"))
+    shop.paste(shop.zync("query", f"select * from Raw.`{it.left}`", code=1))
+    assert dict(it.next(it.left)) == {0: 1}
+    shop.paste(shop.zync("query", f"select * from Staging.`{it.out}`", code=1))
+    assert [value["id"] for value in it.values()] == [1]
+
+    shop.zync("to-kafka")
+    it.send(it.out, row(0, "by another program"))
+    it.send(it.left, row(2, "l"))
+    it.step()
+    shop.paste(shop.zync("to-kafka", code=1))
+    shop.zync("check")
+
+
+def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = shop.it
+    shop.send_bad()
+    it.step()
+    assert "no JSON" in shop.paste(shop.zync("quarantine show", it.left, "999", code=1))
+    monkeypatch.setattr(quarantine, "REASONS", 0)
+    assert "no JSON" in shop.paste(shop.zync("quarantine replay", code=1))
+
+    shop.send_bad()
+    it.ingest()
+    shop.paste(shop.zync("quarantine drop", "--all", code=1))
+    assert "2 dropped" in shop.zync("quarantine drop", "--all")
+
+    whole = BOTH + JOIN
+    it.edited(BOTH.split("outputs:")[0])
+    shop.send_bad()
+    shop.zync("from-kafka")
+    said = shop.zync("quarantine drop", "--all", code=1)
+    it.edited(whole)
+    shop.paste(said)
+    assert "1 dropped" in shop.zync("quarantine drop", "--all")
+
+    shop.send_bad()
+    it.edited(whole.replace("topic: $left,", "topic: $left, max-bad-records: 0,"))
+    said = shop.zync("from-kafka", code=1)
+    it.edited(whole.replace("topic: $left,", "topic: $left, on-bad-record: fail,"))
+    other = shop.zync("from-kafka", code=1)
+    it.edited(whole)
+    shop.zync("from-kafka")
+    assert "no JSON" in shop.paste(said)
+    assert "no JSON" in shop.paste(other)
+    shop.zync("etl")
+    shop.zync("quarantine drop", "--all")
+
+
+def rules_that_changed(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, row(3, "waits"))
+    it.step()
+    shop.paste(shop.zync("etl", "--retry-pending", "none-such", code=1))
+    it.edited(BOTH + JOIN.replace("name: join", "name: joined"))
+    said = shop.zync("check", "--format", "json")
+    assert "wait for rule join" in said
+    shop.paste(said)
+    assert "wait for rule join" not in shop.zync("check", "--format", "json")
+
+
+def damage(shop: Shop, folder: Path) -> None:
+    """Each time the command is run while the damage is there, and again when it is repaired."""
+    it = shop.it
+    it.send(it.left, row(4, "l"))
+    it.send(it.right, row(4, "r"))
+    shop.zync("from-kafka")
+    shop.zync("etl")
+    state = open_staging(it.lake, "Staging")
+    assert state is not None
+    file = Path(state.uri(state.ledger_files[0]))
+    file.rename(folder / "ledger")
+    said = [shop.zync("pending", code=1), shop.zync("status", code=1)]
+    for text in said:
+        assert file.name in shop.paste(text, code=1)
+    (folder / "ledger").rename(file)
+    blocked = shop.zync("to-kafka", code=1)
+    shop.paste(blocked)
+    shop.zync("to-kafka")
+
+    it.send(it.right, row(9, "in a file that is lost"))
+    it.ingest()
+    file = max(Path(it.lake, "Raw", it.right).glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+    file.rename(folder / "raw")
+    assert file.name in shop.paste(shop.zync("etl", code=1), code=1)
+    (folder / "raw").rename(file)
+    shop.zync("check")
+    shop.zync("etl")
+
+    table = DeltaTable(f"{it.lake}/Raw/{it.left}")
+    version = table.version()
+    table.delete("kafka.offset = 0")
+    assert "another program" in shop.paste(shop.zync("trace", it.out, "0"), code=1)
+    DeltaTable(f"{it.lake}/Raw/{it.left}").restore(version)
+    shop.zync("check")
+
+    shutil.copytree(f"{it.lake}/Staging", folder / "copy")
+    it.send(it.right, row(3, "comes"))
+    shop.zync("run", "--until-idle")
+    shutil.rmtree(f"{it.lake}/Staging")
+    shutil.copytree(folder / "copy", f"{it.lake}/Staging")
+    tables.forget(it.lake)
+    said = [shop.zync("etl", code=1), shop.zync("to-kafka", code=1), shop.zync("check", "--format", "json", code=1)]
+    for text in said:
+        shop.paste(text)
+    shop.zync("run", "--until-idle")
+    assert [value["id"] for value in it.values()] == [1, 2, 4, 3]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from zync_assets.cli.demo import OUTPUT, play
+from zync_assets.cli.main import main
 from zync_assets.local.demo import demo_folder
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
@@ -37,3 +41,27 @@ def test_each_batch_ends_as_the_file_beside_the_data_says(pipeline: Pipeline) ->
         seen = [{name: row[name] for name in ("topic", "partition", "offset", "rule", "key")} for row in scene.pending]
         assert seen == after["pending"]
     assert list(play(pipeline, demo_folder())) == []
+
+
+@pytest.mark.slow
+def test_the_commands_that_the_demo_prints_work_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZYNC_DEMO_DIR", str(tmp_path / "demo"))
+    monkeypatch.chdir(demo_folder().parent)
+
+    def zync(words: str) -> str:
+        done = CliRunner().invoke(main, shlex.split(words))
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    try:
+        said = zync("demo")
+        [exports] = re.findall(r"export (.+)", said)
+        for pair in shlex.split(exports):
+            monkeypatch.setenv(*pair.split("=", 1))
+        status, stop, clean = re.findall(r"zync (status \S+|demo --\w+)", said)
+        assert OUTPUT in zync(status)
+        assert zync(stop) == "the demo is stopped\n"
+        assert zync(clean) == "the demo is stopped and removed\n"
+        assert not (tmp_path / "demo").exists()
+    finally:
+        zync("demo --clean")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -207,6 +208,35 @@ def test_a_server_that_refuses_or_does_not_answer_is_an_error_without_the_token(
     assert f"refused: The Spark Connect server {nobody} does not answer. Start it" in away
     assert f"refused: spark: remote: {here} is no URL" in odd
     assert "wr0ng" not in wrong + away + odd
+
+
+OTHER_SECRET = """
+from dataclasses import replace
+from zync_assets.errors import SetupError
+from zync_assets.local import spark_servers
+from zync_assets.steps import connect
+from zync_assets.steps.spark_settings import spark_settings
+find = spark_servers.find
+spark_servers.find = lambda folder: replace(find(folder), secret="wr0ng")
+try:
+    connect.remote_session(spark_settings({"remote": "shared"}, ""))
+except SetupError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_the_commands_in_messages_about_a_server_do_what_the_messages_say(warm: Warm) -> None:
+    def pasted(message: str) -> list[str]:
+        return [warm.zync(*words.split()) for words in re.findall(r"`zync ([^`]+)`", message)]
+
+    warm.zync("spark", "down")
+    pasted(warm.zync("spark", "status"))
+    (server,) = warm.servers()
+    shown, stopped = pasted(warm.python(OTHER_SECRET))
+    assert str(server.port) in shown
+    assert "stopped 1" in stopped
+    assert not warm.servers()
 
 
 def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
