@@ -86,7 +86,7 @@ def test_what_an_earlier_version_made_goes_on(shop: Shop) -> None:
     assert [(row["topic"], row["offset"]) for row in shop.zync("pending")] == [("shop.orders", 2)]
     held = shop.zync("quarantine list")
     assert [(row["topic"], row["offset"], row["stage"]) for row in held] == [
-        ("shop.payments", 1, "ingest"),
+        ("shop.payments", 1, "value"),
         ("shop.payments", 3, "etl"),
     ]
 
