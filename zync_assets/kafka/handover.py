@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 from confluent_kafka import KafkaError
 
-from zync_assets.kafka.librdkafka import MESSAGE, Client
+from zync_assets.compute import pc
+from zync_assets.kafka.librdkafka import MESSAGE, Client, quick_library
 
 _COPY = 0x2
 """RD_KAFKA_MSG_F_COPY: librdkafka copies the value; it always copies the key."""
@@ -76,11 +77,17 @@ class Handover(Client):
         for side in ("key", "value"):
             of[side]["address"], of[side]["size"] = messages[side], messages[f"{side}_size"]
         first, step = parts.ctypes.data, _PART.itemsize * len(_PARTS)
-        for index, pairs in enumerate(headers.to_pylist()):
-            made = self._headers(pairs) if pairs else None
-            of["headers"]["address"][index] = made or 0
-            count = len(_PARTS) if made else len(_PARTS) - 1
-            error = self.library.rd_kafka_produceva(self.handle, first + index * step, count)
+        names, values = (column.to_pylist() for column in headers.flatten().flatten())
+        names = [name.encode() for name in names]
+        counts = pc.fill_null(pc.list_value_length(headers), 0).to_pylist()
+        produce, place = self.library.rd_kafka_produceva, 0
+        for index, count in enumerate(counts):
+            end = place + count
+            made = self._headers(names[place:end], values[place:end]) if count else None
+            place = end
+            if made:
+                of["headers"]["address"][index] = made
+            error = produce(self.handle, first + index * step, len(_PARTS) if made else len(_PARTS) - 1)
             if error:
                 # Headers belong to librdkafka only with a message that it took.
                 if made:
@@ -90,11 +97,12 @@ class Handover(Client):
                 return KafkaError(code)
         return None
 
-    def _headers(self, pairs: list[dict[str, Any]]) -> int:
-        made: int = self.library.rd_kafka_headers_new(len(pairs))
-        for pair in pairs:
-            name, value = pair["key"].encode(), pair["value"]
-            self.library.rd_kafka_header_add(made, name, len(name), value, 0 if value is None else len(value))
+    def _headers(self, names: list[bytes], values: list[bytes | None]) -> int:
+        functions = quick_library()
+        made: int = functions.rd_kafka_headers_new(len(names))
+        add = functions.rd_kafka_header_add
+        for name, value in zip(names, values, strict=True):
+            add(made, name, len(name), value, 0 if value is None else len(value))
         return made
 
     def reports(self, timeout: float) -> list[Report]:

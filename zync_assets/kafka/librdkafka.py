@@ -138,6 +138,19 @@ def library() -> ctypes.CDLL:
     return found
 
 
+@cache
+def quick_library() -> ctypes.PyDLL:
+    """The functions of ``library``, called without a release of Python's lock: for calls that wait for nothing.
+
+    A release costs more than such a call.
+    """
+    found = ctypes.PyDLL(cimpl.__file__)
+    for name in _FUNCTIONS:
+        function, declared = getattr(found, name), getattr(library(), name)
+        function.restype, function.argtypes = declared.restype, declared.argtypes
+    return found
+
+
 def library_version() -> str:
     """The version that librdkafka's own function says. SetupError as ``library``."""
     return library().rd_kafka_version_str().decode()
