@@ -1,9 +1,8 @@
 """Remove unneeded files: old entries of a table's log, files that a commit replaced long ago, and files that no commit
 ever named.
 
-delta-rs reads the whole log at each commit, and every reader lists the log to open a table. Here the log is cleaned every
-COMMITS commits, and keeps LOG_VERSIONS versions and LOG_HOURS hours. A commit then costs the same after a week as in the
-first hour.
+delta-rs lists the whole log three times for each commit. So the log is cleaned every COMMITS commits, and keeps
+LOG_VERSIONS versions. A commit then costs the same after a week as after LOG_VERSIONS commits.
 
 A reader may still read a version whose files were replaced since. A writer writes files before the commit that names them.
 Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum"; ``deletedFileRetentionDuration``).
@@ -14,9 +13,10 @@ For a young file the hours count from the time when the file was written (``tabl
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import takewhile
@@ -34,15 +34,12 @@ RETENTION_HOURS = tables.UNCOMMITTED_HOURS + 24
 COMMITS = 100
 """Commits of a table between two cleanings of its log; as many as between two checkpoints."""
 LOG_VERSIONS = 1_000
-"""Versions that a cleaned log keeps at the least, to be restored or read. A commit may be that many versions late."""
-LOG_HOURS = 1.0
-"""Age up to which a cleaned log keeps an entry. A commit may take that long however fast other writers commit, since delta-rs
-looks for conflicts in the entries since the version that the commit is based on."""
-LOG_MOST = 3_600
-"""Versions that LOG_HOURS keep at the most, those of an hour at one commit a second: with more of them commits get slow."""
-SWEEP_HOURS = 1
-"""Time between two looks at all files of a table, which take the longer the more there are."""
-MOST = 20_000
+"""Versions that a cleaned log keeps at the least, to be restored or read. delta-rs looks for conflicts in the entries since
+the version that a commit is based on. So a commit that is more versions late is refused, and is made again."""
+SWEEP_HOURS = 6
+"""Time between two looks at all files of a table. A file has RETENTION_HOURS / SWEEP_HOURS looks before it goes, so that all
+looks cost as much as the commits that wrote the files."""
+MOST = 200_000
 """Files and log entries that one cleaning removes at the most."""
 _NUMBER = "zync:cleaned"
 _SWEPT = "zync:swept"
@@ -66,7 +63,7 @@ def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
     now = time.time()
     sweeps = now - (opened.number(_SWEPT) or 0) >= SWEEP_HOURS * 3600
     numbers = {_NUMBER: opened.version // COMMITS} | ({_SWEPT: int(now)} if sweeps else {})
-    tables.commit(opened, [], numbers, partition_by=opened.table.metadata().partition_columns)
+    tables.commit(opened, [], numbers, partition_by=opened.metadata.partition_columns)
     found = tables.open_table(opened.uri)
     if found is None:
         return []
@@ -74,7 +71,7 @@ def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
     if not sweeps:
         return []
     system, base = storage.filesystem(opened.uri)
-    gone = [path for path in unneeded(found, hours) if not _of_another_table(system, base, path)][:MOST]
+    gone = unneeded(found, hours)[:MOST]
     _each(opened.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), gone)
     if not storage.is_store(opened.uri):
         _remove_folders(base, gone)
@@ -82,12 +79,12 @@ def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
 
 
 def clean_log(opened: Opened) -> int:
-    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions, if they are older than LOG_HOURS.
+    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions; how many there were.
 
     Returns the number of removed files. A table's property ``delta.logRetentionDuration`` can keep more files. The property
     ``delta.enableExpiredLogCleanup = false`` keeps every file.
     """
-    properties = opened.table.metadata().configuration
+    properties = opened.metadata.configuration
     if properties.get("delta.enableExpiredLogCleanup", "").lower() == "false":
         return 0
     system, log = storage.filesystem(storage.join(opened.uri, "_delta_log"))
@@ -99,16 +96,9 @@ def clean_log(opened: Opened) -> int:
     whole = [match for match, _ in entries if match[2] == "checkpoint.parquet"]
     limit = max((int(match[1]) for match in whole if int(match[1]) <= opened.version - LOG_VERSIONS), default=0)
     kept_from = _kept_from(properties.get("delta.logRetentionDuration"))
-    young_from = time.time() - LOG_HOURS * 3600
-
-    def is_old(number: int, written: float) -> bool:
-        return written <= kept_from and (written <= young_from or number < opened.version - LOG_MOST)
-
     # The oldest first: a log that begins late is whole, a log with a hole is not.
-    early = sorted(
-        (match[0], int(match[1]), (info.mtime_ns or 0) / 1e9) for match, info in entries if int(match[1]) < limit
-    )
-    gone = [name for name, _, _ in takewhile(lambda each: is_old(each[1], each[2]), early)][:MOST]
+    early = sorted((match[0], (info.mtime_ns or 0) / 1e9) for match, info in entries if int(match[1]) < limit)
+    gone = [name for name, _ in takewhile(lambda each: each[1] <= kept_from, early)][:MOST]
     _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
     return len(gone)
 
@@ -133,8 +123,36 @@ def unneeded(opened: Opened, hours: float) -> list[str]:
     kept |= {
         path for path, removed in log_entries.removed(opened.uri, opened.version).items() if removed / 1000 > limit
     }
-    found = storage.files_with_times(opened.uri, ".parquet")
-    return [path for path, written in sorted(found, key=lambda each: each[1]) if written <= limit and path not in kept]
+    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit)
+    return [path for written, path in sorted(each for each in found if each[1] not in kept)]
+
+
+def _stored(uri: str, limit: float) -> Iterator[tuple[float, str]]:
+    """The files below a table in a store that were written up to ``limit``: when, and the path relative to the table."""
+    system, base = storage.filesystem(uri)
+    for path, written in storage.files_with_times(uri, ".parquet"):
+        if written <= limit and not _of_another_table(system, base, path):
+            yield written, path
+
+
+def _on_disk(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]:
+    """The same of a table in a folder. Arrow takes ten times as long for it.
+
+    A batch's folder that changed after ``limit`` is passed over: its files are not older than the folder.
+    """
+    base = os.path.join(uri, folder)  # noqa: PTH118  a week's files are a million paths
+    if folder and Path(base, "_delta_log").exists():
+        return  # another table, as a raw table below a staging pool of its pool's name
+    with os.scandir(base) as found:
+        for entry in found:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.name.startswith(("_", ".")):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if not _OWN_FOLDER.fullmatch(entry.name) or entry.stat().st_mtime <= limit:
+                    yield from _on_disk(uri, path, limit)
+            elif entry.name.endswith(".parquet") and (written := entry.stat().st_mtime) <= limit:
+                yield written, path
 
 
 def _each(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:

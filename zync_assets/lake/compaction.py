@@ -209,6 +209,6 @@ def commit(opened: Opened, made: Sequence[DataFile], runs: Sequence[Sequence[Dat
         made,
         {_NUMBER: (opened.number(_NUMBER) or 0) + 1},
         removed=[item for run in runs for item in run],
-        partition_by=opened.table.metadata().partition_columns,
+        partition_by=opened.metadata.partition_columns,
         rewritten=True,
     )

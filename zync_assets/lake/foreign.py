@@ -33,7 +33,8 @@ _SUMS = 20
 def commits(opened: Opened) -> str:
     """The last commits of other programs, and the version to restore; empty where the log says nothing of one."""
     try:
-        history = opened.table.history(_RECENT)
+        with opened.lock:
+            history = opened.table.history(_RECENT)
     except (DeltaError, OSError):
         return ""
     others = [item for item in history if TOKEN not in item and item.get("operation") not in _HARMLESS]

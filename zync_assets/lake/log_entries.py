@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,10 +34,13 @@ _READERS = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """A commit's log entry. ``info``: the commitInfo; ``numbers``: the application ids that the commit set → versions."""
+    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set, ``added`` its
+    ``add`` actions, and ``removed`` the paths of its ``remove`` actions."""
 
     info: Mapping[str, Any]
     numbers: Mapping[str, int]
+    added: Sequence[Mapping[str, Any]]
+    removed: Sequence[str]
 
 
 def newest_mark(uri: str, version: int) -> Mark | None:
@@ -75,14 +78,18 @@ def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
 
 def entry(uri: str, version: int) -> Entry | None:
     """The commit of a version; None if it has no entry (any more)."""
-    system, path = _log(uri)
-    try:
-        with system.open_input_file(storage.join(path, name(version))) as file:
-            actions = [json.loads(line) for line in file.read().decode().splitlines() if line]
-    except FileNotFoundError:
-        return None
-    info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
-    return Entry(info, {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action})
+    with suppress(FileNotFoundError):
+        return next(entries(uri, version, version))
+    return None
+
+
+def entries(uri: str, first: int, last: int) -> Iterator[Entry]:
+    """The commits of some versions. FileNotFoundError if one of them has no entry (any more)."""
+    for actions in _read(uri, first, last, lambda line: True):
+        info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
+        numbers = {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action}
+        added = [action["add"] for action in actions if "add" in action]
+        yield Entry(info, numbers, added, [action["remove"]["path"] for action in actions if "remove" in action])
 
 
 def are_whole(uri: str, first: int, last: int) -> bool:
@@ -110,21 +117,25 @@ def name(version: int) -> str:
 
 def _actions(uri: str, kind: str, first: int, last: int) -> Iterator[Any]:
     """The actions of a kind of some versions' entries, in their order."""
+    for actions in _read(uri, first, last, lambda line: f'"{kind}"' in line):
+        yield from (action[kind] for action in actions if kind in action)
+
+
+def _read(uri: str, first: int, last: int, wanted: Callable[[str], bool]) -> Iterator[list[dict[str, Any]]]:
+    """The actions of each version's entry, of ``wanted`` lines only."""
     system, path = _log(uri)
 
-    def read(version: int) -> list[Any]:
+    def read(version: int) -> list[dict[str, Any]]:
         with system.open_input_file(storage.join(path, name(version))) as file:
             lines = file.read().decode().splitlines()
-        return [action[kind] for line in lines if f'"{kind}"' in line and kind in (action := json.loads(line))]
+        return [json.loads(line) for line in lines if line and wanted(line)]
 
     versions = range(first, last + 1)
     if not storage.is_store(uri) or len(versions) < 2:
-        for version in versions:
-            yield from read(version)
+        yield from map(read, versions)
         return
     with ThreadPoolExecutor(_READERS) as pool:
-        for actions in pool.map(read, versions):
-            yield from actions
+        yield from pool.map(read, versions)
 
 
 @contextmanager

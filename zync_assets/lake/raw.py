@@ -124,7 +124,7 @@ class RawState:
     @property
     def table_id(self) -> str:
         """The Delta table id. A new table at the same place has another id."""
-        return str(self.opened.table.metadata().id)
+        return str(self.opened.metadata.id)
 
     def made_from(self, topic_id: str) -> bool:
         return self.opened.number(f"zync:topic:{topic_id}") is not None

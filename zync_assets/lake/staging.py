@@ -162,7 +162,7 @@ class StagingState:
     @property
     def table_id(self) -> str:
         """The Delta table id. A new table at the same place has another id."""
-        return str(self.opened.table.metadata().id)
+        return str(self.opened.metadata.id)
 
     def output_files(self, topic: str) -> list[DataFile]:
         """Files of an output topic, sorted by partition and offset as numbers."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ _of_tables: WeakKeyDictionary[Opened, int] = WeakKeyDictionary()
 
 def of_files(files: Iterable[DataFile]) -> int:
     """The sum over some files, by their paths and sizes in the log."""
-    return sum(map(_of_file, files)) % MODULUS
+    return sum(_of_file(item.path, item.size) for item in files) % MODULUS
 
 
 def is_untouched(opened: Opened) -> bool:
@@ -85,7 +86,8 @@ def _of_table(opened: Opened) -> int:
     return _of_tables[opened]
 
 
-def _of_file(item: DataFile) -> int:
+@lru_cache(1 << 15)
+def _of_file(path: str, size: int) -> int:
     # No path is used twice. The log may have the path quoted once more than the commit has it.
-    told = f"{unquote(item.path)} {item.size}"
+    told = f"{unquote(path)} {size}"
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=7).digest())

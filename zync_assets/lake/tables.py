@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction, write_deltalake
@@ -22,7 +22,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
 from zync_assets.lake import foreign, log_entries, refusals, storage, sums, widening
-from zync_assets.lake.opened import TOKEN, DataFile, Opened, list_files
+from zync_assets.lake.opened import EPOCH, TOKEN, DataFile, Opened, list_files
 
 __all__ = ["TOKEN", "DataFile", "Opened", "commit", "create_table", "forget", "list_files", "open_table", "widen"]
 
@@ -34,7 +34,8 @@ _known: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
 _newest: dict[str, tuple[Opened, log_entries.Mark]] = {}
 """Place → the table object opened last, and the mark of its version's log entry."""
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_passed_on: dict[str, tuple[DeltaTable, log_entries.Mark]] = {}
+"""Place → delta-rs's object of a version that a commit was based on, and what tells that version."""
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
     " that knows it."
@@ -64,7 +65,8 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return _absent(uri)
     try:
-        table = DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
+        table = _advanced(uri) if version is None else None
+        table = table or DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
         return _absent(uri)
     except (DeltaError, OSError) as error:
@@ -100,6 +102,26 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     return opened
 
 
+def _advanced(uri: str) -> DeltaTable | None:
+    """delta-rs's object of an older version, at the newest one now: it reads the log entries since alone. None where there
+    is none, or the log is another one by now."""
+    table, known = _passed_on.pop(uri, (None, None))
+    if table is None or log_entries.mark(uri, table.version()) != known:
+        return None
+    try:
+        table.update_incremental()
+    except (DeltaError, OSError):
+        return None  # whoever reads the whole log says what is wrong with it
+    return table
+
+
+def _pass_on(opened: Opened) -> None:
+    """Let the next opening of a table have the object that a commit was made on."""
+    known = _newest.get(opened.uri)
+    if known is not None and known[0] is opened:
+        _passed_on[opened.uri] = opened.give_away(), known[1]
+
+
 def _remember(opened: Opened, before: tuple[Opened, log_entries.Mark] | None) -> None:
     found = log_entries.mark(opened.uri, opened.version)
     if before is not None and log_entries.mark(opened.uri, before[0].version) == before[1]:
@@ -123,6 +145,7 @@ def forget(uri: str) -> None:
     for known in [known for known in _known if known == uri or known.startswith(f"{uri}/")]:
         del _known[known]
         _newest.pop(known, None)
+        _passed_on.pop(known, None)
 
 
 def expect_nothing() -> None:
@@ -136,7 +159,7 @@ def expect_nothing() -> None:
 
 def _check_writable(opened: Opened) -> None:
     """Refuse to write where the table asks for more than is done here (Delta protocol, "Requirements for Writers")."""
-    for name, value in sorted(opened.table.metadata().configuration.items()):
+    for name, value in sorted(opened.metadata.configuration.items()):
         if name.startswith(_FORBIDDEN) and value.lower() not in _FORBIDDEN_OFF:
             raise TableUnsupported(
                 f"table {opened.uri} has the property {name} = {value}, and this version of zync can't obey it."
@@ -215,18 +238,20 @@ def commit(
     numbers = {**numbers, **sums.carried(opened, numbers, files, removed)}
     before, token = opened.version, uuid.uuid4().hex
     try:
-        opened.table.create_write_transaction(
-            [
-                RemoveAction(item.path, not rewritten, _removed_at(item, now), partition_values=_group(item))
-                for item in removed
-            ]
-            + [_add(item, not rewritten) for item in files],
-            mode="append",
-            schema=opened.table.schema(),
-            partition_by=list(partition_by),
-            commit_properties=_properties(numbers, token),
-            post_commithook_properties=_HOOKS,
-        )
+        with opened.lock:
+            opened.table.create_write_transaction(
+                [
+                    RemoveAction(item.path, not rewritten, _removed_at(item, now), partition_values=_group(item))
+                    for item in removed
+                ]
+                + [_add(item, not rewritten) for item in files],
+                mode="append",
+                schema=opened.delta_schema,
+                partition_by=list(partition_by),
+                commit_properties=_properties(numbers, token),
+                post_commithook_properties=_HOOKS,
+            )
+            _pass_on(opened)
     except (DeltaError, OSError) as error:
         found = open_table(opened.uri)
         if found is not None and _committed(found, token, before):
@@ -246,7 +271,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     even when the files are wider, and ``alter.add_columns`` refuses another type: an overwrite of no rows does it.
     """
     schema = widening.widened(opened.schema, wanted)
-    if Schema.from_arrow(schema).to_json() == opened.table.schema().to_json():
+    if Schema.from_arrow(schema).to_json() == opened.delta_schema.to_json():
         return opened
     before, token = opened.version, uuid.uuid4().hex
     try:
@@ -257,7 +282,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
             mode="overwrite",
             schema_mode="overwrite",
             predicate="false",
-            partition_by=opened.table.metadata().partition_columns or None,
+            partition_by=opened.metadata.partition_columns or None,
             commit_properties=_properties({}, token),
             post_commithook_properties=_HOOKS,
         )
@@ -303,7 +328,8 @@ def _check_log(opened: Opened, found: Opened | None, error: Exception) -> None:
 def _committed(found: Opened, token: str, before: int) -> bool:
     """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
     the same state sets the same ones, and a commit need not add a file."""
-    commits = found.table.history(max(1, found.version - before))
+    with found.lock:
+        commits = found.table.history(max(1, found.version - before))
     return any(item.get(TOKEN) == token for item in commits)
 
 
@@ -341,5 +367,5 @@ def _add(item: DataFile, changes_data: bool = True) -> AddAction:
 
 
 def _iso(millis: int) -> str:
-    moment = _EPOCH + timedelta(milliseconds=millis)
+    moment = EPOCH + timedelta(milliseconds=millis)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{millis % 1000:03d}Z"

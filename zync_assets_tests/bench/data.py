@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from confluent_kafka import Producer
-from deltalake import DeltaTable
 
 from zync_assets.codecs.encode import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.tables import Opened
 from zync_assets.lake.writer import RangeWriter
 from zync_assets.pipeline import Pipeline
 from zync_assets.records import HEADERS_TYPE, KAFKA_TYPE, raw_schema
@@ -198,18 +195,14 @@ def append_raw(
                 writer.write(pa.RecordBatch.from_arrays(columns, schema=schema))
         files += [found for found, _ in writer.files]
     raw.commit_raw(lake, pool, topic, "bench", state, schema, files, {} if state else {0: start}, {0: end}, {})
-    if known is not None and state is not None:
-        state.opened.table.update_incremental()
-        counted = {0: state.records[0] + len(offsets)}
-        known[topic] = replace(state, opened=replace(state.opened), next={0: end}, records=counted)
+    if known is not None and (made := raw.open_raw(lake, pool, topic)) is not None:
+        known[topic] = made
 
 
 def opened_raw(lake: str, pool: str, topic: str, known: Known | None = None) -> RawState | None:
-    """The state of a raw table; what is not known yet is read, and becomes known, with a table object of its own."""
-    if known is not None and topic in known:
-        return known[topic]
-    state = raw.open_raw(lake, pool, topic)
+    """The state of a raw table; what is not known yet is read, and becomes known."""
+    state = known.get(topic) if known is not None else None
+    state = state or raw.open_raw(lake, pool, topic)
     if known is not None and state is not None:
-        uri = state.opened.uri
-        known[topic] = state = replace(state, opened=Opened(uri, DeltaTable(uri)))
+        known[topic] = state
     return state

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_a_newer_version_that_another_thread_sees_first_is_none_that_went_back(
         return found
 
     commit(opened(table), [], {"m": 1})
+    tables.forget(table)
     monkeypatch.setattr(tables, "DeltaTable", slow)
     assert opened(table).version == 1
     assert opened(table).version == 2
@@ -297,6 +299,55 @@ def test_a_commit_that_is_late_for_a_cleaned_log_is_a_conflict(table: str, gone:
     assert opened(table).version == 5
     commit(opened(table), [file(table, records([0], partition=1))], {"p": 1})
     assert rows(table) == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted are the log entries that are read: one for each commit, checkpoints or not, and never the whole log."""
+    commit(opened(table), [], {"m": 0})
+    assert opened(table).number("m") == 0
+    read: list[int] = []
+    entries = log_entries.entries
+
+    def counted(uri: str, first: int, last: int) -> Iterator[log_entries.Entry]:
+        read.append(last - first + 1)
+        return entries(uri, first, last)
+
+    def whole(*given: Any, **named: Any) -> DeltaTable:
+        raise AssertionError("the whole log is read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log_entries, "entries", counted)
+        patch.setattr(tables, "DeltaTable", whole)
+        patch.setattr("zync_assets.lake.opened.list_files", whole)
+        patch.setattr("zync_assets.lake.opened.DeltaTable", whole)
+        patch.setattr(log_entries, "numbers", whole)
+        for number in range(3, 108):
+            before = opened(table)
+            removed = [item for item in before.files if item.last == number - 50]
+            commit(before, [file(table, records([number]))], {"n": number}, removed=removed)
+            assert opened(table).number("n") == number
+    assert set(read) == {1}
+    assert len(read) == 105
+    assert sorted(known(opened(table))) == sorted(known(Opened(table, DeltaTable(table))))
+
+
+def test_what_other_processes_committed_is_read_though_the_log_was_cleaned(table: str) -> None:
+    commit(opened(table), [file(table, records([3]))], {"n": 3})
+    for number in range(4, 9):
+        commit(Opened(table, DeltaTable(table)), [file(table, records([number]))], {"o": number})
+    DeltaTable(table).create_checkpoint()
+    for version in range(5):
+        Path(table, "_delta_log", log_entries.name(version)).unlink()
+    now = opened(table)
+    assert (now.version, now.number("n"), now.number("o")) == (6, 3, 8)
+    assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))
+    commit(now, [file(table, records([9]))], {"n": 9})
+    assert rows(table) == list(range(10))
+
+
+def known(state: Opened) -> list[tuple[object, ...]]:
+    """Files with all that is known of them, as often as one is in the table."""
+    return [astuple(replace(item, made=0.0)) for item in state.files]
 
 
 def test_another_table_at_the_same_place_and_version_is_read(table: str) -> None:
