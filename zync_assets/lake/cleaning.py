@@ -124,7 +124,7 @@ def unneeded(opened: Opened, hours: float) -> list[str]:
         path for path, removed in log_entries.removed(opened.uri, opened.version).items() if removed / 1000 > limit
     }
     found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit)
-    return [path for written, path in sorted(each for each in found if each[1] not in kept)]
+    return [each[1] for each in sorted(each for each in found if each[1] not in kept)]
 
 
 def _stored(uri: str, limit: float) -> Iterator[tuple[float, str]]:
