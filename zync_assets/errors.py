@@ -342,7 +342,7 @@ class EtlError(ZyncError):
 
 
 class FieldMissing(EtlError):
-    """A rule names a field that no record of its topic has had so far.
+    """A rule or an input's shape names a field that no record of its topic has had so far.
 
     >>> from zync_assets import EtlError, FieldMissing
     >>> issubclass(FieldMissing, EtlError)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from zync_assets.codecs.connect_notes import PLAIN, Note, agreed
-from zync_assets.codecs.field_notes import connect_note_of, fields_of, lacking, noted
+from zync_assets.codecs.field_notes import connect_note_of, fields_of, lacking, noted, original
 from zync_assets.pipeline import Shape
 from zync_assets.sql_text import dotted, name_sql, text_sql
 
@@ -31,7 +31,8 @@ _NULL = re.compile(r"\s*(?:NULL|CAST\s*\(\s*NULL\s+AS\b.*\))\s*", re.IGNORECASE 
 def shape_notes(
     shape: Shape, kind: pa.DataType, sides: Mapping[str, pa.Schema], *, certain: bool
 ) -> dict[FieldPath, Note | None]:
-    """The notes of what a shape makes. ``kind``: its type; ``sides``: ``in``, ``left``, ``right`` → the raw table's columns.
+    """The notes of what a shape makes. ``kind``: its type; ``sides``: ``in``, ``left``, ``right`` → the raw table's columns, or
+    ``""`` → the columns that an input's shape has.
 
     A field that is never null may lie in a struct that is: ``certain`` says that only fields are required for which this
     can't be.
@@ -119,7 +120,7 @@ def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldP
 
 def _columns(sql: str, sides: Mapping[str, pa.Schema]) -> list[pa.Field]:
     """The columns from a record's side down to the field, if the expression is nothing but the field's name."""
-    names = _names(sql)
+    names = ["", *_names(sql)] if "" in sides else _names(sql)
     if len(names) < 2 or names[0].lower() not in sides:
         return []
     found: list[pa.Field] = []
@@ -170,14 +171,15 @@ def topic_notes(
     return found
 
 
-def with_notes(kind: pa.DataType, notes: Mapping[FieldPath, Note], path: FieldPath = ()) -> pa.DataType:
+def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.DataType:
     """The type with its fields' notes."""
     kinds = pa.types
     if kinds.is_struct(kind):
         made: list[pa.Field] = []
         for item in fields_of(kind):
             inner = (*path, item.name)
-            made.append(noted(item.name, with_notes(item.type, notes, inner), connect=notes.get(inner, PLAIN)))
+            note = notes.get(inner) or PLAIN
+            made.append(noted(item.name, with_notes(item.type, notes, inner), connect=note, topic_name=original(item)))
         return pa.struct(made)
     if kinds.is_list(kind):
         return pa.list_(with_notes(kind.value_type, notes, (*path, "[]")))

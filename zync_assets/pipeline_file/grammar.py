@@ -143,8 +143,8 @@ FILE: tuple[Key, ...] = (
     Key(
         "missing-field",
         "one of the allowed values",
-        "The effect of a field of a rule that neither a record nor the registry's newest schema has. `null` gives null and"
-        " one warning. `fail` stops ETL.",
+        "The effect of a named field that neither a record nor the registry's newest schema has. A rule or an input's"
+        " `shape` names the field. `null` gives null and one warning. `fail` stops ETL, or ingest for a shape.",
         "missing-field: fail",
         default="null",
         allowed=("null", "fail"),

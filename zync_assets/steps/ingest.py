@@ -37,7 +37,8 @@ from zync_assets.steps.retention import keep_short
 from zync_assets.steps.schema_changes import SchemaChange
 from zync_assets.steps.seen import check_before_ingest
 from zync_assets.steps.session import Session, deferred
-from zync_assets.steps.shaping import known_types, looks_at_time, shaped_records, write_shaped
+from zync_assets.steps.shaped_types import known_types
+from zync_assets.steps.shaping import looks_at_time, shaped_records, write_shaped
 from zync_assets.steps.tasks import indexes, slots, task_frame
 from zync_assets.steps.upkeep import keep_up
 
@@ -218,7 +219,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     parts, reached = _tasks(batch.spark, plan), highest_times(plan.state)
     reading = Reading(batch.spark, lake, item, batch.source, parts, _now(), known, attempt, reached)
     try:
-        made = write_plain(reading) if item.shape is None else write_shaped(reading)
+        made = write_plain(reading) if item.shape is None else write_shaped(pipeline, reading)
     except DataLoss:
         # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
         _check_identity(pipeline, plan)

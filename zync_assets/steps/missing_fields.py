@@ -1,14 +1,15 @@
-"""Fields that a rule names and that no record of its topic has had yet: a rule may be there before the source has the column.
+"""Fields that a rule or an input's shape names and that no record of its topic has had yet: the pipeline file may be there
+before the source has the column.
 
 Asked only where Spark can't resolve a name. The registry's newest schema of the topic says a field's type; a field that it lacks
-too is null. An output field that is nothing but such a field is left out of the rule's records until the field has a type.
+too is null. A field of the result that is nothing but such a field is left out of the records until the field has a type.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -19,9 +20,11 @@ from zync_assets.codecs.avro_types import arrow_type
 from zync_assets.codecs.field_notes import fields_of, in_lake, lacked_by, maybe_missing, original
 from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
 from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.kafka.source import Source
 from zync_assets.lake.raw import RawState
-from zync_assets.pipeline import Denorm, Input, Pipeline, Rule, Shape, Stateless
+from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Shape, Stateless
 from zync_assets.pipeline_file.expressions import columns, parse
+from zync_assets.records import raw_schema
 from zync_assets.steps.etl_plan import EtlBatch, with_ids
 
 _log = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ _NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
 
 Path: TypeAlias = tuple[str, ...]
 """``value``, ``after``, ``coupon``."""
+Sides: TypeAlias = Mapping[str, str]
+"""``in``, ``left`` or ``right`` → its topic; ``""``: of expressions that name no side."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, 
     states = dict(batch.plan.raw)
     found = False
     for topic, state in batch.plan.raw.items():
-        if state is not None and (paths := _missing(rules, topic, state.schema)):
+        if state is not None and (paths := _missing(_of_rules(rules), topic, state.schema)):
             states[topic] = _expecting(pipeline, pipeline.input(topic), state, paths)
             found = True
     if not found:
@@ -64,16 +69,57 @@ def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, 
     known = {topic: state.schema for topic, state in states.items() if state is not None}
     for rule in rules:
         for topic in rule.topics:
-            for path in _missing([rule], topic, known[topic]) if topic in known else ():
-                _say(pipeline, rule, topic, ".".join(path))
+            for path in _missing(_expressions(rule), topic, known[topic]) if topic in known else ():
+                _say(pipeline, f"rule {rule.name}", topic, ".".join(path))
     own = replace(pipeline, rules=tuple(_without(rule, known) if rule in rules else rule for rule in pipeline.rules))
     plan = replace(batch.plan, raw=states)
     slices = {topic: replace(part, plan=plan) for topic, part in batch.slices.items()}
     return own, replace(batch, plan=plan, slices=slices)
 
 
-def _say(pipeline: Pipeline, rule: Rule, topic: str, path: str) -> None:
-    where = f"rule {rule.name}: no record of topic {topic} has had the field {path} so far, nor has its newest schema"
+@dataclass(frozen=True)
+class Expected:
+    """An input and its source with what the input's shape names and no record has had so far. ``missing``: the fields that the
+    newest schema lacks too, which are null in the shape."""
+
+    pipeline: Pipeline
+    item: Input
+    source: Source
+    missing: tuple[str, ...]
+
+    def say(self) -> None:
+        """Warn of the missing fields; FieldMissing where the file says ``missing-field: fail``."""
+        for path in self.missing:
+            _say(self.pipeline, f"input {self.item.topic}, shape", self.item.topic, path)
+
+
+def expected_fields(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
+    """The fields that an input's shape names and no record has had; None if there is none. ``source``: with the types of the
+    records so far.
+
+    FieldMissing if a side would be nothing but such fields.
+    """
+    assert item.shape is not None
+    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    sides = {"": item.topic}
+    expressions = [(sql, sides) for sql in _leaves(item.shape.where)]
+    expressions += [(sql, sides) for shape in item.shape.sides.values() for sql in _leaves(shape)]
+    paths = _missing(expressions, item.topic, schema)
+    if not paths:
+        return None
+    schema = _with_newest(pipeline, item, schema, paths, {"key": source.key_schemas, "value": source.value_schemas})
+    known = {item.topic: schema}
+    made: dict[str, Shape] = {}
+    for side, shape in item.shape.sides.items():
+        made[side] = _filled(_shaped(shape, sides, known), shape, f"input {item.topic}, shape", side)
+    where = None if item.shape.where is None else _edited(item.shape.where, sides, known)
+    types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
+    missing = tuple(".".join(path) for path in _missing(expressions, item.topic, schema))
+    return Expected(pipeline, replace(item, shape=RecordShape(where, made)), replace(source, **types), missing)
+
+
+def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
+    where = f"{place}: no record of topic {topic} has had the field {path} so far, nor has its newest schema"
     if pipeline.missing_field == "fail":
         raise FieldMissing(
             f"{where}. Nothing was committed. Correct the name, or wait for the source; or set missing-field: null, and the"
@@ -84,18 +130,22 @@ def _say(pipeline: Pipeline, rule: Rule, topic: str, path: str) -> None:
         _log.warning("%s; it is null until then", where)
 
 
-def _missing(rules: Sequence[Rule], topic: str, schema: pa.Schema) -> list[Path]:
-    """The fields of a topic that rules name and its table lacks, each once, down to the first name that is missing."""
+def _missing(expressions: Iterable[tuple[str, Sides]], topic: str, schema: pa.Schema) -> list[Path]:
+    """The fields of a topic that expressions name and its table lacks, each once, down to the first name that is missing."""
     found: dict[Path, None] = {}
-    for rule in rules:
-        for sql, sides in _expressions(rule):
-            for name in _names(sql):
-                if (place := _place(name, sides)) is not None and place[0] == topic:
-                    found |= dict.fromkeys(_lacking(schema, place[1]))
+    for sql, sides in expressions:
+        for name in _names(sql):
+            if (place := _place(name, sides)) is not None and place[0] == topic:
+                found |= dict.fromkeys(_lacking(schema, place[1]))
     return list(found)
 
 
-def _expressions(rule: Rule) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _of_rules(rules: Sequence[Rule]) -> Iterator[tuple[str, Sides]]:
+    for rule in rules:
+        yield from _expressions(rule)
+
+
+def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     """A rule's expressions, each with the topics of its sides; a condition has one side, without a name."""
     if isinstance(rule, Stateless):
         sides, wheres = {"in": rule.input}, [(rule.where, rule.input)]
@@ -130,7 +180,7 @@ def _names(sql: str) -> Iterator[_Name]:
         yield _Name(int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, tuple(part.name for part in parts))
 
 
-def _place(name: _Name, sides: Mapping[str, str]) -> tuple[str, Path] | None:
+def _place(name: _Name, sides: Sides) -> tuple[str, Path] | None:
     """The topic and the path of a name; None for what is no field of a key or a value."""
     names = name.names if "" in sides else name.names[1:]
     topic = sides.get("" if "" in sides else name.names[0].lower())
@@ -162,28 +212,40 @@ def _field(kind: pa.DataType, name: str) -> pa.Field | None:
 
 
 def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence[Path]) -> RawState:
-    """The table with those of some missing fields that the newest schema has."""
+    """The table with those of some missing fields that the newest schema has. An input's shape makes other columns."""
     schema = state.schema
+    if item.shape is None:
+        ids = {
+            side: [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
+            for side in ("key", "value")
+        }
+        schema = _with_newest(pipeline, item, schema, paths, ids)
+    return with_ids(pipeline, item.topic, replace(state, expected=schema))
+
+
+def _with_newest(
+    pipeline: Pipeline, item: Input, schema: pa.Schema, paths: Sequence[Path], ids: Mapping[str, Sequence[int]]
+) -> pa.Schema:
+    """Columns with those of some missing fields that the newest schema has. ``ids``: side → its writers' schemas so far."""
     for side in dict.fromkeys(path[0] for path in paths):
-        ids = [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
-        newest = _newest(pipeline, item, side, ids)
+        newest = _newest(pipeline, item, side, ids[side])
         if newest is None:
             continue
         column = schema.field(side)
         kind = column.type
         for path in paths:
             if path[0] == side:
-                kind = _added(kind, newest, path[1:], ids)
+                kind = _added(kind, newest, path[1:], ids[side])
         schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
-    return with_ids(pipeline, item.topic, replace(state, expected=schema))
+    return schema
 
 
 def _newest(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> pa.DataType | None:
-    """The type of a side by the newest schema of the registry; None where it has none. An input's shape makes other columns.
+    """The type of a side by the newest schema of the registry; None where it has none.
 
     ``ids``: of the writers' schemas so far. RegistryError if the registry can't be asked.
     """
-    if getattr(item, side).format != "avro" or pipeline.registry is None or item.shape is not None:
+    if getattr(item, side).format != "avro" or pipeline.registry is None:
         return None
     registry = Registry(pipeline.registry)
     subjects = [f"{item.topic}-{side}"]
@@ -223,25 +285,15 @@ def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int
 def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     """The rule with NULL for the fields that are still missing."""
 
-    def edited(sql: str, sides: Mapping[str, str]) -> str:
-        for name in sorted(_names(sql), key=lambda each: -each.start):
-            place = _place(name, sides)
-            if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):
-                sql = f"{sql[: name.start]}NULL{sql[name.end :]}"
-        return sql
-
-    def shaped(shape: Shape, sides: Mapping[str, str]) -> Shape:
-        if isinstance(shape, str) or shape is None:
-            return None if shape is None else edited(shape, sides)
-        made = {name: shaped(part, sides) for name, part in shape.items()}
-        return {name: part for name, part in made.items() if part == shape[name] or part not in _NOTHING}
+    def edited(sql: str, sides: Sides) -> str:
+        return _edited(sql, sides, known)
 
     def condition(sql: str | None, topic: str) -> str | None:
         return None if sql is None else edited(sql, {"": topic})
 
     sides = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
-    key = _filled(shaped(rule.key, sides), rule.key, rule, "key")
-    value = _filled(shaped(rule.value, sides), rule.value, rule, "value")
+    key = _filled(_shaped(rule.key, sides, known), rule.key, f"rule {rule.name}", "key")
+    value = _filled(_shaped(rule.value, sides, known), rule.value, f"rule {rule.name}", "value")
     keep = None if rule.keep is None else edited(rule.keep, sides)
     headers = rule.headers
     if headers is not None:
@@ -258,11 +310,28 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     return replace(made, where=condition(made.where, made.input))
 
 
-def _filled(shape: Shape, before: Shape, rule: Rule, side: str) -> Shape:
+def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:
+    """The expression with NULL for the fields that no table of ``known`` (by topic) has."""
+    for name in sorted(_names(sql), key=lambda each: -each.start):
+        place = _place(name, sides)
+        if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):
+            sql = f"{sql[: name.start]}NULL{sql[name.end :]}"
+    return sql
+
+
+def _shaped(shape: Shape, sides: Sides, known: Mapping[str, pa.Schema]) -> Shape:
+    """The shape with edited expressions, without the fields that became nothing."""
+    if isinstance(shape, str) or shape is None:
+        return None if shape is None else _edited(shape, sides, known)
+    made = {name: _shaped(part, sides, known) for name, part in shape.items()}
+    return {name: part for name, part in made.items() if part == shape[name] or part not in _NOTHING}
+
+
+def _filled(shape: Shape, before: Shape, place: str, side: str) -> Shape:
     """A side must have something: a value that is nothing but a missing field would be a tombstone."""
     if shape != before and shape in _NOTHING:
         raise FieldMissing(
-            f"rule {rule.name}, {side}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has"
+            f"{place}, {side}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has"
             " the newest schema. Nothing was committed. Correct the names, or wait for the source."
         )
     return shape

@@ -81,7 +81,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         floors_of(state, plan.wanted),
     )
     if item.shape is not None:
-        done, schema = replay_shaping.write(spark, item, task, state.schema)
+        done, schema = replay_shaping.write(spark, pipeline, item, task, state.schema)
         source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
     else:
         [done] = run_tasks(spark, 1, lambda _: task.run())

@@ -19,11 +19,12 @@ from zync_assets.errors import ZyncError
 from zync_assets.etl.failing import looking
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
-from zync_assets.pipeline import Input
+from zync_assets.pipeline import Input, Pipeline
 from zync_assets.records import KAFKA_TYPE
 from zync_assets.steps.failures import spark_failures
 from zync_assets.steps.replay_task import Decoded, ReplayTask
-from zync_assets.steps.shaping import failing_frame, shaped_frame, shaped_schema
+from zync_assets.steps.shaped_types import shaped_schema
+from zync_assets.steps.shaping import failing_frame, resolvable, shaped_frame
 from zync_assets.steps.shaping_task import KEPT, decoded_schema, shaped_batch, with_control
 from zync_assets.steps.tasks import indexes, run_tasks, task_frame
 
@@ -34,13 +35,18 @@ Places = frozenset[tuple[int, int]]
 """Partition and offset."""
 
 
-def write(spark: SparkSession, item: Input, task: ReplayTask, table: pa.Schema) -> tuple[Decoded, pa.Schema]:
+def write(
+    spark: SparkSession, pipeline: Pipeline, item: Input, task: ReplayTask, table: pa.Schema
+) -> tuple[Decoded, pa.Schema]:
     """Decode, shape and write; returns what came of it, and the raw table's columns after it. ``table``: those that it has.
 
-    SchemaError if the shape does not fit the records, or its result the table.
+    SchemaError if the shape does not fit the records, or its result the table; FieldMissing for a field that no record has
+    had where the file says so.
     """
     [found] = run_tasks(spark, 1, lambda _: task.look())
-    task = replace(task, source=replace(task.source, key_type=found.key_type, value_type=found.value_type))
+    source = replace(task.source, key_type=found.key_type, value_type=found.value_type)
+    item, source = resolvable(pipeline, item, source, lambda own: _frame(spark, replace(task, source=own), frozenset()))
+    task = replace(task, source=source)
     with looking(spark), spark_failures(_failed(item)):
         rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
     failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)

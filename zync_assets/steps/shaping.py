@@ -11,32 +11,29 @@ quarantine with its bytes from Kafka. A further Spark job finds the failing reco
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from zync_assets.codecs.merge import merge_types
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.failing import fails, looking
 from zync_assets.etl.shapes import short
 from zync_assets.kafka.source import Arrived, Source, read_chunks
-from zync_assets.lake import storage, tables
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Input, Shape
+from zync_assets.pipeline import Input, Pipeline, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
-from zync_assets.records import raw_schema
 from zync_assets.sql_text import shape_sql
 from zync_assets.steps import schema_changes
 from zync_assets.steps.failures import is_of_data, said, spark_failures
 from zync_assets.steps.ingest_files import BatchFiles, Reading
-from zync_assets.steps.lake_names import shape_in_lake_names, with_notes
+from zync_assets.steps.lake_names import shape_in_lake_names
+from zync_assets.steps.missing_fields import Expected, expected_fields
 from zync_assets.steps.overflow import MOST, TEXT, culprits, is_overflow
-from zync_assets.steps.raw_columns import table_schema
+from zync_assets.steps.shaped_types import known_types, remember, shaped_notes, shaped_schema, with_types
 from zync_assets.steps.shaping_task import CONTROL, KEPT, Reader, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.steps.tasks import run_tasks, task_frame
 
@@ -49,16 +46,6 @@ MOST_FAILURES = 10_000
 """The most records of one batch that a shape may fail on. More failures mean a bad shape instead of bad records."""
 TEXTS = 8
 """The most failures of one search that quote Spark's error text. Each text takes a Spark job."""
-
-
-def known_types(lake: str, item: Input) -> Types | None:
-    """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
-    opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
-    if opened is None:
-        return None
-    names = opened.schema.names
-    key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
-    return key, value
 
 
 def looks_at_time(item: Input) -> bool:
@@ -88,25 +75,6 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
     kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
     shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
     return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id")
-
-
-def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame) -> pa.Schema:
-    """The raw table's present columns (``table``) merged with the columns of a shaped frame.
-
-    Raises SchemaError for types that can't be merged.
-    """
-    types: dict[str, pa.DataType] = {}
-    for side in ("key", "value"):
-        have = table.field(side).type if side in table.names else None
-        try:
-            types[side] = merge_types(have, with_notes(arrow_type(made.schema[side].dataType)), side)
-        except SchemaError as error:
-            raise SchemaError(
-                f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"
-                " ingested. CAST the result to the type of the table. Or begin anew: give the input another pool, and its"
-                " outputs another staging pool and other topics."
-            ) from None
-    return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
 
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
@@ -146,12 +114,14 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     return void, where, sides
 
 
-def write_shaped(reading: Reading) -> BatchFiles:
+def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
     """Read, decode, shape and write. The source has the types of ``known_types``.
 
-    Raises SchemaError if the shape does not fit the records or its result the table, and what reading raises.
+    Raises SchemaError if the shape does not fit the records or its result the table, FieldMissing for a field that no record
+    has had where the file says so, and what reading raises.
     """
-    item = reading.item
+    item, strict = reading.item, pipeline.missing_field == "fail"
+    expected: Expected | None = None
     assumed: list[Arrived] = []
     first_met: list[Arrived] = []
     looked = known_types(reading.lake, item) is None
@@ -162,6 +132,13 @@ def write_shaped(reading: Reading) -> BatchFiles:
         try:
             ends = job.run()
         except SchemaError:
+            found = expected_fields(pipeline, job.reading.item, job.reading.source)
+            if found is not None and (looked or not strict or not found.missing):
+                expected = found
+                if strict:
+                    expected.say()
+                job = replace(job, reading=replace(job.reading, item=expected.item, source=expected.source))
+                continue
             if looked:
                 raise
             # The shape may need a field that comes with this batch.
@@ -170,22 +147,26 @@ def write_shaped(reading: Reading) -> BatchFiles:
             job = _Job(reading, {})
             continue
         except _FailsOnData as error:
-            found = _failing(job)
-            if not found:
+            failing = _failing(job)
+            if not failing:
                 raise SchemaError(f"input {item.topic}: its shape fails: {error} Nothing was committed.") from error
-            job = replace(job, refused={**job.refused, **found})
+            job = replace(job, refused={**job.refused, **failing})
             continue
         source = job.reading.source
         wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
         arrived = [found for end in ends for found in end.read.arrived]
         if wider:
-            job = job.anew(_with_types(source, wider))
+            # With the shape as the file has it: these records may have what was missing.
+            job, expected = job.anew(with_types(source, wider), item), None
         elif firsts := schema_changes.first_schemas(source, item, arrived):
             assumed += firsts
-            job = job.anew(schema_changes.assuming(source, firsts))
+            job, expected = job.anew(schema_changes.assuming(source, firsts), item), None
         else:
             break
-    _remember(reading.lake, item, source)
+    if expected is not None:
+        expected.say()
+    decoded = remember(reading.lake, item, source, schema_changes.notes_of(first_met or [*assumed, *arrived]))
+    schema = job.schema()
     left_out: dict[int, int] = {}
     for part, end in zip(reading.parts, ends, strict=True):
         left_out[part.partition] = left_out.get(part.partition, 0) + end.left_out
@@ -194,12 +175,13 @@ def write_shaped(reading: Reading) -> BatchFiles:
     return BatchFiles(
         files,
         [found for end in ends for found in end.read.bad],
-        job.schema(),
+        schema,
         source,
         first_met or [*assumed, *arrived],
         [found for end in ends for found in end.dropped],
         {partition: count for partition, count in left_out.items() if count},
         [end.read.reached for end in ends],
+        shaped_notes(job.reading.item, source, decoded, schema),
     )
 
 
@@ -215,7 +197,7 @@ def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]
     source = schema_changes.assuming(reading.source, firsts)
     settled = {first.side for first in firsts}
     met = [(None if "key" in settled else key, None if "value" in settled else value) for key, value in types]
-    return replace(reading, source=_with_types(source, met)), firsts, [] if firsts else arrived
+    return replace(reading, source=with_types(source, met)), firsts, [] if firsts else arrived
 
 
 class _FailsOnData(Exception):
@@ -233,8 +215,8 @@ class _Job:
     reading: Reading
     refused: Mapping[tuple[int, int], str]
 
-    def anew(self, source: Source) -> _Job:
-        return replace(self, reading=replace(self.reading, source=source))
+    def anew(self, source: Source, item: Input) -> _Job:
+        return replace(self, reading=replace(self.reading, source=source, item=item))
 
     def run(self) -> list[TaskEnd]:
         """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
@@ -308,6 +290,24 @@ class _Job:
         )
 
 
+def resolvable(
+    pipeline: Pipeline, item: Input, source: Source, frame: Callable[[Source], DataFrame]
+) -> tuple[Input, Source]:
+    """The input and the source of decoded records, with what the input's shape names and no record has had.
+
+    SchemaError or FieldMissing if Spark can't resolve the shape.
+    """
+    try:
+        shaped_frame(frame(source), item)
+    except SchemaError:
+        expected = expected_fields(pipeline, item, source)
+        if expected is None:
+            raise
+        expected.say()
+        return expected.item, expected.source
+    return item, source
+
+
 def _failing(job: _Job) -> dict[tuple[int, int], str]:
     """(partition, offset) of every record that the shape fails on, with what Spark says of the first TEXTS.
 
@@ -358,7 +358,7 @@ def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def shaped_records(reading: Reading) -> DataFrame:
     """The records of some ranges, shaped, as a lazy frame with the columns of a raw table; their types are looked at first."""
     types, _ = _first_look(reading)
-    decoded = _decoded(replace(reading, source=_with_types(reading.source, types)), {}, None)
+    decoded = _decoded(replace(reading, source=with_types(reading.source, types)), {}, None)
     frame = shaped_frame(decoded, reading.item).filter(KEPT)
     sides = [side for side in ("key", "value") if frame.schema[side].dataType.simpleString() != "void"]
     return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
@@ -392,27 +392,6 @@ def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:
     """The results of the parts, sorted by partition and offset. The order of types must not depend on Spark's division of
     the work."""
     return [each for _, each in sorted(zip(parts, found, strict=True), key=lambda pair: pair[0])]
-
-
-def _with_types(source: Source, met: Sequence[Types]) -> Source:
-    """The source with its types widened by the types ``met``. A type that can't be merged is skipped: the first type wins."""
-    key, value = source.key_type, source.value_type
-    for one, other in met:
-        with suppress(SchemaError):
-            key = key if one is None else merge_types(key, one, "key")
-        with suppress(SchemaError):
-            value = value if other is None else merge_types(value, other, "value")
-    return replace(source, key_type=key, value_type=value)
-
-
-def _remember(lake: str, item: Input, source: Source) -> None:
-    uri = storage.decoded_uri(lake, item.pool, item.topic)
-    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    opened = tables.open_table(uri)
-    if opened is None:
-        tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
-    else:
-        tables.widen(opened, schema)
 
 
 def _kind(frame: DataFrame, sql: str, place: str, shown: str | None) -> str:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from zync_assets.codecs.merge import conform, holds
 from zync_assets.compute import pc
 from zync_assets.errors import ZyncError
+from zync_assets.etl.output_notes import type_notes
 from zync_assets.kafka.source import Arrived, Source, read_chunks
 from zync_assets.lake.tables import DataFile
 from zync_assets.lake.writer import RangeWriter
@@ -110,8 +111,15 @@ class Reader:
     def _wider(self, met: pa.Schema) -> Types | None:
         own = {"key": self.source.key_type, "value": self.source.value_type}
         types = {side: met.field(side).type if side in met.names else None for side in own}
-        fits = all(kind is None or (own[side] is not None and holds(own[side], kind)) for side, kind in types.items())
+        fits = all(kind is None or _holds(own[side], kind) for side, kind in types.items())
         return None if fits else (types["key"], types["value"])
+
+
+def _holds(own: pa.DataType | None, kind: pa.DataType) -> bool:
+    """Whether a type has room for the values of another one, and says of them for Kafka Connect what the other one says."""
+    if own is None or own.equals(kind, check_metadata=True):
+        return own is not None
+    return holds(own, kind) and list(type_notes(own)) == list(type_notes(kind))
 
 
 def with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -167,6 +167,46 @@ def test_bare_columns_keep_names_parameters_and_not_null(
     assert (after.field("small").type, after.field("tiny").type) == (pa.int16(), pa.int8())
 
 
+WHOLE = """
+inputs:
+  - {topic: $left, pool: Raw, format: avro, shape: {where: value.op = 'avro'}}
+  - {topic: $right, pool: Raw, format: connect-json, shape: {value: value.after}}
+outputs:
+  - {topic: $out-a, pool: Staging, format: avro, create: {replication-factor: 1}}
+  - {topic: $out-j, pool: Staging, format: connect-json, create: {replication-factor: 1}}
+transforms:
+  - {type: stateless, in: $left, out: $out-a, key: in.key, value: in.value}
+  - {type: stateless, in: $right, out: $out-j, key: in.key, value: in.value}
+"""
+
+
+def test_a_shape_passes_on_the_schemas_of_bare_columns_and_a_whole_record_keeps_its_name(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """By its name Debezium's sink knows an envelope."""
+    it = mini(services, spark, tmp_path, unique, WHOLE)
+    registry = Registry(RegistryConfig(services.registry_url))
+    sent(it, registry)
+    it.step()
+    it.publish(f"{it.out}-a")
+    it.publish(f"{it.out}-j")
+    ((key, value),) = records(it, f"{it.out}-a")
+    assert key is not None and value is not None
+    schema = json.loads(registry.schema(int.from_bytes(value[1:5], "big")))
+    assert plain(without_own_names(schema)) == plain(without_own_names(avro_of(ENVELOPE)))
+    assert schema["connect.name"] == "shop.Envelope"
+    schemas = [json.loads(value or b"")["schema"] for _, value in records(it, f"{it.out}-j")]
+    assert schemas == [{**ROW, "optional": False}] * 2
+
+    # The schemas of these records have other names. A name that not all have is said of no later record.
+    other = {**ENVELOPE, "fields": [{**ENVELOPE["fields"][0], "name": "other.Value"}, ENVELOPE["fields"][1]]}
+    it.send(it.right, (enveloped(KEY, {"id": 8}), enveloped(other, {"after": VALUES, "op": "c"})))
+    it.step()
+    it.publish(f"{it.out}-j")
+    last = json.loads(records(it, f"{it.out}-j")[-1][1] or b"")["schema"]
+    assert last["name"] == f"{unique}.out.rows_j.Value"
+
+
 COMPUTED = """
 inputs:
   - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id bigint, at timestamp, v string"}

@@ -15,7 +15,10 @@ from zync_assets.errors import FieldMissing, RegistryUnavailable
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
+from zync_assets.steps.loops import replay_all
 from zync_assets.steps.missing_fields import _names, _newest  # pyright: ignore[reportPrivateUsage]
+from zync_assets.steps.quarantined import EVERYTHING
+from zync_assets.steps.replay import ReplayCommit
 from zync_assets_tests.steps.mini import mini
 from zync_assets_tests.steps.test_connect_types import framed
 
@@ -122,3 +125,69 @@ def test_a_rule_may_be_there_before_the_field(
     empty = it.edited(PIPELINE.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
     with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
         empty.etl()
+
+
+SHAPED = """
+missing-field: null
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro, on-schema-change: quarantine, shape: {
+     where: value.after.flag IS NOT TRUE,
+     value: {id: value.after.id, coupon: value.after.coupon, c: "coalesce(value.after.c, 5)"}}}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id}}
+"""
+
+
+def test_a_shape_may_be_there_before_the_field(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = mini(services, spark, tmp_path, unique, SHAPED)
+    registry = Registry(RegistryConfig(services.registry_url))
+    subject = f"{it.left}-value"
+
+    def warnings() -> list[str]:
+        said = [record.getMessage() for record in caplog.records if "no record of topic" in record.getMessage()]
+        caplog.clear()
+        return sorted(text.split("the field ")[1].split(" ")[0] for text in said)
+
+    old = [framed(registry, subject, envelope(), {"after": {"id": id}, "op": "c"}) for id in (1, 2, 5)]
+    with caplog.at_level(logging.WARNING):
+        it.send(it.left, old[0])
+        it.ingest()
+        assert [row["value"] for row in it.raw(it.left)] == [{"id": 1, "c": 5}]
+        assert warnings() == ["value.after.c", "value.after.coupon", "value.after.flag"]
+        # The registry knows the type of one of them before a record has it.
+        registry.register(subject, json.dumps(envelope(("coupon", ["null", "int"]))))
+        it.send(it.left, old[1])
+        it.ingest()
+        assert [row["value"] for row in it.raw(it.left)] == [{"id": id, "c": 5, "coupon": None} for id in (1, 2)]
+        assert warnings() == []
+    newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
+    rows = [{"id": 3, "coupon": 9, "flag": False}, {"id": 4, "coupon": 9, "flag": True}]
+    it.send(it.left, *(framed(registry, subject, newest, {"after": row, "op": "c"}) for row in rows))
+    assert it.ingest()[it.left].quarantined == 2
+
+    text = SHAPED.replace(", on-schema-change: quarantine", "")
+    failing = it.edited(text.replace("missing-field: null", "missing-field: fail"))
+    failing.send(it.left, old[2])
+    said = r"input .*left.rows, shape: no record of topic .*left.rows has had the field value.after.c so far"
+    with pytest.raises(FieldMissing, match=said):
+        failing.ingest()
+    with pytest.raises(FieldMissing, match=said):
+        list(replay_all(failing.pipeline, lambda: spark, EVERYTHING))
+    assert it.next(it.left) == {0: 4}
+    it = it.edited(text)
+    [replay] = [done for done in replay_all(it.pipeline, lambda: spark, EVERYTHING) if isinstance(done, ReplayCommit)]
+    assert (replay.records, list(replay.reasons)) == (1, [(0, 3)])
+    it.ingest()
+    assert [row["value"] for row in it.raw(it.left)][2:] == [
+        {"id": 3, "c": 5, "coupon": 9},
+        {"id": 5, "c": 5, "coupon": None},
+    ]
+    fields = SHAPED[SHAPED.index("value: {id") : SHAPED.index("}}\noutputs")]
+    empty = it.edited(text.replace(fields, "value: {none: value.after.none}"))
+    empty.send(it.left, old[0])
+    with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
+        empty.ingest()

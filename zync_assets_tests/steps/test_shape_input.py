@@ -11,7 +11,7 @@ import pytest
 
 from zync_assets import shares
 from zync_assets.checks.all_checks import run_all
-from zync_assets.errors import BadRecords, SchemaError
+from zync_assets.errors import BadRecords, FieldMissing, SchemaError
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -125,7 +125,7 @@ def test_a_shape_may_name_a_field_before_the_first_record_that_has_it(make: Make
     ]
     wrong = now.edited(text.replace(shape, "{value: {id: value.nowhere}}"))
     wrong.send(wrong.left, row(4))
-    with pytest.raises(SchemaError, match="nowhere"):
+    with pytest.raises(FieldMissing, match="nowhere"):
         wrong.ingest()
 
 
@@ -262,8 +262,8 @@ def test_nothing_is_left_and_nothing_but_tombstones_is_there(make: Make) -> None
     ("shape", "message"),
     [
         ("{where: value.op}", "shape.where: value.op is string; it must be a condition"),
-        ("{where: value.nothing = 1}", "shape.where"),
-        ("{value: {a: value.nothing}}", "shape.value"),
+        ("{where: value.id.nothing = 1}", "shape.where"),
+        ("{value: {a: value.id.nothing}}", "shape.value"),
     ],
 )
 def test_what_does_not_fit_the_records_is_told(make: Make, shape: str, message: str) -> None:
