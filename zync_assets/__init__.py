@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zync_assets.assets.build import build_definitions
     from zync_assets.assets.component import ZyncPipelineComponent
-    from zync_assets.assets.connections import KafkaResource, RegistryResource
+    from zync_assets.assets.resources import KafkaResource, RegistryResource
     from zync_assets.errors import (
         AuthenticationFailed,
         BadRecords,
@@ -98,9 +98,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "KafkaResource": "zync_assets.assets.connections",
+    "KafkaResource": "zync_assets.assets.resources",
     "Pipeline": "zync_assets.pipeline",
-    "RegistryResource": "zync_assets.assets.connections",
+    "RegistryResource": "zync_assets.assets.resources",
     "ZyncPipelineComponent": "zync_assets.assets.component",
     "build_definitions": "zync_assets.assets.build",
     "load_pipeline": "zync_assets.pipeline_file",

@@ -15,7 +15,7 @@ from dagster import Definitions, in_process_executor
 
 from zync_assets.assets.build import build_definitions
 from zync_assets.errors import SetupError
-from zync_assets.local.demo import demo_environment, demo_folder
+from zync_assets.local.services import demo_environment, demo_folder
 from zync_assets.pipeline_file import load
 
 

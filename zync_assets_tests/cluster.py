@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from confluent_kafka.admin import AdminClient, NewTopic  # pyright: ignore[reportPrivateImportUsage]
+from confluent_kafka.admin import (
+    AdminClient,  # pyright: ignore[reportPrivateImportUsage]
+    NewTopic,  # pyright: ignore[reportPrivateImportUsage]
+)
 
-from zync_assets.local import broker, jars, processes
+from zync_assets.local import java as local_java
+from zync_assets.local import processes, startup
 from zync_assets.local.java import find_java
 
 BROKERS = (1, 2, 3)
@@ -45,11 +49,11 @@ class Cluster:
 
     def start(self, node: int) -> None:
         """Start a node, without waiting for it. Its previous process has ended."""
-        java, found = find_java(), jars.resolve(find_java())
+        java, found = find_java(), local_java.resolve(find_java())
         home = self.folder / str(node)
-        log = home / broker.LOG
+        log = home / startup.BROKER_LOG
         log.unlink(missing_ok=True)
-        command = broker.command(java, found.kafka, f"cluster-{node}-{os.getpid()}")
+        command = startup.broker_command(java, found.kafka, f"cluster-{node}-{os.getpid()}")
         self.running[node] = psutil.Process(processes.spawn(command, cwd=home, log=log))
 
     def await_ready(self, *nodes: int) -> None:
@@ -63,10 +67,10 @@ class Cluster:
         if node == CONTROLLER:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", self.ports[node])) == 0
-        return broker.ready(self.folder / str(node), self.ports[node])
+        return startup.broker_ready(self.folder / str(node), self.ports[node])
 
     def log(self, node: int) -> str:
-        return (self.folder / str(node) / broker.LOG).read_text(errors="replace")[-3000:]
+        return (self.folder / str(node) / startup.BROKER_LOG).read_text(errors="replace")[-3000:]
 
     def signal(self, sign: int, *nodes: int) -> None:
         """SIGSTOP, SIGCONT or SIGKILL; returns when those that were killed have ended."""
@@ -113,13 +117,13 @@ class Cluster:
 def start_cluster(folder: Path) -> Cluster:
     """Three brokers and their controller, ready."""
     java = find_java()
-    found = jars.resolve(java)
+    found = local_java.resolve(java)
     cluster = Cluster(folder, {node: processes.free_port() for node in (*BROKERS, CONTROLLER)})
     try:
         for node in (CONTROLLER, *BROKERS):
             home = folder / str(node)
             home.mkdir(parents=True)
-            settings = {**broker.SETTINGS, **FAILOVER, **_addresses(cluster, node)}
+            settings = {**startup.SETTINGS, **FAILOVER, **_addresses(cluster, node)}
             (home / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
             tool = [str(java), "-XX:TieredStopAtLevel=1", "-cp", f"{found.kafka}/*", "kafka.tools.StorageTool"]
             subprocess.run(

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from zync_assets.local.jars import cache_dir
+from zync_assets.local.java import cache_dir
 from zync_assets_tests.checks.chain import chain, sound_chain
 from zync_assets_tests.network.secured import secured
 from zync_assets_tests.s3 import s3
@@ -20,10 +20,10 @@ settings.register_profile("many", max_examples=2_000, deadline=None)
 ORDER = (
     # These need no service: on a fresh machine the jars of the services are fetched meanwhile.
     "test_style",
-    "codecs.test_avro_generated",
+    "codecs.avro.test_generated",
     "codecs.test_evolution_generated",
-    "codecs.test_connect_generated",
-    "codecs.test_json_columns",
+    "codecs.connect.test_generated",
+    "codecs.json.test_columns",
     # These take longest: no worker is to be left alone with one of them at the end.
     "test_torture",
     "test_chain",
@@ -32,15 +32,15 @@ ORDER = (
     "test_checker",
     "test_topics_as_they_are",
     "test_secrets",
-    "cli.test_rights",
+    "cli.test_run_rights",
     "assets.test_webserver",
-    "checks.test_staging_checks",
+    "checks.test_output_checks_staging",
     "test_exactly_once",
-    "steps.test_retention",
-    "steps.test_lake_faults",
-    "steps.test_etl",
-    "steps.test_shape_input",
-    "steps.test_failing",
+    "test_upkeep_retention",
+    "test_lake_faults",
+    "etl.test_commit",
+    "ingest.test_shape",
+    "etl.test_failure_search",
     "assets.test_graph",
     "local.test_services",
     "test_packages",

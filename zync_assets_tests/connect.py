@@ -23,8 +23,7 @@ from typing import Any
 
 import psycopg
 
-from zync_assets.local.jars import KAFKA_VERSION, REGISTRY_VERSION, Bundle, fetched
-from zync_assets.local.java import find_java
+from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, fetched, find_java
 from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
 

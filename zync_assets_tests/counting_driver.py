@@ -23,9 +23,9 @@ from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.classic.dataframe import DataFrame
 
 from zync_assets.cli.main import main
-from zync_assets.etl import ledger, numbering
+from zync_assets.etl import account, positions
 
-PACKAGE = Path(numbering.__file__).parents[1]
+PACKAGE = Path(positions.__file__).parents[1]
 HELPERS = ("etl_run._write", "listed.listed_frame", "tasks.run_tasks")
 
 
@@ -68,8 +68,8 @@ def _place() -> str:
 if __name__ == "__main__":
     found = Counter[str]()
     target, scale, *arguments = sys.argv[1:]
-    numbering.BUCKET_RECORDS //= int(scale)
-    ledger.STRIDE //= int(scale)
+    positions.BUCKET_RECORDS //= int(scale)
+    account.STRIDE //= int(scale)
     count(found)
     atexit.register(lambda: Path(target).write_text(json.dumps(found)))
     for last, words in groupby(arguments, lambda word: word == "+"):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import (
-    AdminClient,
-    AlterConfigOpType,
-    ConfigEntry,
+    AdminClient,  # pyright: ignore[reportPrivateImportUsage]
+    AlterConfigOpType,  # pyright: ignore[reportPrivateImportUsage]
+    ConfigEntry,  # pyright: ignore[reportPrivateImportUsage]
     ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
-    NewPartitions,
+    NewPartitions,  # pyright: ignore[reportPrivateImportUsage]
     ResourceType,  # pyright: ignore[reportPrivateImportUsage]
 )
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from zync_assets.local.jars import Bundle, fetched
-from zync_assets.local.java import find_java
+from zync_assets.local.java import Bundle, fetched, find_java
 from zync_assets.local.processes import free_port
 
 VERSION = "4.1.0"

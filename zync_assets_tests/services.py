@@ -62,7 +62,7 @@ def services() -> Iterator[Services]:
 @pytest.fixture(scope="session")
 def spark() -> SparkSession:
     """The run's one Spark session, made by the code that is tested; pipelines in this process share it."""
-    from zync_assets.steps.session import spark_session
+    from zync_assets.spark.session import spark_session
 
     return spark_session(SPARK)
 

@@ -12,10 +12,10 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from zync_assets.checks.all_checks import run_all
+from zync_assets.checks.output_checks import run_all
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
-from zync_assets.steps.loops import etl_all, ingest_all, publish_all
+from zync_assets.runner import etl_all, ingest_all, publish_all
 from zync_assets_tests.model import Model, Record, without_zeros
 from zync_assets_tests.shop import Shop, changes, decoded, make_shop, read_topic
 

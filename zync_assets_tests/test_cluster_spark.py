@@ -23,7 +23,7 @@ from confluent_kafka import Producer
 from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
-from zync_assets.codecs.encode import make_encoder
+from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, topic_states
 from zync_assets.lake.raw import open_raw, raw_files

@@ -17,9 +17,9 @@ import pytest
 
 from zync_assets.kafka.topics import survey
 from zync_assets.local.services import Services
-from zync_assets.steps.loops import etl_once
+from zync_assets.runner import etl_once
 from zync_assets_tests.connect import Postgres, Worker, postgres, worker
-from zync_assets_tests.steps.mini import Mini, mini
+from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -25,10 +25,11 @@ import pytest
 
 import zync_assets
 from zync_assets import pipeline_file
-from zync_assets.lake import cleaning, compaction, fold, staging, storage, tables
+from zync_assets.etl import pending
+from zync_assets.lake import compaction, staging, storage, tables
 from zync_assets.lake.raw import open_raw
+from zync_assets.lake.raw_files import RangeWriter
 from zync_assets.lake.storage import raw_uri
-from zync_assets.lake.writer import RangeWriter
 from zync_assets.local.services import Services
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
@@ -110,7 +111,7 @@ def with_many_ledger_files(rig: Rig) -> None:
     rows = pa.concat_tables([pq.ParquetFile(folder / item.path).read() for item in state.ledger_files])
     assert rows.num_rows >= 10
     pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
-    pieces += [rows.slice(0, 0)] * (fold.FILES + 1 - len(pieces))
+    pieces += [rows.slice(0, 0)] * (pending.FOLD_FILES + 1 - len(pieces))
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
@@ -145,7 +146,7 @@ def with_many_raw_files(rig: Rig) -> None:
 def after_many_commits(rig: Rig) -> None:
     """Make the search for files that no commit names due."""
     later(rig)
-    for number in range(cleaning.COMMITS):
+    for number in range(compaction.COMMITS):
         opened = tables.open_table(raw_uri(rig.shop.pipeline.lake, "Raw", rig.shop.status))
         assert opened is not None
         tables.commit(opened, [], {"tests": number})

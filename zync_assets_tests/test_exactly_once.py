@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from zync_assets.errors import CommitConflict, EtlError, LakeError
-from zync_assets.etl import numbering
+from zync_assets.etl import positions
+from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.ingest.commit import commit_raw
+from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
-from zync_assets.steps import publish as publishing
-from zync_assets.steps.etl import commit_staging, plan_etl, read_raw, transform
-from zync_assets.steps.ingest import commit_raw, plan_ingest, read_input
-from zync_assets.steps.publish import plan_publish, publish, read_staging
+from zync_assets.publish import commit as publishing
+from zync_assets.publish.commit import publish
+from zync_assets.publish.plan import plan_publish, read_staging
 from zync_assets_tests.model import Model, Record
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.test_chain import assert_equals_model
@@ -110,7 +112,7 @@ class Steps(RuleBasedStateMachine):
     def etl(self, how: str, one_task: bool) -> None:
         """``one_task``: as small batches are made, or else as large ones are."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(numbering, "SMALL", numbering.SMALL if one_task else 0)
+            patch.setattr(positions, "SMALL", positions.SMALL if one_task else 0)
             self._etl(how)
 
     def _etl(self, how: str) -> None:

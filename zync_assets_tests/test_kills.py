@@ -19,7 +19,7 @@ import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from zync_assets.lake.published import verified_ends
+from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services

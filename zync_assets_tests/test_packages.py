@@ -59,13 +59,13 @@ with build_resources({"spark": spark_resource(load(Path(os.environ["ZYNC_PIPELIN
     assert session(resources.spark).conf.get("spark.sql.ansi.enabled") == "true"
 """,
     "pyspark": """
-from zync_assets.steps.session import spark_session
-from zync_assets.steps.tasks import run_tasks
+from zync_assets.spark.session import spark_session
+from zync_assets.spark.tasks import run_tasks
 assert run_tasks(spark_session({"master": "local[1]"}), 2, lambda index: index * 10) == [0, 10]
 """,
     "fastavro": """
 import pyarrow as pa
-from zync_assets.codecs.decode import make_decoder
+from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.pipeline import SideFormat
 schema = '{"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}'
 made = make_decoder(SideFormat("avro"), lambda number: schema, None).decode(pa.array([b"\\0\\0\\0\\0\\1\\x0e"]))

@@ -315,7 +315,7 @@ def test_the_first_block_of_the_quick_start_plays_the_demo(checkout: Path) -> No
 def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_runs_that_block(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", f"{ROOT / 'zync_assets_tests/test_shares.py'} --rootdir {ROOT} -n 0")
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"{ROOT / 'zync_assets_tests/test_offsets_shares.py'} --rootdir {ROOT} -n 0")
     done = subprocess.run(["bash", ".ci/run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout)

@@ -18,14 +18,14 @@ from click.testing import CliRunner
 from deltalake import DeltaTable
 
 import zync_assets
-from zync_assets.cli import quarantine
+from zync_assets.cli import records
 from zync_assets.cli.main import COMMANDS, main
 from zync_assets.lake import tables
 from zync_assets.lake.staging import open_staging
 from zync_assets.local import services as local_services
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
-from zync_assets_tests.steps.mini import BOTH, JOIN, Mini, mini, row
+from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(zync_assets.__file__).parent
 NEEDS_A_FILE = set(COMMANDS) - {"ls", "info", "consume", "produce", "local", "spark", "demo", "version"}
 PRINTED = re.compile(rf"\bzync ({'|'.join(sorted(COMMANDS))})\b[^`;,:]*")
-HELP = {"cli/demo.py", "cli/query.py"}
+HELP = {"cli/local.py", "cli/query.py"}
 """Modules whose texts show commands by way of example."""
 
 
@@ -180,7 +180,7 @@ def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.send_bad()
     it.step()
     assert "no JSON" in shop.paste(shop.zync("quarantine show", it.left, "999", code=1))
-    monkeypatch.setattr(quarantine, "REASONS", 0)
+    monkeypatch.setattr(records, "REASONS", 0)
     assert "no JSON" in shop.paste(shop.zync("quarantine replay", code=1))
 
     shop.send_bad()

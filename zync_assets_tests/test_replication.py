@@ -20,9 +20,9 @@ import pytest
 from zync_assets import pipeline_file
 from zync_assets.errors import ForeignRecord
 from zync_assets.kafka.topics import high_watermark, survey
-from zync_assets.lake.published import open_published
+from zync_assets.lake.publication import open_published
 from zync_assets.local.services import Services
-from zync_assets.steps.publish import recreate_topic
+from zync_assets.publish.commit import recreate_topic
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge

@@ -62,12 +62,12 @@ from pathlib import Path
 from dagster import DagsterInstance, EnvVar
 from zync_assets.assets.names import Names
 from zync_assets.assets.build import build_definitions
-from zync_assets.assets.connections import KafkaResource, RegistryResource
+from zync_assets.assets.resources import KafkaResource, RegistryResource
 from zync_assets.assets.sensor import evaluate
 from zync_assets.cli.main import main
 from zync_assets.pipeline_file import load
 from zync_assets.steps import ingest
-from zync_assets.steps.session import spark_session
+from zync_assets.spark.session import spark_session
 
 file, home = Path(sys.argv[1]), sys.argv[2]
 
@@ -237,7 +237,7 @@ def test_no_secret_is_in_anything_that_a_run_leaves(traces: Traces) -> None:
 
 def test_no_secret_is_among_the_arguments_of_a_process(traces: Traces) -> None:
     assert any("org.apache.spark.deploy.SparkSubmit" in word for word in traces.words)
-    assert any("zync_assets.steps.python_daemon" in word for word in traces.words)
+    assert any("zync_assets.spark.python_daemon" in word for word in traces.words)
     assert not [mark for mark in traces.marks for word in traces.words if mark in word]
 
 

@@ -1,7 +1,7 @@
 """Topics as they are: what Kafka and those who write to it may do to a topic has a defined result.
 
 Ranges of odd topics are read in ``kafka/test_reader``; what retention, transactions and recreated topics mean for ingest is
-in ``steps/test_ingest``, for publishing in ``steps/test_publish``. Here everything odd comes at once, through the whole
+in ``ingest/test_plan``, for publishing in ``publish/test_commit``. Here everything odd comes at once, through the whole
 chain, and the checker judges; and topics change while they are read.
 """
 
@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Producer
 
-from zync_assets.checks.all_checks import run_all
+from zync_assets import runner
+from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import DataLoss, ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.ingest.commit import commit_raw
+from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, high_watermark, topic_states
-from zync_assets.lake.published import open_published
+from zync_assets.lake.publication import open_published
 from zync_assets.local.services import Services
-from zync_assets.steps import loops
-from zync_assets.steps.ingest import commit_raw, plan_ingest, read_input
-from zync_assets.steps.publish import plan_publish, recreate_topic
+from zync_assets.publish.commit import recreate_topic
+from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
+from zync_assets_tests.mini import BOTH, Mini, mini, row
 from zync_assets_tests.odd_topics import (
     Sent,
     add_partitions,
@@ -40,7 +43,6 @@ from zync_assets_tests.odd_topics import (
     until,
 )
 from zync_assets_tests.shop import EPOCH, Shop, changes, make_shop, read_topic
-from zync_assets_tests.steps.mini import BOTH, Mini, mini, row
 from zync_assets_tests.test_chain import ingest, publish, transform
 
 if TYPE_CHECKING:
@@ -223,10 +225,10 @@ def test_retention_that_overtakes_a_read_is_accounted_for_where_that_is_accepted
             cut(it.pipeline.kafka, it.left, left.pop())
         return read_input(*arguments)
 
-    monkeypatch.setattr(loops, "read_input", overtaken)
+    monkeypatch.setattr(runner, "read_input", overtaken)
 
     def run() -> None:
-        list(loops.ingest_all(it.pipeline, lambda: it.spark, [it.left]))
+        list(runner.ingest_all(it.pipeline, lambda: it.spark, [it.left]))
 
     if not accepted:
         with pytest.raises(DataLoss, match=f"{it.left}/0 are gone .*begins at 4.*on-data-loss: continue"):

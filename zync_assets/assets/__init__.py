@@ -1,0 +1,1 @@
+"""Dagster: the asset graph of a pipeline."""

@@ -1,4 +1,13 @@
-"""Dagster's definitions of a pipeline, in one call."""
+"""Dagster's definitions of a pipeline, in one call, and what the pipelines of a code location share.
+
+What the pipelines of a code location share (source topics), and what one pipeline alone may have (tables of a
+lake).
+
+A code location is a process. ``Definitions.merge`` shows no pipeline the others, so this module remembers each pipeline
+file that the process has built. A file that is built again takes the place of its earlier definitions.
+
+Dagster's definitions of a pipeline, in one call.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +18,7 @@ from typing import Any
 
 from dagster import (
     AssetChecksDefinition,
+    AssetKey,
     AssetSelection,
     BetaWarning,
     Definitions,
@@ -18,17 +28,71 @@ from dagster import (
     io_manager,
 )
 
-from zync_assets.assets.checks import build_checks
-from zync_assets.assets.connections import KafkaResource, RegistryResource, connected
-from zync_assets.assets.graph import Labels, build_assets, group_names
-from zync_assets.assets.kafka_io import KafkaIOManager
-from zync_assets.assets.location import claim_tables, sources
-from zync_assets.assets.names import PIPELINE_TAG, Names
-from zync_assets.assets.pool_io import PoolIOManager
-from zync_assets.assets.resources import spark_resource
+from zync_assets.assets.checks import build_checks, reachable
+from zync_assets.assets.graph import Labels, build_assets, group_names, source
+from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager
+from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
+from zync_assets.assets.resources import KafkaResource, RegistryResource, connected, spark_resource
 from zync_assets.assets.sensor import build_sensor
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline
+
+_topics: dict[AssetKey, SourceTopic] = {}
+_tables: dict[tuple[str, str, str], Names] = {}
+"""(lake, pool, topic) → the pipeline that has the table's asset."""
+
+
+def claim_tables(names: Names) -> None:
+    """Note the tables of a pipeline as its assets. SetupError for a table that is an asset of another pipeline file."""
+    pipeline = names.pipeline
+    lake = str(pipeline.lake).rstrip("/")
+    tables = [(lake, item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
+    for table in tables:
+        other = _tables.get(table)
+        if other is not None and other.file != names.file and other.file.exists():
+            place = "/".join(table[1:])
+            raise SetupError(
+                f"{other.file} and {names.file} both name table {place} of lake {lake}, and a table is one asset."
+                f" Write the rules of both files into one file, or name another pool than {table[1]} in one of them, or"
+                " leave one of them out of this code location."
+            )
+    _tables.update(dict.fromkeys(tables, names))
+
+
+def sources(names: Names, labels: Labels, resources: Mapping[str, object]) -> dict[str, SourceTopic]:
+    """Input topic → the topic's asset. It is the asset of another pipeline that reads the topic from the same brokers, or
+    it is made now. ``resources``: of this pipeline."""
+    found: dict[str, SourceTopic] = {}
+    for item in names.pipeline.inputs:
+        key = names.topic_key(item.topic)
+        there = _topics.get(key)
+        if (
+            there is None
+            or there.file == names.file
+            or not there.file.exists()
+            or not _same_brokers(names, there.names)
+        ):
+            reader = {name: resources[name] for name in (names.resource("kafka_io"), names.resource("spark"))}
+            made = source(names, labels, item.topic)
+            there = _topics[key] = SourceTopic(names, made, reachable(names, item.topic), reader)
+        found[item.topic] = there
+    return found
+
+
+def _same_brokers(names: Names, others: Names) -> bool:
+    """Whether two pipelines name a broker in common; true where the environment does not say yet which they name."""
+    mine, theirs = _brokers(names), _brokers(others)
+    return not mine or not theirs or bool(mine & theirs)
+
+
+def _brokers(names: Names) -> set[str]:
+    try:
+        properties = names.pipeline.kafka
+        text = properties.get("bootstrap.servers") or properties.get("metadata.broker.list") or ""
+    except SetupError:
+        return set()
+    return {item.strip().lower() for item in text.split(",") if item.strip()}
+
 
 NOTHING: Mapping[str, Any] = {}
 

@@ -3,8 +3,6 @@
 They are ops of their own: a result that an asset's function yields comes before the IO manager has written anything.
 """
 
-# No postponed annotations here: Dagster looks at those of its functions as objects.
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dagster import (
@@ -19,15 +17,17 @@ from dagster import (
     multi_asset_check,
 )
 
-from zync_assets.assets import partitions
+from zync_assets.assets import names
 from zync_assets.assets.names import Names
 from zync_assets.audit.guard import newly_staged
-from zync_assets.audit.result import CheckResult
-from zync_assets.audit.verdict import judged
-from zync_assets.checks import raw_checks, staging_checks, topic_checks
+from zync_assets.checks import output_checks, raw_checks
 from zync_assets.errors import ZyncError
+from zync_assets.lake.check_results import CheckResult, judged
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
+
+# No postponed annotations here: Dagster looks at those of its functions as objects.
+
 
 KEPT = "zync/kept_in_lake"
 """Metadata of a blocking check's result: the lake keeps it, and says until when it blocks."""
@@ -86,32 +86,32 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
         if any(part is not None for part in made.values()):
             # All that was committed since the check passed last: a run that died had no check.
             ranges = newly_staged(pipeline, pool) or {topic: part or () for topic, part in made.items()}
-        return judged(pipeline, pool, lambda: staging_checks.exactly_once_done_coverage(pipeline, pool, ranges))
+        return judged(pipeline, pool, lambda: output_checks.exactly_once_done_coverage(pipeline, pool, ranges))
 
     whole_pool = _once_a_run(coverage)
-    waiting = _once_a_run(lambda _: staging_checks.pending_age(pipeline, pool))
+    waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
     # Each topic of the pool has the pool's checks too. A failed check of the pool therefore blocks every downstream asset.
     for topic, key in keys.items():
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
             ranges = run_ranges(context, key)
-            return judged(pipeline, pool, lambda: staging_checks.contiguous_output_offsets(pipeline, topic, ranges))
+            return judged(pipeline, pool, lambda: output_checks.contiguous_output_offsets(pipeline, topic, ranges))
 
         yield _check(
             names,
             key,
-            staging_checks.COVERAGE,
+            output_checks.COVERAGE,
             "Every input record below seen is in exactly one class of the account, and every done one made one output.",
             True,
             whole_pool,
         )
         yield _check(
-            names, key, staging_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
+            names, key, output_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
         )
         yield _check(
             names,
             key,
-            staging_checks.PENDING_AGE,
+            output_checks.PENDING_AGE,
             "No record has waited for its counterpart for too long.",
             False,
             waiting,
@@ -123,11 +123,11 @@ def reachable(names: Names, topic: str) -> AssetChecksDefinition:
     return _check(
         names,
         names.topic_key(topic),
-        topic_checks.REACHABLE,
+        output_checks.REACHABLE,
         "The broker knows the topic, the pipeline may look at it, and every partition has a leader. The sensor reports it"
         " too, when it changed.",
         False,
-        lambda _: topic_checks.reachable(names.pipeline, topic),
+        lambda _: output_checks.reachable(names.pipeline, topic),
     )
 
 
@@ -136,10 +136,10 @@ def _published(names: Names, topic: str) -> AssetChecksDefinition:
     return _check(
         names,
         asset,
-        topic_checks.STAGING_EQUALS_TOPIC,
+        output_checks.STAGING_EQUALS_TOPIC,
         "The record at each offset of the topic is the one that staging numbers so, byte for byte.",
         False,
-        lambda context: topic_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
+        lambda context: output_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
     )
 
 
@@ -191,7 +191,7 @@ def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
     None (every range) for a run that only checks.
     """
     done = {item.partition for item in _events(context, asset) if item.partition}
-    return partitions.on_grid(done) or None
+    return names.on_grid(done) or None
 
 
 def _events(context: AssetCheckExecutionContext, asset: AssetKey) -> Iterator[AssetMaterialization]:

@@ -3,8 +3,6 @@
 Their functions hold no work: a batch is read by the IO manager upstream and committed by the one downstream.
 """
 
-# No postponed annotations here: Dagster looks at those of its functions as objects.
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,15 +20,19 @@ from dagster import (
 )
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import partitions, report
-from zync_assets.assets.failure import spoken
+from zync_assets.assets import names as assets_names
+from zync_assets.assets import reports
+from zync_assets.assets.facts import spoken
+from zync_assets.assets.io_managers import STAGING_POOL
 from zync_assets.assets.names import Names, argument
-from zync_assets.assets.pool_io import STAGING_POOL
 from zync_assets.assets.resources import session
+from zync_assets.etl.commit import EtlBatch, RawSlice, transform
+from zync_assets.ingest.plan import RawBatch
 from zync_assets.pipeline import Denorm, Output, Pipeline
-from zync_assets.steps.etl import EtlBatch, RawSlice, transform
-from zync_assets.steps.ingest import RawBatch
-from zync_assets.steps.publish import OutputBatch
+from zync_assets.publish.plan import OutputBatch
+
+# No postponed annotations here: Dagster looks at those of its functions as objects.
+
 
 SINGLE_RUN = BackfillPolicy.single_run()
 SOURCES, TARGETS = "source_topics", "output_topics"
@@ -75,7 +77,7 @@ def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
             f" {item.value.format}). zync only reads it. What it holds of each range, and how far {item.pool}/{topic}"
             " is behind, is reported here."
         ),
-        partitions_def=partitions.raw_definition(names, topic),
+        partitions_def=assets_names.raw_definition(names, topic),
         group_name=labels.group(SOURCES),
         kinds={"kafka", item.value.format},
         owners=labels.owners,
@@ -111,7 +113,7 @@ def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
                 metadata={"dagster/table_name": f"{item.pool}.{topic}"},
             )
         },
-        partitions_def=partitions.raw_definition(names, topic),
+        partitions_def=assets_names.raw_definition(names, topic),
         backfill_policy=SINGLE_RUN,
     )
     def ingest(batch: Any) -> RawBatch:
@@ -131,7 +133,7 @@ def _filled_elsewhere(names: Names, labels: Labels, item: Output) -> AssetSpec:
     return AssetSpec(
         names.pool_key(item.pool, item.topic),
         description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
-        partitions_def=partitions.staging_definition(names, item.pool),
+        partitions_def=assets_names.staging_definition(names, item.pool),
         group_name=labels.group(item.pool),
         kinds={"deltalake"},
         owners=labels.owners,
@@ -160,7 +162,7 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
             for topic in topics
         },
         outs={argument(item.topic): _staging_out(names, labels, item) for item in outputs},
-        partitions_def=partitions.staging_definition(names, pool),
+        partitions_def=assets_names.staging_definition(names, pool),
         backfill_policy=SINGLE_RUN,
         required_resource_keys={spark_key},
         can_subset=False,
@@ -170,10 +172,10 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
         given: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
         plan = next(iter(given.values())).plan
         with spoken():
-            keys = partitions.served(context.partition_keys, f"pool {pool}")
-            report.refuse_partitions(pool, keys)
+            keys = assets_names.served(context.partition_keys, f"pool {pool}")
+            reports.refuse_partitions(pool, keys)
             if plan.nothing_to_do:
-                report.refuse_ahead(pool, plan.state, keys)
+                reports.refuse_ahead(pool, plan.state, keys)
             batch = transform(partial(session, spark), pipeline, plan, given)
         return batch if len(outputs) == 1 else tuple(batch for _ in outputs)
 
@@ -206,7 +208,7 @@ def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
                 tags=labels.tags,
             )
         },
-        partitions_def=partitions.staging_definition(names, item.pool),
+        partitions_def=assets_names.staging_definition(names, item.pool),
         backfill_policy=SINGLE_RUN,
     )
     def publish(batch: Any) -> OutputBatch:

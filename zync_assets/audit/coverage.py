@@ -1,24 +1,143 @@
-"""The account of a staging pool against its raw pools and its outputs."""
+"""The coverage of raw records: by the files of a raw table, and by the account of a staging pool.
+
+The files of a raw table: do they hold the offsets that the Delta log says, each once and in ascending order?
+
+A set of offsets per topic and partition, a byte an offset in chunks that are made as they are touched.
+
+The account of a staging pool against its raw pools and its outputs.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.account import CLASSES, DONE, EXPIRED, PENDING, Counted, Facts, read_facts
-from zync_assets.audit.columns import HeldOffsets, distinct, integers, read_columns, without
-from zync_assets.audit.marks import CHUNK, Marks
-from zync_assets.audit.quarantined import quarantined_offsets, touches
-from zync_assets.audit.result import Number
-from zync_assets.compute import pc
-from zync_assets.lake import foreign, raw
+from zync_assets.audit.account import (
+    CLASSES,
+    DONE,
+    EXPIRED,
+    PENDING,
+    Counted,
+    Facts,
+    quarantined_offsets,
+    read_facts,
+    touches,
+)
+from zync_assets.codecs.arrays import pc
+from zync_assets.lake import raw, storage, tampering
+from zync_assets.lake.check_results import Number
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns, without
 from zync_assets.lake.staging import Position, StagingState
+from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
+
+MONOTONIC = "monotonic_offsets"
+"""The check of a raw table that reports these problems."""
+
+
+def log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
+    """What is wrong with some files of a raw table, by the log alone. ``files``: sorted by partition and offset."""
+    for before, item in pairwise([item for item in files if not raw.is_replay(item)]):
+        if before.partition == item.partition and (item.first or 0) <= (before.last or 0):
+            yield (f"files {before.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
+    for partition, end in state.next.items():
+        if end < state.first.get(partition, 0):
+            yield f"partition {partition}: next offset {end} is below the first, {state.first[partition]}"
+    for item in files:
+        low, end = state.first.get(item.partition or 0, 0), state.next.get(item.partition or 0, 0)
+        if not raw.is_replay(item):
+            low = max(low, state.kept.get(item.partition or 0, 0))
+        if (item.first or 0) < low or (item.last or 0) >= end:
+            yield (
+                f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
+                f" of which {low} to {end - 1} were ingested and kept"
+            )
+
+
+def file_problems(table_uri: str, item: DataFile) -> Iterator[str]:
+    """What is wrong with the partitions and offsets of a file's rows."""
+    records, first, last = 0, None, -1
+    try:
+        for partitions, offsets in positions(storage.join(table_uri, item.path)):
+            if not len(offsets):
+                continue
+            if (partitions != item.partition).any():
+                stray = partitions[partitions != item.partition][0]
+                yield f"file {item.path} of partition {item.partition} holds a record of partition {stray}"
+            steps = np.diff(offsets, prepend=last)
+            if (steps <= 0).any():
+                at = int(np.argmax(steps <= 0))
+                yield (
+                    f"file {item.path}: offset {offsets[at]} follows {offsets[at - 1] if at else last}"
+                    f" in row {records + at}"
+                )
+            first = int(offsets[0]) if first is None else first
+            records, last = records + len(offsets), int(offsets[-1])
+    except DamagedFile as error:
+        yield str(error)
+        return
+    if (records, first, last) != (item.records, item.first, item.last):
+        yield (
+            f"file {item.path} holds {records} records from {first} to {last};"
+            f" the log says {item.records} from {item.first} to {item.last}"
+        )
+
+
+CHUNK = 1_000_000
+"""Offsets in a chunk."""
+
+
+class Marks:
+    """A set of marked offsets, and the offsets that were marked twice."""
+
+    def __init__(self) -> None:
+        self.doubled: list[tuple[str, int, int]] = []
+        """(topic, partition, offset) of offsets that were marked again."""
+        self.count = 0
+        """Marks that were set, without doubles."""
+        self._chunks: dict[tuple[str, int], dict[int, np.ndarray]] = {}
+
+    def add(self, topic: str, partition: int, offsets: np.ndarray) -> None:
+        unique, times = np.unique(offsets, return_counts=True)
+        self._note(topic, partition, unique[times > 1])
+        chunks = self._chunks.setdefault((topic, partition), {})
+        for number in distinct(unique // CHUNK).tolist():
+            chunk = chunks.setdefault(number, np.zeros(CHUNK, dtype=bool))
+            places = unique[unique // CHUNK == number] - number * CHUNK
+            again = chunk[places]
+            self._note(topic, partition, places[again] + number * CHUNK)
+            chunk[places] = True
+            self.count += int((~again).sum())
+
+    def between(self, topic: str, partition: int, first: int, end: int) -> np.ndarray:
+        """The marked offsets with ``first <= offset < end``, sorted."""
+        found = [np.empty(0, np.int64)]
+        for number, chunk in sorted(self._chunks.get((topic, partition), {}).items()):
+            base = number * CHUNK
+            if base < end and first < base + CHUNK:
+                found.append(np.flatnonzero(chunk) + base)
+        every = np.concatenate(found)
+        return every[(every >= first) & (every < end)]
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        yield from sorted(self._chunks)
+
+    def chunks(self, topic: str, partition: int) -> list[tuple[int, int]]:
+        """The spans of offsets that hold a mark."""
+        return [(number * CHUNK, (number + 1) * CHUNK) for number in sorted(self._chunks.get((topic, partition), {}))]
+
+    def _note(self, topic: str, partition: int, offsets: np.ndarray) -> None:
+        # A few are enough to say where; all of them could be as many as there are records.
+        room = max(0, 100 - len(self.doubled))
+        self.doubled += [(topic, partition, offset) for offset in offsets[:room].tolist()]
+
 
 Ranges = Mapping[str, Sequence[OffsetRange]]
 
@@ -39,7 +158,7 @@ def problems(
         )
     if ranges is not None:
         yield from _count_problems(state, counted)
-    if (strange := foreign.strange_file(state.opened, state.files)) is not None:
+    if (strange := tampering.strange_file(state.opened, state.files)) is not None:
         yield strange
     marks = Marks()
     yield from _read_sources(state, ranges, marks, numbers)

@@ -1,28 +1,68 @@
-"""The checks of a raw table: order of offsets, completeness compared with Kafka, schemas, and quarantine."""
+"""Describes the schema changes in a raw table within some offset ranges.
+
+The checks of a raw table: order of offsets, completeness compared with Kafka, schemas, and quarantine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
-from zync_assets.audit.columns import DamagedFile, HeldOffsets, distinct, integers, read_columns
-from zync_assets.audit.quarantined import Quarantined, read_quarantine, touches
-from zync_assets.audit.raw import MONOTONIC, file_problems, log_problems
-from zync_assets.audit.result import CheckResult, Number, Severity, conclude
-from zync_assets.checks.schema_changes import schema_changes
-from zync_assets.errors import DataLoss, LakeError, TableDamaged, TopicMissing
+from zync_assets.audit.account import Quarantined, read_quarantine, touches
+from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
+from zync_assets.codecs.avro.types import arrow_type
+from zync_assets.codecs.evolution import differences
+from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError, TableDamaged, TopicMissing
+from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import led_state, topic_state
-from zync_assets.lake import foreign, raw, staging, storage
-from zync_assets.lake.checked import Look, open_checked
-from zync_assets.lake.raw import RawState
+from zync_assets.lake import raw, staging, storage, tampering
+from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude, open_checked
+from zync_assets.lake.quarantine import Selection, held
+from zync_assets.lake.raw import RawState, WriterSchema
+from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, read_columns
 from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.ingest import LEADER_SECONDS
-from zync_assets.steps.quarantined import Selection, held
+
+
+def schema_changes(
+    pipeline: Pipeline, state: RawState, ranges: Iterable[OffsetRange] | None
+) -> Mapping[str, list[str]]:
+    """Side → one text per writer schema that changed the columns: the schema's first record and its changes.
+
+    The registry holds the schemas. If the registry does not answer, the texts omit the changes.
+    """
+    parts = None if ranges is None else list(ranges)
+    registry = Registry(pipeline.registry) if pipeline.registry else None
+    found: dict[str, list[str]] = {"key": [], "value": []}
+    for side, texts in found.items():
+        writers = [item for item in state.writers if item.side == side]
+        for before, item in pairwise(writers):
+            if item.changes and (parts is None or any(_is_in(item, part) for part in parts)):
+                what = f"partition {item.partition}, offset {item.offset}: {_diff(registry, before, item)}".rstrip(": ")
+                name = "a new schema" if item.id is None else f"id {item.id}"
+                texts.append(f"{name} from {what}")
+    return found
+
+
+def _is_in(item: WriterSchema, part: OffsetRange) -> bool:
+    return part.partition == item.partition and part.first <= item.offset < part.end
+
+
+def _diff(registry: Registry | None, before: WriterSchema, item: WriterSchema) -> str:
+    if registry is None or before.id is None or item.id is None:
+        return ""
+    try:
+        types = [arrow_type(registry.schema(schema.id)) for schema in (before, item) if schema.id is not None]
+    except (RegistryError, SchemaError):
+        return ""
+    return "; ".join(differences(types[0], types[1], item.side))
+
 
 NO_LOSS = "no_unexplained_loss"
 SCHEMA_CHANGE = "schema_change"
@@ -53,7 +93,7 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
     for item in selected:
         problems += file_problems(state.opened.uri, item)
     problems += _replay_problems(state, everything)
-    if (strange := foreign.strange_file(state.opened, everything)) is not None:
+    if (strange := tampering.strange_file(state.opened, everything)) is not None:
         problems.append(strange)
     records = sum(item.records for item in selected)
     return conclude(

@@ -1,0 +1,1 @@
+"""The command ``zync``: a module a family of commands."""

@@ -1,17 +1,48 @@
-"""``zync local``: a broker and a registry on this machine."""
+"""``zync local``, ``zync spark`` and ``zync demo``: services, Spark servers and the demo on this machine.
+
+``zync local``: a broker and a registry on this machine.
+
+``zync spark``: the Spark servers that stay between commands.
+
+``zync demo``: two tables become one, in four batches, on a broker, a registry and a lake of the demo's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from zync_assets.cli.arguments import Whole
-from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.cli.records import pending_rows
+from zync_assets.cli.terminal import Format, Whole, format_option, print_json, print_rows
+from zync_assets.errors import SetupError
+from zync_assets.kafka.json_lines import Line, follow, produce_json, render
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import create_topic, topic_states
 from zync_assets.local import services as local_services
-from zync_assets.local.services import Services
+from zync_assets.local.services import (
+    BATCHES,
+    TOPICS,
+    Services,
+    addresses,
+    demo_environment,
+    demo_folder,
+    demo_services_folder,
+)
+from zync_assets.local.services import down as stop_services
+from zync_assets.local.services import up as start_services
+from zync_assets.pipeline import SHARED, Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.runner import etl_all, ingest_all, publish_all
+from zync_assets.spark import shared_servers
+from zync_assets.spark.session import spark_session
+from zync_assets.spark.shared_servers import Server
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 PORT = Whole(1, 65535)
@@ -111,3 +142,211 @@ def _show(services: Services, fmt: Format) -> None:
 
 def _row(service: str, address: str, pid: int | None) -> dict[str, object]:
     return {"service": service, "address": address, "state": "stopped" if pid is None else "running", "pid": pid}
+
+
+COLUMNS = ("address", "master", "pid", "minutes", "folder")
+
+
+@click.group()
+def spark() -> None:
+    """Spark servers of yours on this machine, which commands and Dagster's runs share.
+
+    `spark: {remote: shared}` in a pipeline file, or SPARK_REMOTE=shared where the file names no master, uses one, and
+    starts it where none runs with the same settings, environment and code. It ends after half an hour without use.
+    """
+
+
+@spark.command("up")
+@click.argument("pipeline", type=click.Path(path_type=Path), required=False)
+@format_option
+def spark_up(pipeline: Path | None, fmt: Format) -> None:
+    """Start the server of PIPELINE, or one with the default settings, and return when it answers."""
+    from zync_assets.spark.session import shared_server
+    from zync_assets.spark.settings import spark_settings
+
+    loaded = None if pipeline is None else load(pipeline)
+    own = {"remote": SHARED} if loaded is None else dict(loaded.spark)
+    if own.get("remote") != SHARED:
+        raise SetupError(
+            f"{pipeline}: spark: has no `remote: shared`, so that nothing would use a server of this machine."
+        )
+    settings = spark_settings(own, "" if loaded is None else loaded.lake)
+    _show_servers([shared_server(settings)], fmt)
+
+
+@spark.command("down")
+def spark_down() -> None:
+    """Stop every Spark server. A step that runs on a server fails, and commits nothing."""
+    # Silent servers first: a server that is starting may listen a moment later, and is then found by ``find_all``.
+    silent = shared_servers.find_silent()
+    folders = dict.fromkeys([*silent, *(server.folder for server in shared_servers.find_all())])
+    for folder in folders:
+        shared_servers.stop(folder)
+    click.echo(f"stopped {len(folders)}" if folders else "nothing runs", err=True)
+
+
+@spark.command("status")
+@format_option
+def spark_status(fmt: Format) -> None:
+    """Show which run."""
+    silent, servers = shared_servers.find_silent(), shared_servers.find_all()
+    if servers:
+        _show_servers(servers, fmt)
+    for folder in silent:
+        click.echo(f"starting or ending: the server of {folder}", err=True)
+    if not servers and not silent:
+        click.echo("nothing runs: `zync spark up` starts one", err=True)
+
+
+def _show_servers(servers: Sequence[Server], fmt: Format) -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "address": f"127.0.0.1:{server.port}",
+            "master": server.master,
+            "pid": server.pid,
+            "minutes": int((time.time() - server.started) / 60),
+            "folder": str(server.folder),
+        }
+        for server in servers
+    ]
+    print_rows(rows, COLUMNS, fmt)
+
+
+OUTPUT = "NewInvoices"
+STORY = (
+    "two invoices with their statuses",
+    "Charlie and Dan order, but only Charlie's status comes",
+    "Dan's status comes, and Alice pays",
+    "the others pay",
+)
+
+
+@click.command()
+@click.option("--stop", is_flag=True, help="Stop the demo's services; what they hold is kept.")
+@click.option("--clean", is_flag=True, help="Stop them and remove all that the demo made.")
+def demo(stop: bool, clean: bool) -> None:
+    """Play the demo: four batches of changes from Kafka to the lake and back. Goes on where it stopped."""
+    home = demo_services_folder()
+    if stop or clean:
+        click.echo(
+            "the demo is stopped" + (" and removed" if clean else "")
+            if stop_services(home, clean=clean)
+            else "nothing to stop"
+        )
+        return
+    folder = demo_folder()
+    click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
+    services = start_services(home)
+    pipeline = load(folder / "invoices.yaml", demo_environment(services))
+    played = False
+    for scene in play(pipeline, folder):
+        played = True
+        click.echo(f"\nBatch {scene.batch}: {STORY[scene.batch - 1]}\n")
+        _show_scene(scene)
+    if not played:
+        click.echo("Nothing to do: all four batches are through.\n")
+        _show_scene(_scene(pipeline, BATCHES))
+    click.echo(_what_next(services))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The pipeline after a batch: the rows of the output topic, and the pending raw records."""
+
+    batch: int
+    output: list[dict[str, object]]
+    pending: list[dict[str, object]]
+
+
+def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
+    """Produce the missing batches, run the pipeline after each batch, and yield the scene after each run.
+
+    Continues an interrupted demo. Yields nothing after the last batch.
+    """
+    for number in range(1, BATCHES + 1):
+        if not _produce(pipeline, folder, number) and number < BATCHES:
+            continue
+        if _run(pipeline):
+            yield _scene(pipeline, number)
+
+
+def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
+    """Produce the records of the batches up to ``number`` that the topics lack; returns the number of produced records."""
+    assert pipeline.registry is not None
+    registry = Registry(pipeline.registry)
+    states = topic_states(pipeline.kafka, TOPICS)
+    made = 0
+    for topic in TOPICS:
+        state = states.get(topic) or create_topic(pipeline.kafka, topic, 1, 1, {})
+        lines = [line for batch in range(1, number + 1) for line in _lines(folder, batch, topic)]
+        missing = lines[state.partitions[0].end :]
+        if missing:
+            schemas = [(folder / "schemas" / f"{topic}-{side}.avsc").read_text() for side in ("key", "value")]
+            made += produce_json(pipeline.kafka, registry, topic, missing, schemas[0], schemas[1])
+    return made
+
+
+def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
+    for text in (folder / f"batch-{batch}.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        if row["topic"] == topic:
+            yield Line(key=row["key"], value=row["value"])
+
+
+def _run(pipeline: Pipeline) -> bool:
+    """All three steps; whether there was anything to do."""
+
+    session = partial(spark_session, pipeline.spark, pipeline.lake)
+    made = [
+        *ingest_all(pipeline, session, TOPICS),
+        *etl_all(pipeline, session),
+        *publish_all(pipeline, session, [OUTPUT]),
+    ]
+    return bool(made)
+
+
+def _scene(pipeline: Pipeline, number: int) -> Scene:
+    waiting = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
+    return Scene(number, output_rows(pipeline), waiting)
+
+
+def _show_scene(scene: Scene) -> None:
+    flat = [{"offset": row["offset"], "key": row["key"], **_fields(row["value"])} for row in scene.output]
+    click.echo(f"topic {OUTPUT}:")
+    print_rows(flat, list(dict.fromkeys(name for row in flat for name in row)), "table")
+    if scene.pending:
+        click.echo("pending:")
+        print_rows(scene.pending, ["topic", "partition", "offset", "rule", "key", "why"], "table")
+    else:
+        click.echo("nothing is pending")
+
+
+def _fields(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
+    """The records of the output topic, read from Kafka: offset, key and value. An absent field is absent."""
+    assert pipeline.registry is not None
+    registry = Registry(pipeline.registry)
+    state = topic_states(pipeline.kafka, [OUTPUT]).get(OUTPUT)
+    if state is None:
+        return []
+    ends = {part.partition: part.end for part in state.partitions}
+    rows: list[dict[str, object]] = []
+    for record in follow(pipeline.kafka, OUTPUT, dict.fromkeys(ends, 0), ends):
+        shown = render(record, registry)
+        rows.append({"offset": record.offset, "key": shown["key"], "value": shown["value"]})
+    return rows
+
+
+def _what_next(services: Services) -> str:
+    names = " ".join(f"{name}={value}" for name, value in addresses(services).items())
+    return (
+        "\nThe broker, the registry and the lake are still there."
+        "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
+        f"\n  go on by hand:    export {names}"
+        "\n                    zync status demo/invoices.yaml"
+        "\n  stop, or remove:  zync demo --stop       zync demo --clean"
+        f"\n  everything is in {services.state_dir}"
+    )

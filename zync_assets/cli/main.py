@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from zync_assets.cli.arguments import check_text, harmless
+from zync_assets.cli.terminal import check_text, harmless
 from zync_assets.errors import ZyncError
 
 INTERRUPTED = 130
@@ -39,20 +39,20 @@ COMMANDS: Mapping[str, Lazy] = {
     "to-kafka": Lazy("zync_assets.cli.run:to_kafka", "Publish the staging pools to the output topics."),
     "run": Lazy("zync_assets.cli.run:run", "All three steps, again and again."),
     "status": Lazy("zync_assets.cli.status:status", "How far every topic and partition is."),
-    "check": Lazy("zync_assets.cli.check:check", "Verify the pools and the output topics."),
+    "check": Lazy("zync_assets.cli.status:check", "Verify the pools and the output topics."),
     "query": Lazy("zync_assets.cli.query:query", "SQL over the pools."),
-    "pending": Lazy("zync_assets.cli.trace:pending", "The raw records that wait, and why."),
-    "quarantine": Lazy("zync_assets.cli.quarantine:quarantine", "Bad records: list, show, replay, drop."),
-    "trace": Lazy("zync_assets.cli.trace:trace", "The raw records that made an output."),
+    "pending": Lazy("zync_assets.cli.records:pending", "The raw records that wait, and why."),
+    "quarantine": Lazy("zync_assets.cli.records:quarantine", "Bad records: list, show, replay, drop."),
+    "trace": Lazy("zync_assets.cli.records:trace", "The raw records that made an output."),
     "ls": Lazy("zync_assets.cli.topics:ls", "The subjects of the schema registry."),
     "info": Lazy("zync_assets.cli.topics:info", "The watermarks of a topic."),
     "consume": Lazy("zync_assets.cli.topics:consume", "The records of a topic as JSON lines."),
     "produce": Lazy("zync_assets.cli.topics:produce", "JSON lines into a topic."),
     "local": Lazy("zync_assets.cli.local:local", "A Kafka broker and a schema registry on this machine."),
-    "spark": Lazy("zync_assets.cli.spark:spark", "Spark servers that stay between commands."),
-    "help": Lazy("zync_assets.cli.help:help_", "The keys of the pipeline file: type, default, example."),
-    "demo": Lazy("zync_assets.cli.demo:demo", "The demo, from nothing to its result."),
-    "version": Lazy("zync_assets.cli.version:version", "The versions of everything that matters."),
+    "spark": Lazy("zync_assets.cli.local:spark", "Spark servers that stay between commands."),
+    "help": Lazy("zync_assets.cli.validate:help_", "The keys of the pipeline file: type, default, example."),
+    "demo": Lazy("zync_assets.cli.local:demo", "The demo, from nothing to its result."),
+    "version": Lazy("zync_assets.cli.validate:version", "The versions of everything that matters."),
 }
 
 

@@ -18,15 +18,15 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
-from zync_assets.cli.arguments import shown
-from zync_assets.cli.output import Format, format_option, print_rows
-from zync_assets.codecs.python_rows import python_rows
+from zync_assets.cli.terminal import Format, format_option, print_rows, shown
+from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import LakeError, ZyncError
-from zync_assets.etl.shapes import short
-from zync_assets.lake import raw, reading, staging
+from zync_assets.lake import raw, staging
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
-from zync_assets.steps.session import spark_session
+from zync_assets.spark import frames
+from zync_assets.spark.session import spark_session
+from zync_assets.spark.tasks import short
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -139,11 +139,11 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
         table = raw.open_raw(pipeline.lake, pool, topic)
         if table is None:
             raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run {pipeline.command('from-kafka')}")
-        return reading.raw_frame(spark, table, raw.raw_files(table))
+        return frames.raw_frame(spark, table, raw.raw_files(table))
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
         raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run {pipeline.command('etl')}")
-    return reading.output_frame(spark, state, topic).drop("schema", "left_out")
+    return frames.output_frame(spark, state, topic).drop("schema", "left_out")
 
 
 def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from zync_assets.cli.arguments import DURATION, TOPIC, shown
-from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.cli.terminal import DURATION, TOPIC, Format, format_option, print_json, print_rows, shown
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
+from zync_assets.etl.commit import EtlCommit
+from zync_assets.etl.retries import Retry
+from zync_assets.ingest.commit import RawCommit
+from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
-from zync_assets.steps.etl import EtlCommit
-from zync_assets.steps.ingest import LEADER_SECONDS, RawCommit
-from zync_assets.steps.loops import PASSING, etl_all, ingest_all, publish_all
-from zync_assets.steps.loops import Progress as Told
-from zync_assets.steps.publish import PublishCommit
-from zync_assets.steps.reopened import Retry
-from zync_assets.steps.session import spark_session
+from zync_assets.publish.commit import PublishCommit
+from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all
+from zync_assets.runner import Progress as Told
+from zync_assets.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -75,7 +75,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     """Transform new raw records of PIPELINE into the staging pools, until nothing new is found."""
     loaded = load(pipeline)
     if explain:
-        from zync_assets.etl.explain import explain_rules
+        from zync_assets.etl.rules.explanation import explain_rules
 
         statements = explain_rules(loaded)
         if fmt == "json":
@@ -110,7 +110,7 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
     loaded = load(pipeline)
     names = [item.topic for item in loaded.outputs]
     if recreate is not None:
-        from zync_assets.steps.publish import recreate_topic
+        from zync_assets.publish.commit import recreate_topic
 
         # Of a topic that is asked for beside, nothing is deleted.
         topics = (*topics, *_chosen((recreate,), names, "output"))
@@ -261,7 +261,7 @@ def _report_one(made: Commit, fmt: Format) -> None:
 @contextmanager
 def _progress() -> Generator[Told]:
     """A line on stderr with records, rate and time left, where a person watches; else nothing."""
-    from zync_assets.steps.loops import quiet
+    from zync_assets.runner import quiet
 
     if not sys.stderr.isatty():
         yield quiet

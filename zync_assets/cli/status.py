@@ -1,27 +1,91 @@
-"""``zync status``: how far every topic and partition is. Reads only, and starts no JVM."""
+"""``zync status`` and ``zync check``: how far everything is, and whether it is right.
+
+How keys and values are decoded and encoded, for ``zync status``: column by column, or record by record.
+
+``zync status``: how far every topic and partition is. Reads only, and starts no JVM.
+
+``zync check``: every check over everything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from zync_assets.audit.account import Facts, read_facts
-from zync_assets.audit.columns import DamagedFile
-from zync_assets.cli.output import Format, format_option, print_json, print_rows
-from zync_assets.cli.ways import input_way, output_way, quick_registry
-from zync_assets.errors import BrokerUnavailable, LakeError, TrustError
+from zync_assets.checks.output_checks import run_all
+from zync_assets.cli.terminal import Format, format_option, print_json, print_rows
+from zync_assets.codecs.batches import Way, decode_way, plain_way
+from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, TrustError
+from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, raw, staging
-from zync_assets.lake.published import verified_ends
+from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
+from zync_assets.lake.rows import DamagedFile
 from zync_assets.lake.staging import Head, StagingState
-from zync_assets.pipeline import Input, Output, Pipeline
+from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig
 from zync_assets.pipeline_file import load
-from zync_assets.steps.ingest import LEADER_SECONDS
+
+_QUICK = {"max.retries": "0", "timeout": "2"}
+"""Who asks for a status waits for it: a registry that does not answer at once is left out."""
+
+
+def quick_registry(config: RegistryConfig | None) -> Registry | None:
+    return Registry(replace(config, properties={**config.properties, **_QUICK})) if config else None
+
+
+def input_way(item: Input, state: RawState | None, registry: Registry | None) -> str | None:
+    """The way of all writer schemas that came; before the first record, of those that are registered for the topic. None
+    where there are none, or the registry does not answer."""
+    ways: dict[str, list[Way]] = {}
+    for side, of in (("key", item.key), ("value", item.value)):
+        if of.format != "avro":
+            column = state.schema.field(side).type if state and side in state.schema.names else None
+            ways[side] = [plain_way(of, column)]
+            continue
+        ids = [known.id for known in (state.writers if state else ()) if known.side == side and known.id is not None]
+        try:
+            ways[side] = _of_registered(registry, ids, f"{item.topic}-{side}")
+        except (RegistryError, SchemaError):
+            ways[side] = []
+    return _told(ways["key"], ways["value"])
+
+
+def _of_registered(registry: Registry | None, ids: Iterable[int], subject: str) -> list[Way]:
+    if registry is None:
+        return []
+    found: list[Way] = [decode_way(registry.schema(number)) for number in ids]
+    latest = None if found else registry.latest(subject)
+    if latest is not None:
+        found.append(decode_way(latest[1]))
+    return found
+
+
+def output_way(item: Output, state: StagingState | None) -> str | None:
+    """The way of all schemas that rules have for the topic; None before the first output."""
+    texts = [json.loads(text) for topic, text in (state.head.schemas.values() if state else ()) if topic == item.topic]
+    ways: dict[str, list[Way]] = {}
+    for side, of in (("key", item.key), ("value", item.value)):
+        schemas = [json.dumps(text[side]["schema"]) for text in texts if text[side]["schema"] is not None]
+        ways[side] = [decode_way(schema) for schema in schemas] if of.format == "avro" else [plain_way(of, None)]
+    return _told(ways["key"], ways["value"])
+
+
+def _told(key: Iterable[Way], value: Iterable[Way]) -> str | None:
+    """One word where both sides take one way, or one side is not known yet."""
+    sides = {"key": " and ".join(sorted(set(key))), "value": " and ".join(sorted(set(value)))}
+    known = {name: ways for name, ways in sides.items() if ways}
+    if len(set(known.values())) <= 1:
+        return next(iter(known.values()), None)
+    return ", ".join(f"{name} {ways}" for name, ways in known.items())
+
 
 TIMEOUT = 5.0
 """Seconds that the broker has to answer; without it the rest is shown."""
@@ -182,3 +246,39 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}
+
+
+COLUMNS = ("check", "of", "result", "severity", "summary", "numbers")
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@format_option
+def check(pipeline: Path, fmt: Format) -> None:
+    """Verify the pools and the output topics of the file PIPELINE, a row a check.
+
+    Reads everything that was ingested again, from the lake and from Kafka. Exit code 1 when a check fails whose severity
+    is error; one whose severity is warn tells of something to look at and changes no exit code.
+
+    Starts no JVM.
+    """
+    failed = False
+    rows: list[dict[str, object]] = []
+    for found in run_all(load(pipeline)):
+        failed = failed or (not found.passed and found.severity == "error")
+        row: dict[str, object] = {
+            "check": found.name,
+            "of": found.subject,
+            "result": "passed" if found.passed else "failed" if found.severity == "error" else "warning",
+            "severity": found.severity,
+            "summary": found.summary,
+            "numbers": dict(found.numbers),
+        }
+        if fmt == "json":
+            print_json(row)
+        else:
+            rows.append(row)
+    if fmt == "table":
+        print_rows(rows, [name for name in COLUMNS if name not in ("severity", "numbers")], fmt)
+    if failed:
+        raise SystemExit(1)

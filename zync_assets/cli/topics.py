@@ -14,14 +14,34 @@ from typing import IO, Any, Literal, TypeAlias, TypeVar
 
 import click
 
-from zync_assets.cli.arguments import COUNT, DURATION, MAX_OFFSET, PARTITION, TOPIC, Whole, shown, whole
-from zync_assets.cli.output import Format, format_option, print_json, print_rows
+from zync_assets.cli.terminal import (
+    COUNT,
+    DURATION,
+    MAX_OFFSET,
+    PARTITION,
+    TOPIC,
+    Format,
+    Whole,
+    format_option,
+    print_json,
+    print_rows,
+    shown,
+    whole,
+)
 from zync_assets.errors import ZyncError
-from zync_assets.kafka.json_lines import Line, Rendering, parse_line, render
-from zync_assets.kafka.producer import Encode, Encoding, avro_encoder, text_encoder
-from zync_assets.kafka.producer import produce as produce_records
+from zync_assets.kafka.json_lines import (
+    Encode,
+    Encoding,
+    Line,
+    Rendering,
+    avro_encoder,
+    follow,
+    parse_line,
+    render,
+    text_encoder,
+)
+from zync_assets.kafka.json_lines import produce as produce_records
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.tail import follow
 from zync_assets.kafka.topics import TopicState, create_topic, topic_state
 from zync_assets.pipeline import RegistryConfig
 
@@ -68,7 +88,7 @@ def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: s
     """A pipeline's broker and registry, or those of the options, of the environment, of zync's files, of this machine."""
     # Imported here: a pipeline file's rules need a SQL parser.
     from zync_assets.pipeline_file import load
-    from zync_assets.pipeline_file.zync_home import default_kafka, default_registry
+    from zync_assets.pipeline_file.loader import default_kafka, default_registry
 
     if pipeline is None:
         kafka = {"bootstrap.servers": bootstrap_servers} if bootstrap_servers else default_kafka(os.environ)
@@ -281,10 +301,10 @@ def _encoder(
     name = avro_name(topic if side == "value" else f"{topic}_key")
     # Imported here: Arrow takes longer to load than most commands run.
     if encoding == "connect-json":
-        from zync_assets.kafka.json_connect import connect_encoder, inferred_connect_schema
+        from zync_assets.kafka.json_records import connect_encoder, inferred_connect_schema
 
         return connect_encoder(text or inferred_connect_schema(given, name))
-    from zync_assets.codecs.infer import infer_schema
+    from zync_assets.kafka.json_records import infer_schema
 
     return avro_encoder(_needed(where.registry), f"{topic}-{side}", text or infer_schema(given, name))
 

@@ -1,15 +1,29 @@
-"""``zync validate``: every error of a pipeline file, or that there are none."""
+"""``zync validate``, ``zync help`` and ``zync version``: what needs nothing but this machine.
+
+``zync validate``: every error of a pipeline file, or that there are none.
+
+``zync help``: the reference of the pipeline file, printed from the grammar that reads the file.
+
+``zync version``: what a bug report should say.
+"""
 
 from __future__ import annotations
 
+import platform
+import textwrap
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
 from pathlib import Path
 
 import click
 
-from zync_assets.cli.output import Format, format_option, print_json
-from zync_assets.errors import PipelineFileError
+from zync_assets.cli.terminal import Format, format_option, print_json, print_rows, shown
+from zync_assets.errors import PipelineFileError, SetupError
+from zync_assets.local.java import find_java, java_version
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets.pipeline_file.grammar import KEYS
+from zync_assets.pipeline_file.keys import Key, found, near
 
 
 @click.command()
@@ -43,3 +57,143 @@ def _report_bad(error: PipelineFileError, fmt: Format) -> None:
         else:
             key = f"{problem.key}: " if problem.key else ""
             click.echo(f"{error.path}:{problem.line}: {key}{problem.message}")
+
+
+_WIDTH = 100
+_COLUMNS = ("key", "type", "required", "default", "allowed", "text", "example")
+
+
+@click.command("help")
+@click.argument("key", required=False)
+@format_option
+def help_(key: str | None, fmt: Format) -> None:
+    """Describe the keys of a pipeline file: all of them, or KEY, such as inputs.retention.
+
+    A description has the type, the default, the allowed values and an example. Reads no file, and starts no JVM.
+    """
+    if key is None:
+        chosen = list(KEYS)
+    else:
+        path = found(KEYS, key)
+        if path is None:
+            raise click.UsageError(_unknown(key))
+        chosen = [path, *(below for below in KEYS if below.startswith(f"{path}."))]
+    if fmt == "json":
+        for path in chosen:
+            print_json(dict(zip(_COLUMNS, _cells(path, KEYS[path]), strict=True)))
+    elif key is None:
+        click.echo(
+            "The keys of a pipeline file. `zync help KEY` describes one of them, `zync COMMAND --help` a command.\n"
+        )
+        click.echo(_overview(chosen))
+    else:
+        click.echo(_page(chosen[0], KEYS[chosen[0]], chosen[1:]))
+
+
+def _fill(text: str, first: str = "", others: str = "") -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+
+
+def _unknown(key: str) -> str:
+    context = click.get_current_context().find_root()
+    if isinstance(context.command, click.Group) and key in context.command.list_commands(context):
+        return f"`{key}` is a command, not a key of the pipeline file; run `zync {key} --help`"
+    close = near(KEYS, key)
+    cure = f"; near keys: {', '.join(f'`{path}`' for path in close)}" if close else ""
+    return f"`{shown(key)}` is no key of the pipeline file{cure}; `zync help` lists every key"
+
+
+def _cells(path: str, key: Key) -> tuple[object, ...]:
+    return path, key.type, key.required, key.default or None, list(key.allowed), key.text, key.example
+
+
+def _overview(chosen: list[str]) -> str:
+    """A line for each key: its path, and the first sentence of its text."""
+    width = max(map(len, chosen))
+    indent = " " * (width + 2)
+    return "\n".join(_fill(KEYS[path].summary, first=f"{path:<{width}}  ", others=indent) for path in chosen)
+
+
+def _page(path: str, key: Key, below: list[str]) -> str:
+    facts = [("type", key.type)]
+    if key.allowed:
+        facts.append(("allowed", ", ".join(key.allowed)))
+    if key.required:
+        facts.append(("default", "none; the key is required"))
+    elif key.default:
+        facts.append(("default", key.default))
+    parts = [
+        path,
+        _fill(key.text),
+        "\n".join(_fill(text, first=f"{name:<9}", others=" " * 9) for name, text in facts),
+        f"example\n{textwrap.indent(key.example, '    ')}",
+    ]
+    if below:
+        parts.append(f"keys below\n{textwrap.indent(_overview(below), '    ')}")
+    return "\n\n".join(parts)
+
+
+PACKAGES = (
+    "pyspark",
+    "deltalake",
+    "dagster",
+    "dagster-pyspark",
+    "confluent-kafka",
+    "pyarrow",
+    "fastavro",
+    "pyruhvro",
+)
+ABSENT = "not installed"
+
+
+@click.command()
+@format_option
+def version(fmt: Format) -> None:
+    """Show the versions of zync and of everything that matters to it."""
+    versions = {
+        "zync-assets": _package("zync-assets"),
+        "python": platform.python_version(),
+        "java": _java(),
+        **{name: _package(name) for name in PACKAGES},
+        "librdkafka": _librdkafka(),
+        "records": _records(),
+    }
+    if fmt == "json":
+        print_json(versions)
+    else:
+        rows = [{"component": name, "version": said} for name, said in versions.items()]
+        print_rows(rows, ["component", "version"], fmt)
+
+
+def _package(name: str) -> str:
+    try:
+        return installed(name)
+    except PackageNotFoundError:
+        return ABSENT
+
+
+def _java() -> str:
+    try:
+        return java_version(find_java())
+    except SetupError as error:
+        return f"none that fits: {error}"
+
+
+def _librdkafka() -> str:
+    try:
+        from zync_assets.kafka.client import librdkafka_version
+    except ImportError:
+        return ABSENT
+    return librdkafka_version()
+
+
+def _records() -> str:
+    """How records get into Kafka and out of it."""
+    try:
+        from zync_assets.kafka.librdkafka import way
+    except ImportError:
+        return ABSENT
+    try:
+        return way()
+    except SetupError as error:
+        return f"none: {error}"

@@ -1,0 +1,1 @@
+"""Codecs: Kafka payloads ↔ typed Arrow columns. Pure, without I/O."""

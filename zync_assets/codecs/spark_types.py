@@ -1,11 +1,29 @@
-"""Arrow types as Spark's, without a JVM, and Arrow tables as Spark's frames.
+"""Types and names as Spark and the lake hold them, without a JVM.
+
+Names of fields in the lake.
+
+Delta and Parquet forbid some characters in a column's name, and Spark takes names for equal that differ in case alone.
+Such a field has another name in the lake: the bytes of a character stand there as ``%`` and two hexadecimal digits, as
+in a URL.
+
+    first name      first%20name
+    Name, name      Name, %6Eame     (the second of two that differ in case alone)
+    5%20off         5%2520off        (a % that two hexadecimal digits follow)
+
+Every other name stays as it is. ``original_name`` is the way back.
+
+Spark's DDL for types (``a int, b struct<c: string>`` or a single type) as Arrow types, without a JVM.
+
+Arrow types as Spark's, without a JVM, and Arrow tables as Spark's frames.
 
 PySpark's own ``from_arrow_type`` fails on a struct with a field ``wkb``, which is what Debezium's geometries are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +33,248 @@ from zync_assets.errors import SchemaError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructType
+
+_FORBIDDEN = re.compile(r"[ ,;{}()=\x00-\x1f\x7f]")
+_ESCAPED = re.compile(rf"{_FORBIDDEN.pattern}|%(?=[0-9A-Fa-f]{{2}})")
+_ENCODED = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
+
+
+def lake_name(name: str, others: Collection[str] = ()) -> str:
+    """The name of a field in the lake, beside ``others``: the lake's names of the fields before it in its struct."""
+    used = {other.lower() for other in others}
+    made = escaped(name)
+    cased = [at for at, letter in enumerate(name) if letter.lower() != letter.upper()]
+    for count in range(1, len(cased) + 1):
+        if made.lower() not in used:
+            break
+        last = cased[count - 1] + 1
+        made = "".join(
+            _percent(one) if one == "%" or one.lower() != one.upper() else escaped(one) for one in name[:last]
+        )
+        made += escaped(name[last:])
+    return made
+
+
+def escaped(name: str) -> str:
+    """The name with each forbidden character encoded."""
+    return _ESCAPED.sub(lambda found: _percent(found[0]), name)
+
+
+def has_forbidden(name: str) -> bool:
+    """Whether no column of the lake can have the name."""
+    return _FORBIDDEN.search(name) is not None
+
+
+def original_name(name: str) -> str:
+    """The name that a field of the lake has in its topic."""
+    return _ENCODED.sub(lambda found: bytes.fromhex(found[0].replace("%", "")).decode(errors="replace"), name)
+
+
+def _percent(letter: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in letter.encode())
+
+
+_TOKEN = re.compile(r"\s*(?:`((?:[^`]|``)*)`|('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|([\w]+)|([<>(),:]))")
+
+_SIMPLE: dict[str, pa.DataType] = {
+    "boolean": pa.bool_(),
+    "tinyint": pa.int8(),
+    "byte": pa.int8(),
+    "smallint": pa.int16(),
+    "short": pa.int16(),
+    "int": pa.int32(),
+    "integer": pa.int32(),
+    "bigint": pa.int64(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "real": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamp_ltz": pa.timestamp("us", tz="UTC"),
+}
+MAX_DEPTH = 100
+"""Levels of a type, as of an Avro schema."""
+MAX_TYPES = 50_000
+_SHOWN = 200
+"""Characters of a DDL text that a message repeats."""
+_SPACE = re.compile(r"\s*")
+
+
+def parse_ddl(ddl: str) -> pa.DataType:
+    """The Arrow type of a Spark DDL string: a struct of its columns, or the one type that it names.
+
+    It may be MAX_DEPTH deep and have MAX_TYPES types. NOT NULL and COMMENT are read and left out: everything in the lake
+    is nullable. SchemaError says where it stops making sense.
+    """
+    parser = _Parser(ddl)
+    single = parser.try_single()
+    return single if single is not None else parser.columns()
+
+
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+class _Parser:
+    def __init__(self, ddl: str) -> None:
+        self.ddl = ddl if len(ddl) <= _SHOWN else f"{ddl[:_SHOWN]}…"
+        self.size = len(ddl)
+        self.depth = 0
+        self.types = 0
+        self.tokens: list[tuple[str, str, int]] = []
+        at = 0
+        while (start := _end_of_space(ddl, at)) < len(ddl):
+            match = _TOKEN.match(ddl, at)
+            if match is None:
+                raise self.error("unexpected character", start)
+            kind = ("name", "text", "word", "sign")[(match.lastindex or 1) - 1]
+            text = match.group(match.lastindex or 1)
+            self.tokens.append(
+                (kind, text.replace("``", "`") if kind == "name" else text, match.end() - len(match.group().lstrip()))
+            )
+            at = match.end()
+        self.at = 0
+
+    def error(self, what: str, position: int | None = None) -> SchemaError:
+        if position is None:
+            position = self.tokens[self.at][2] if self.at < len(self.tokens) else self.size
+        return SchemaError(f"the DDL type {self.ddl!r}: {what} at character {position + 1}")
+
+    def peek(self) -> str:
+        """The next sign or word in lower case; "" at the end or at a quoted name."""
+        if self.at >= len(self.tokens) or self.tokens[self.at][0] in ("name", "text"):
+            return ""
+        return self.tokens[self.at][1].lower()
+
+    def take(self, sign: str) -> None:
+        if self.peek() != sign:
+            raise self.error(f"{sign!r} expected")
+        self.at += 1
+
+    def try_single(self) -> pa.DataType | None:
+        """The type, if the whole text is one."""
+        try:
+            type = self.type()
+        except SchemaError:
+            type = None
+        if type is None or self.at < len(self.tokens):
+            # `int int` is a column; `array<int` is a broken type, which columns() would blame on its first word.
+            if type is None and len(self.tokens) > 1 and self.tokens[1][1] in ("<", "("):
+                self.at = self.depth = 0
+                self.type()
+            self.at = self.depth = 0
+            return None
+        return type
+
+    def columns(self) -> pa.DataType:
+        type = self.fields("")
+        if self.at < len(self.tokens):
+            raise self.error("',' or the end expected")
+        return type
+
+    def fields(self, end: str) -> pa.DataType:
+        fields: list[pa.Field] = []
+        while not (end and not fields and self.peek() == end):
+            fields.append(self.field())
+            if self.peek() != ",":
+                break
+            self.at += 1
+        if twice := [name for name, count in Counter(field.name for field in fields).items() if count > 1]:
+            raise SchemaError(f"the DDL type {self.ddl!r}: two fields are called {twice[0]!r}")
+        return pa.struct(fields)
+
+    def field(self) -> pa.Field:
+        if self.at >= len(self.tokens) or self.tokens[self.at][0] not in ("name", "word"):
+            raise self.error("a column name expected")
+        name = self.tokens[self.at][1]
+        if not name:
+            raise self.error("the column's name is empty; a column name")
+        self.at += 1
+        if self.peek() == ":":
+            self.at += 1
+        type = self.type()
+        if self.peek() == "not":
+            self.at += 1
+            self.take("null")
+        if self.peek() == "comment":
+            self.at += 1
+            if self.at >= len(self.tokens) or self.tokens[self.at][0] != "text":
+                raise self.error("the comment's text in quotes expected")
+            self.at += 1
+        return pa.field(name, type)
+
+    def type(self) -> pa.DataType:
+        if self.depth == MAX_DEPTH:
+            raise self.error(f"nested deeper than {MAX_DEPTH} levels")
+        if self.types == 2 * MAX_TYPES:  # it may be read twice: as one type, and as columns
+            raise self.error(f"more than {MAX_TYPES} types")
+        self.types += 1
+        self.depth += 1
+        found = self.one_type()
+        self.depth -= 1
+        return found
+
+    def one_type(self) -> pa.DataType:
+        word = self.peek()
+        if word == "":
+            raise self.error("a type expected")
+        if word == "array":
+            self.at += 1
+            self.take("<")
+            inner = self.type()
+            self.take(">")
+            return pa.list_(inner)
+        if word == "map":
+            self.at += 1
+            self.take("<")
+            key = self.type()
+            self.take(",")
+            item = self.type()
+            self.take(">")
+            return pa.map_(key, item)
+        if word == "struct":
+            self.at += 1
+            self.take("<")
+            inner = self.fields(">")
+            self.take(">")
+            return inner
+        if word in ("decimal", "dec", "numeric"):
+            self.at += 1
+            return self.decimal()
+        if word in ("varchar", "char", "character"):
+            self.at += 1
+            self.numbers(1)
+            return pa.string()
+        if word not in _SIMPLE:
+            raise self.error(f"unknown type {self.tokens[self.at][1]!r}")
+        self.at += 1
+        return _SIMPLE[word]
+
+    def decimal(self) -> pa.DataType:
+        given = self.numbers(2) if self.peek() == "(" else []
+        precision, scale = [*given, *[10, 0][len(given) :]]
+        if not 1 <= precision <= 38 or not 0 <= scale <= precision:
+            raise self.error(f"decimal({precision},{scale}) is out of range; a precision up to 38 and a scale up to it")
+        return pa.decimal128(precision, scale)
+
+    def numbers(self, most: int) -> list[int]:
+        self.take("(")
+        found: list[int] = []
+        while True:
+            if not re.fullmatch("[0-9]{1,9}", self.peek()) or len(found) == most:
+                raise self.error("a number expected" if len(found) < most else "')' expected")
+            found.append(int(self.peek()))
+            self.at += 1
+            if self.peek() != ",":
+                break
+            self.at += 1
+        self.take(")")
+        return found
+
 
 _NAMES: tuple[tuple[pa.DataType, str], ...] = (
     (pa.bool_(), "boolean"),

@@ -1,0 +1,1 @@
+"""ETL: raw tables → staging table. In order of work: ``plan``, ``batch``, ``output_files``, ``commit``."""

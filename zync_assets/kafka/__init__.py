@@ -1,0 +1,1 @@
+"""Kafka and the schema registry. Nothing above this folder knows confluent-kafka."""

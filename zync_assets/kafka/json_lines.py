@@ -1,9 +1,16 @@
-"""Records as JSON lines, and JSON lines as records.
+"""Records as JSON lines: followed in a topic, printed, parsed and produced.
+
+Follows a topic, record by record, for somebody who looks on. ``reader`` is the way for anything that must
+be fast.
+
+Records as JSON lines, and JSON lines as records.
 
 A line out is ``{"kafka": {"topic", "partition", "offset", "timestamp"}, "headers": [{"key", "value"}], "key":
 …, "value": …}`` with headers only where there are some. A line in is the same, its ``kafka`` ignored, with
 ``partition`` and ``timestamp`` (milliseconds) beside it if they matter; any other JSON value is a record's
 value, with a null key. Bytes that are no text are ``{"base64": "…"}``.
+
+Produces JSON values, encoded by format. Order and retries are librdkafka's idempotent producer's.
 """
 
 from __future__ import annotations
@@ -11,13 +18,128 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, ZyncError
-from zync_assets.kafka.json_avro import value_of
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError as ClientError
+
+from zync_assets.errors import KafkaError, NotAuthorized, RegistryError, RegistryUnavailable, SchemaError, ZyncError
+from zync_assets.kafka.client import Connection, missing
+from zync_assets.kafka.json_records import datum, value_of
+from zync_assets.kafka.reader import STALLED, end_reported, reading_connection
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.tail import Record
+from zync_assets.kafka.topics import topic_states
+from zync_assets.kafka.zero_copy import troubles_of
+
+log = logging.getLogger(__name__)
+
+ANSWER = 10.0
+"""Seconds that a broker has to answer before it counts as absent."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as it is in Kafka. ``timestamp``: milliseconds since the epoch, None where it has none."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int | None
+    headers: tuple[tuple[str, bytes | None], ...]
+    key: bytes | None
+    value: bytes | None
+
+
+def follow(
+    kafka: Mapping[str, str],
+    topic: str,
+    starts: Mapping[int, int],
+    ends: Mapping[int, int] | None = None,
+    patience: float | None = None,
+) -> Iterator[Record]:
+    """The records of the partitions in ``starts`` from those offsets on: up to ``ends`` by partition, or for ever.
+
+    In order within a partition; partitions come as they answer. With ``ends``, BrokerUnavailable after a
+    minute without progress; without, an outage is logged and waited for. ``patience``: seconds without a record
+    after which the records end; BrokerUnavailable if no broker answers at that moment.
+    """
+    open_ends = {place: ends[place] for place, first in starts.items() if first < ends[place]} if ends else None
+    if open_ends is not None and not open_ends:
+        return
+    doing = f"reading {topic}"
+    with _open_consumer(kafka, doing) as (consumer, connection):
+        wanted = starts if open_ends is None else {place: starts[place] for place in open_ends}
+        consumer.assign([TopicPartition(topic, place, first) for place, first in sorted(wanted.items())])
+        progress = time.monotonic()
+        while open_ends is None or open_ends:
+            # Ctrl-C is heard between two calls only.
+            messages = consumer.consume(500, 0.1)
+            connection.raise_missing(topic)
+            if messages:
+                progress = time.monotonic()
+            elif patience is not None and time.monotonic() - progress > patience:
+                _ask_broker(consumer, connection, topic, doing)
+                return
+            elif open_ends is not None and time.monotonic() - progress > STALLED:
+                raise connection.unavailable(doing)
+            elif open_ends is None and connection.trouble is not None:
+                log.warning("%s: %s; waiting", connection.servers, connection.trouble.str())
+                connection.trouble = None
+            for message in messages:
+                place = message.partition() or 0
+                if message.error() is None:
+                    reached = (message.offset() or 0) + 1
+                    if open_ends is None or reached <= open_ends.get(place, 0):
+                        yield _record(topic, message)
+                else:
+                    wanted_offset = str(starts.get(place, ""))
+                    (trouble,) = troubles_of([message])
+                    reached = end_reported(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
+                if open_ends is not None and reached >= open_ends.get(place, reached + 1):
+                    del open_ends[place]
+
+
+@contextmanager
+def _open_consumer(kafka: Mapping[str, str], doing: str) -> Generator[tuple[Consumer, Connection]]:
+    """A consumer of several partitions, closed at the end."""
+    connection = reading_connection(kafka)
+    try:
+        consumer = Consumer(connection.properties)
+    except (KafkaException, ValueError) as error:
+        raise connection.error(error, "setting up a consumer") from None
+    try:
+        yield consumer, connection
+    except KafkaException as error:
+        raise connection.error(error, doing) from None
+    finally:
+        consumer.close()
+
+
+def _ask_broker(consumer: Consumer, connection: Connection, topic: str, doing: str) -> None:
+    """BrokerUnavailable unless a broker answers: silence of an absent broker is no end of the records."""
+    try:
+        consumer.list_topics(topic, timeout=ANSWER)
+    except KafkaException:
+        raise connection.unavailable(doing) from None
+
+
+def _record(topic: str, message: Message) -> Record:
+    kind, milliseconds = message.timestamp()
+    return Record(
+        topic,
+        message.partition() or 0,
+        message.offset() or 0,
+        milliseconds if kind and milliseconds >= 0 else None,
+        tuple((str(name), value) for name, value in message.headers() or ()),  # type: ignore[misc]
+        message.key(),  # type: ignore[arg-type]
+        message.value(),  # type: ignore[arg-type]
+    )
+
 
 Rendering: TypeAlias = Literal["auto", "avro", "connect-json", "json", "string", "bytes"]
 
@@ -105,7 +227,7 @@ def _rendered(data: bytes | None, registry: Registry | None, rendering: Renderin
             raise SchemaError(f"{what} is no JSON: {error}; try another format") from None
     if rendering == "connect-json":
         # Imported here: Arrow takes longer to load than most commands run.
-        from zync_assets.kafka.json_connect import connect_value
+        from zync_assets.kafka.json_records import connect_value
 
         try:
             return connect_value(data)
@@ -146,3 +268,115 @@ def text_bytes(value: Any) -> bytes:
         except (TypeError, binascii.Error) as error:
             raise ValueError(str(error)) from None
     raise ValueError(f"{json.dumps(value)} is no text")
+
+
+Encoding: TypeAlias = Literal["avro", "connect-json", "json", "string"]
+Encode: TypeAlias = Callable[[Any], bytes]
+
+DELIVERY_SECONDS = 30.0
+"""Seconds without a delivery after which the broker counts as gone."""
+
+_PROMISES: Mapping[str, Any] = {"enable.idempotence": True, "acks": "all"}
+
+_DEFAULTS: Mapping[str, str] = {
+    # The partition that Java's producer gives a key, so that either can write a topic.
+    "partitioner": "murmur2_random"
+}
+
+
+def produce_json(
+    kafka: Mapping[str, str],
+    registry: Registry,
+    topic: str,
+    records: Iterable[Line],
+    key_schema: str | None,
+    value_schema: str,
+) -> int:
+    """Produce ``records`` as Avro, registered under ``<topic>-key`` and ``<topic>-value``; return how many.
+
+    A null key or value stays null. ``key_schema`` may be None where all keys are null. Raises SchemaError for
+    a value that does not fit, TopicMissing, BrokerUnavailable, and what the registry says.
+    """
+    key = avro_encoder(registry, f"{topic}-key", key_schema) if key_schema is not None else _no_key
+    return produce(kafka, topic, records, key, avro_encoder(registry, f"{topic}-value", value_schema))
+
+
+def avro_encoder(registry: Registry, subject: str, schema: str) -> Encode:
+    """Encodes in Confluent's wire format; ``schema`` is registered under ``subject`` now."""
+    header = b"\0" + registry.register(subject, schema).to_bytes(4, "big")
+    return lambda value: header + datum(schema, value)
+
+
+def text_encoder(encoding: Literal["json", "string"]) -> Encode:
+    """``json``: the JSON text. ``string``: the text itself, or the bytes of ``{"base64": …}``."""
+    return _string if encoding == "string" else lambda value: json.dumps(value, ensure_ascii=False).encode()
+
+
+def _string(value: Any) -> bytes:
+    try:
+        return text_bytes(value)
+    except ValueError as error:
+        raise SchemaError(f"{error}; give a JSON string, or produce as json") from None
+
+
+def _no_key(value: Any) -> bytes:
+    raise SchemaError(f"the key {json.dumps(value)} needs a schema")
+
+
+def produce(
+    kafka: Mapping[str, str], topic: str, records: Iterable[Line], encode_key: Encode, encode_value: Encode
+) -> int:
+    """Produce ``records`` to an existing topic. Returns the number of records, which are all acknowledged."""
+    connection = Connection(kafka, _PROMISES, _DEFAULTS)
+    doing = f"producing to {topic}"
+    if topic not in topic_states(kafka, [topic]):
+        raise missing(topic, connection.servers)
+    failures: list[ClientError] = []
+
+    def delivered(error: ClientError | None, _: Message) -> None:
+        if error is not None:
+            failures.append(error)
+
+    sent = 0
+    try:
+        producer = Producer(connection.properties)
+        for record in records:
+            arguments: dict[str, Any] = {
+                "key": None if record.key is None else encode_key(record.key),
+                "value": None if record.value is None else encode_value(record.value),
+                "headers": list(record.headers) or None,
+                **({} if record.partition is None else {"partition": record.partition}),
+                **({} if record.timestamp is None else {"timestamp": record.timestamp}),
+            }
+            while True:
+                try:
+                    producer.produce(topic, on_delivery=delivered, **arguments)
+                    break
+                except BufferError:
+                    producer.poll(0.5)
+            sent += 1
+            producer.poll(0)
+            if failures:
+                break
+        _drain(producer, connection, doing, failures)
+    except (KafkaException, ValueError) as error:
+        raise connection.error(error, doing, topic, "Write") from None
+    if failures:
+        said = connection.error(failures[0], doing, topic, "Write")
+        if isinstance(said, NotAuthorized):
+            raise said
+        raise KafkaError(f"{doing} at {connection.servers}: {failures[0].str()}; {len(failures)} records were refused")
+    return sent
+
+
+def _drain(producer: Producer, connection: Connection, doing: str, failures: list[ClientError]) -> None:
+    waiting = len(producer)
+    progress = time.monotonic()
+    while waiting and not failures:
+        left = producer.flush(0.5)
+        if left < waiting:
+            progress = time.monotonic()
+        elif time.monotonic() - progress > DELIVERY_SECONDS:
+            producer.purge()
+            raise connection.unavailable(doing)
+        waiting = left

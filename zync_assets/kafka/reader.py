@@ -18,10 +18,9 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
 from zync_assets.errors import DataLoss, TopicMissing
+from zync_assets.kafka.admin import BETWEEN_LEADERS
 from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
-from zync_assets.kafka.intake import Intake
-from zync_assets.kafka.questions import BETWEEN_LEADERS
-from zync_assets.kafka.taken import Trouble
+from zync_assets.kafka.zero_copy import Intake, Trouble
 
 STALLED = 60.0
 """Seconds without any progress after which the broker counts as gone."""

@@ -28,8 +28,8 @@ from confluent_kafka.admin import (
 )
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, NotAuthorized, TopicMissing, TrustError
+from zync_assets.kafka.admin import Question
 from zync_assets.kafka.client import missing, servers
-from zync_assets.kafka.questions import Question
 
 WAIT = 10.0
 """Seconds that a broker has to answer."""

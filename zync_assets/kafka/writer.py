@@ -18,13 +18,13 @@ import pyarrow as pa
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
-from zync_assets.compute import pc
+from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.handover import Handover, Report, has_headers
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import high_watermark, max_message_bytes
+from zync_assets.kafka.zero_copy import Handover, Report, has_headers
 
 STALLED = 120.0
 """Seconds without a delivery after which the broker counts as gone."""

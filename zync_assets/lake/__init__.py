@@ -1,0 +1,1 @@
+"""The lake: Delta tables and their files. Nothing above this folder knows Delta."""

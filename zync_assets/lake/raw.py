@@ -43,7 +43,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import foreign, storage, tables
+from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize
 
@@ -93,7 +93,7 @@ class RawState:
     """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
     times: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
-    ``times.highest_times`` is the whole answer."""
+    ``raw_files.highest_times`` is the whole answer."""
     expected: pa.Schema | None = field(default=None, repr=False, kw_only=True)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
     with_ids: bool = field(default=False, kw_only=True)
@@ -157,16 +157,16 @@ def check_whole(state: RawState) -> None:
     held = Counter[int]()
     for item in state.opened.files:
         if item.partition is None or item.first is None or item.last is None:
-            raise foreign.changed(state.opened, f"the Delta log has no statistics of file {item.path}")
+            raise tampering.changed(state.opened, f"the Delta log has no statistics of file {item.path}")
         if not is_replay(item):
             held[item.partition or 0] += item.records
     for partition, counted in sorted(state.records.items()):
         wanted = counted - state.removed.get(partition, 0)
         if held[partition] != wanted:
-            raise foreign.changed(
+            raise tampering.changed(
                 state.opened, f"it holds {held[partition]} records of partition {partition}, and {wanted} were ingested"
             )
-    foreign.check(state.opened)
+    tampering.check(state.opened)
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:

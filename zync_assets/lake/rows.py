@@ -1,18 +1,112 @@
-"""Single rows of a table by their offsets, without Spark: only the files and row groups that can hold one are read."""
+"""Single columns and single rows of Parquet files, read without Spark.
+
+Single columns of Parquet files as numpy arrays, a bounded number of rows at a time.
+
+Single rows of a table by their offsets, without Spark: only the files and row groups that can hold one are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.python_rows import python_rows
-from zync_assets.compute import pc
+from zync_assets.codecs.arrays import pc, python_rows
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 from zync_assets.lake.tables import DataFile
+
+ROWS = 131_072
+"""Rows in memory at once."""
+
+
+class DamagedFile(Exception):
+    """A file that the log names is not there or is no Parquet: a finding, not an outage."""
+
+
+def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The leaf columns (dotted paths) of a Parquet file, batch by batch. Raises DamagedFile, or LakeError where the
+    store refuses."""
+    system, path = storage.filesystem(uri)
+    try:
+        with pq.ParquetFile(path, filesystem=system) as file:
+            for batch in file.iter_batches(ROWS, columns=list(columns)):
+                plain = pa.schema([item.with_type(_plain(item.type)) for item in batch.schema])
+                yield batch if plain.equals(batch.schema) else batch.cast(plain)
+    except FileNotFoundError:
+        raise DamagedFile(f"file {uri} is in the log and not in the lake") from None
+    except pa.ArrowInvalid as error:
+        raise DamagedFile(f"file {uri} can't be read: {error}") from None
+    except OSError as error:
+        # Arrow raises a bare OSError for bytes that make no sense; the operating system's own carry a number.
+        if error.errno is None:
+            raise DamagedFile(f"file {uri} can't be read: {error}") from None
+        raise LakeError(f"file {uri} can't be read: {error}") from error
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type with text and bytes as we write them: other programs write them large, or as views."""
+    kinds = pa.types
+    if kinds.is_string_view(kind) or kinds.is_large_string(kind):
+        return pa.string()
+    if kinds.is_binary_view(kind) or kinds.is_large_binary(kind):
+        return pa.binary()
+    if kinds.is_struct(kind):
+        return pa.struct([item.with_type(_plain(item.type)) for item in kind])
+    if kinds.is_list(kind) or kinds.is_large_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    return kind
+
+
+def positions(uri: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """``kafka.partition`` and ``kafka.offset`` of a file's rows, as int64, batch by batch. A null counts as -1."""
+    for batch in read_columns(uri, ["kafka.partition", "kafka.offset"]):
+        kafka = pa.Table.from_batches([batch]).flatten()
+        yield integers(kafka["kafka.partition"]), integers(kafka["kafka.offset"])
+
+
+def integers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """An integer column as int64, nulls as -1 (no Kafka number is negative)."""
+    return np.asarray(column.fill_null(-1).to_numpy(), dtype=np.int64)
+
+
+def distinct(numbers: np.ndarray) -> np.ndarray:
+    """The numbers without doubles, sorted. numpy's own ``unique`` hashes, which takes almost a second for a million numbers
+    in a row; these are mostly sorted already."""
+    ordered = np.sort(numbers, kind="stable")
+    keep = np.ones(len(ordered), dtype=bool)
+    keep[1:] = ordered[1:] != ordered[:-1]
+    return ordered[keep]
+
+
+def without(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Those numbers that are not among the others, sorted and without doubles."""
+    return np.setdiff1d(distinct(numbers), distinct(others), assume_unique=True)
+
+
+class HeldOffsets:
+    """The offsets of one partition's files, for spans asked for in ascending order: a file is read when a span first
+    touches it and let go when it lies behind."""
+
+    def __init__(self, table_uri: str, files: Sequence[DataFile]) -> None:
+        self._uri = table_uri
+        self._files = list(files)
+        self._held: dict[str, np.ndarray] = {}
+
+    def between(self, first: int, end: int) -> np.ndarray:
+        """Offsets with ``first <= offset < end``, in no particular order, each as often as it occurs."""
+        self._files = [item for item in self._files if (item.last or 0) >= first]
+        touched = {item.path for item in self._files if (item.first or 0) < end}
+        self._held = {path: self._held[path] if path in self._held else self._load(path) for path in touched}
+        parts = [offsets[(offsets >= first) & (offsets < end)] for offsets in self._held.values()]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _load(self, path: str) -> np.ndarray:
+        parts = [offsets for _, offsets in positions(storage.join(self._uri, path))]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def rows_at(

@@ -42,10 +42,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.compute import pc
+from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, TableDamaged
-from zync_assets.lake import foreign, storage, tables
+from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.tables import DataFile, Opened
 
 ACCOUNT = "#account"
@@ -80,7 +80,7 @@ BASE_SCHEMA = pa.schema(
 )
 
 HEADERS_COLUMN = "headers"
-"""The table's column for headers (``records.HEADERS_TYPE``), added when the first rule sets headers."""
+"""The table's column for headers (``raw_files.HEADERS_TYPE``), added when the first rule sets headers."""
 
 
 def key_column(topic: str) -> str:
@@ -190,10 +190,10 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     batch = opened.number("zync:batch")
     heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     if batch is None or len(heads) != 1:
-        raise foreign.changed(opened, f"its account has {len(heads)} head files and batch {batch}")
+        raise tampering.changed(opened, f"its account has {len(heads)} head files and batch {batch}")
     number = int(heads[0].path.removeprefix(_HEAD)[:12])
     if number != batch:
-        raise foreign.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
+        raise tampering.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
     return StagingState(opened, _head(opened, heads[0], batch), files)
 
 
@@ -234,8 +234,8 @@ def check_whole(state: StagingState) -> None:
         numbered = sum(item.next - item.base for (name, _), item in state.head.outputs.items() if name == topic)
         held = sum(item.records for item in state.output_files(topic))
         if held != numbered:
-            raise foreign.changed(state.opened, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
-    foreign.check(state.opened)
+            raise tampering.changed(state.opened, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
+    tampering.check(state.opened)
 
 
 def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:

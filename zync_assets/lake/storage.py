@@ -1,4 +1,6 @@
-"""Where things lie in the lake, and the file system below it.
+"""Storage: where the tables lie, the file system below the lake, and files from before a column was widened.
+
+Where things lie in the lake, and the file system below it.
 
     <lake>/<Pool>/<topic>               a raw table
     <lake>/<Pool>                       a staging table
@@ -9,6 +11,15 @@
 
 A tilde is legal neither in a pool's name nor in a topic's, so side tables can't collide with tables. Topic names are
 legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`` and ``..``.
+
+Tables whose columns got wider types than their older files have.
+
+The files stay as they are, and a reader widens their values. delta-rs, DuckDB and Spark's Parquet reader widen the
+changes that the Delta protocol lists under "Supported Type Changes". The tables do without the protocol's feature
+``typeWidening``, because delta-rs 1.6 refuses tables with this feature and no reader needs the feature.
+
+Spark's reader refuses one change that Avro allows: a long that became a double. The schema marks such a column, and its
+files are read by their own types and cast.
 """
 
 from __future__ import annotations
@@ -25,9 +36,9 @@ from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 from pyarrow import fs
 
-from zync_assets import stores
-from zync_assets.errors import LakeError
-from zync_assets.lake import refusals
+from zync_assets.codecs.evolution import holds
+from zync_assets.errors import LakeError, SchemaError
+from zync_assets.lake import stores
 from zync_assets.pipeline import NO_SETTINGS, LakeUri
 
 BATCH_BYTES = 64 << 20
@@ -125,19 +136,17 @@ def _in_our_words(root: str) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if (told := refusals.refusal(root, settings(root), error)) is not None:
+        if (told := stores.refusal(root, settings(root), error)) is not None:
             raise told from None
         raise
     except (OSError, ValueError, DeltaError) as error:
-        raise failure(root, error, f"lake {root}: {refusals.first_line(error)}") from None
+        raise failure(root, error, f"lake {root}: {stores.first_line(error)}") from None
 
 
 def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
     """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
     told = (
-        refusals.refusal(uri, settings(uri), error)
-        if is_store(uri)
-        else refusals.disk_refusal(f"lake {uri}", str(error))
+        stores.refusal(uri, settings(uri), error) if is_store(uri) else stores.disk_refusal(f"lake {uri}", str(error))
     )
     return told or LakeError(otherwise)
 
@@ -151,7 +160,7 @@ def accessed(uri: str, doing: str) -> Generator[None]:
         raise failure(
             uri,
             error,
-            f"file {uri} {doing}: {refusals.first_line(error)}. Restore it from a copy, or give this user the right to it.",
+            f"file {uri} {doing}: {stores.first_line(error)}. Restore it from a copy, or give this user the right to it.",
         ) from None
 
 
@@ -252,3 +261,74 @@ def files_with_times(uri: str, suffix: str) -> list[tuple[str, float]]:
         if info.type == fs.FileType.File and info.path.endswith(suffix)
     ]
     return [each for each in found if not any(part.startswith(("_", ".")) for part in each[0].split("/"))]
+
+
+_LONGS = b"zync.longs"
+"""On a column: some files hold a long where the table has a double."""
+
+
+def widened(have: pa.Schema, wanted: pa.Schema) -> pa.Schema:
+    """The columns of ``have``, with those of ``wanted`` in their places or after them.
+
+    SchemaError names a column whose values the wanted type has no room for.
+    """
+    fields = {field.name: field for field in have}
+    for field in wanted:
+        if field.name in fields and not holds(field.type, fields[field.name].type):
+            raise SchemaError(
+                f"column {field.name}: {field.type} does not hold what is there, {fields[field.name].type}"
+            )
+        notes = dict(fields[field.name].metadata or {}) if field.name in fields else {}
+        notes |= field.metadata or {}
+        if field.name in fields and has_longs(fields[field.name].type, field.type):
+            notes[_LONGS] = b"true"
+        fields[field.name] = pa.field(field.name, field.type, metadata=notes or None)
+    return pa.schema(list(fields.values()))
+
+
+def has_longs(old: pa.DataType, new: pa.DataType) -> bool:
+    """Whether a long of the first type is a double in the second."""
+    kinds = pa.types
+    if kinds.is_struct(old) and kinds.is_struct(new):
+        types = {item.name: item.type for item in new}
+        return any(item.name in types and has_longs(item.type, types[item.name]) for item in old)
+    if kinds.is_list(old) and kinds.is_list(new):
+        return has_longs(old.value_type, new.value_type)
+    if kinds.is_map(old) and kinds.is_map(new):
+        return has_longs(old.key_type, new.key_type) or has_longs(old.item_type, new.item_type)
+    return kinds.is_int64(old) and kinds.is_float64(new)
+
+
+def by_own_types(uri: str, paths: Sequence[str], schema: pa.Schema) -> list[tuple[pa.Schema, list[str]]]:
+    """The files in groups, each with the schema that Spark can read them with: the table's, but for longs that the table
+    has as doubles. Only tables with such a column look into their files (the footers)."""
+    if not any(_LONGS in (field.metadata or {}) for field in schema):
+        return [(schema, list(paths))]
+    groups: dict[pa.Schema, list[str]] = {}
+    for path in paths:
+        system, place = filesystem(join(uri, path))
+        own = {field.name: field.type for field in pq.read_schema(place, filesystem=system)}
+        read = pa.schema(
+            [
+                pa.field(item.name, _with_longs(item.type, own[item.name])) if item.name in own else item
+                for item in schema
+            ]
+        )
+        groups.setdefault(read, []).append(path)
+    return list(groups.items())
+
+
+def _with_longs(table: pa.DataType, file: pa.DataType) -> pa.DataType:
+    """The table's type, with the file's longs where the table has doubles."""
+    kinds = pa.types
+    if kinds.is_struct(table) and kinds.is_struct(file):
+        types = {item.name: item.type for item in file}
+        return pa.struct(
+            [(item.name, _with_longs(item.type, types.get(item.name, item.type))) for item in table],
+        )
+    if kinds.is_list(table) and kinds.is_list(file):
+        return pa.list_(_with_longs(table.value_type, file.value_type))
+    if kinds.is_map(table) and kinds.is_map(file):
+        key, item = _with_longs(table.key_type, file.key_type), _with_longs(table.item_type, file.item_type)
+        return pa.map_(key, item)
+    return file if kinds.is_float64(table) and kinds.is_int64(file) else table

@@ -21,8 +21,8 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
-from zync_assets.lake import foreign, log_entries, refusals, storage, sums, widening
-from zync_assets.lake.opened import EPOCH, TOKEN, DataFile, Opened, list_files
+from zync_assets.lake import log, storage, stores, tampering
+from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened, list_files
 
 __all__ = ["TOKEN", "DataFile", "Opened", "commit", "create_table", "forget", "list_files", "open_table", "widen"]
 
@@ -32,21 +32,21 @@ _FORBIDDEN_OFF = ("false", "none")
 """Properties that ask a writer for what is not done here."""
 _known: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
-_newest: dict[str, tuple[Opened, log_entries.Mark]] = {}
+_newest: dict[str, tuple[Opened, log.Mark]] = {}
 """Place → the table object opened last, and the mark of its version's log entry."""
-_passed_on: dict[str, tuple[DeltaTable, log_entries.Mark]] = {}
+_passed_on: dict[str, tuple[DeltaTable, log.Mark]] = {}
 """Place → delta-rs's object of a version that a commit was based on, and what tells that version."""
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
     " that knows it."
 )
 UNCOMMITTED_HOURS = 6 * 24
-"""How long files may wait for their commit. ``cleaning`` takes files that no commit names a day later: clocks differ, and a
+"""How long files may wait for their commit. ``compaction`` takes files that no commit names a day later: clocks differ, and a
 commit takes its time."""
 YOUNG_HOURS = 24
-"""Age of a file up to which its removal leaves no lasting tombstone: ``cleaning`` goes by the time when it was written."""
+"""Age of a file up to which its removal leaves no lasting tombstone: ``compaction`` goes by the time when it was written."""
 _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
-"""delta-rs's work after a commit. Its own clean-up of the log would list all entries at each commit; ``cleaning`` cleans
+"""delta-rs's work after a commit. Its own clean-up of the log would list all entries at each commit; ``compaction`` cleans
 the log instead."""
 
 
@@ -58,7 +58,7 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     its version is still the newest, without a read of the log.
     """
     known = _newest.get(uri) if version is None else None
-    if known is not None and log_entries.newest_mark(uri, known[0].version) == known[1]:
+    if known is not None and log.newest_mark(uri, known[0].version) == known[1]:
         return known[0]
     newest = _known.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
     system, path = storage.filesystem(uri)
@@ -73,7 +73,7 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
         text = str(error)
         if "Unsupported" in text or "olumn mapping" in text:
             raise TableUnsupported(
-                f"table {uri} uses a feature of the Delta protocol that is not known here: {refusals.first_line(error)}."
+                f"table {uri} uses a feature of the Delta protocol that is not known here: {stores.first_line(error)}."
                 f" {_WITHOUT}"
             ) from None
         raise _failed(uri, error, "the Delta log can't be read", " Restore its files from a copy.") from None
@@ -106,7 +106,7 @@ def _advanced(uri: str) -> DeltaTable | None:
     """delta-rs's object of an older version, at the newest one now: it reads the log entries since alone. None where there
     is none, or the log is another one by now."""
     table, known = _passed_on.pop(uri, (None, None))
-    if table is None or log_entries.mark(uri, table.version()) != known:
+    if table is None or log.mark(uri, table.version()) != known:
         return None
     try:
         table.update_incremental()
@@ -122,9 +122,9 @@ def _pass_on(opened: Opened) -> None:
         _passed_on[opened.uri] = opened.give_away(), known[1]
 
 
-def _remember(opened: Opened, before: tuple[Opened, log_entries.Mark] | None) -> None:
-    found = log_entries.mark(opened.uri, opened.version)
-    if before is not None and log_entries.mark(opened.uri, before[0].version) == before[1]:
+def _remember(opened: Opened, before: tuple[Opened, log.Mark] | None) -> None:
+    found = log.mark(opened.uri, opened.version)
+    if before is not None and log.mark(opened.uri, before[0].version) == before[1]:
         opened.carry(before[0])
     if found is None:
         _newest.pop(opened.uri, None)
@@ -203,7 +203,7 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            commit_properties=_properties({**numbers, **sums.begun(files)}, token, retries=0),
+            commit_properties=_properties({**numbers, **tampering.begun(files)}, token, retries=0),
             post_commithook_properties=_HOOKS,
             storage_options=storage.delta_options(uri),
         )
@@ -233,9 +233,9 @@ def commit(
     _check_writable(opened)
     _check_fresh(opened.uri, files)
     if files or removed:
-        foreign.check(opened)
+        tampering.check(opened)
     now = int(time.time() * 1000)
-    numbers = {**numbers, **sums.carried(opened, numbers, files, removed)}
+    numbers = {**numbers, **tampering.carried(opened, numbers, files, removed)}
     before, token = opened.version, uuid.uuid4().hex
     try:
         with opened.lock:
@@ -270,7 +270,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
     writer changed the schema since the table was opened. ``create_write_transaction`` leaves a table's schema as it was
     even when the files are wider, and ``alter.add_columns`` refuses another type: an overwrite of no rows does it.
     """
-    schema = widening.widened(opened.schema, wanted)
+    schema = storage.widened(opened.schema, wanted)
     if Schema.from_arrow(schema).to_json() == opened.delta_schema.to_json():
         return opened
     before, token = opened.version, uuid.uuid4().hex
@@ -302,14 +302,14 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
 
 
 def _failed(uri: str, error: Exception, what: str, cure: str = "") -> LakeError:
-    return storage.failure(uri, error, f"table {uri}: {what}: {refusals.first_line(error)}.{cure}")
+    return storage.failure(uri, error, f"table {uri}: {what}: {stores.first_line(error)}.{cure}")
 
 
 def _check_refused(opened: Opened, found: Opened | None, error: Exception) -> None:
     """TableUnsupported where a commit failed and nobody was first: the table asks for a feature that delta-rs can't write."""
     if isinstance(error, CommitFailedError) and found is not None and found.version == opened.version:
         raise TableUnsupported(
-            f"table {opened.uri} could not be written, and nothing was committed: {refusals.first_line(error)}. {_WITHOUT}"
+            f"table {opened.uri} could not be written, and nothing was committed: {stores.first_line(error)}. {_WITHOUT}"
         ) from None
 
 
@@ -318,7 +318,7 @@ def _check_log(opened: Opened, found: Opened | None, error: Exception) -> None:
     entry of the version that the commit is based on, and all later ones."""
     if found is None or found.version == opened.version:
         return
-    if not log_entries.are_whole(opened.uri, opened.version, found.version):
+    if not log.are_whole(opened.uri, opened.version, found.version):
         raise CommitConflict(
             f"table {opened.uri}: the commit is based on version {opened.version}, the table is at version {found.version},"
             " and log entries between them were cleaned up. Nothing of the commit is visible; run again"

@@ -1,16 +1,36 @@
-"""Which Java runs the broker, the registry and Spark.
+"""Java: which installation runs Kafka, the registry and Spark, and which jars they run.
+
+Which Java runs the broker, the registry and Spark.
 
 Spark 4 needs Java 17 or 21 with the module ``jdk.incubator.vector``, which trimmed runtimes leave out; Kafka and
 the registry are content with the same.
+
+Downloads jars that PySpark lacks from Maven Central, once per user: the broker, the registry, and Spark's S3
+client.
+
+PySpark's own Ivy downloads the jars into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). One rename moves a finished
+folder to its place. A kill during the download therefore leaves no folder that looks finished.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+from filelock import FileLock
 
 from zync_assets.errors import SetupError
 
@@ -89,3 +109,194 @@ def _ask(executable: Path) -> str:
     if match is None:
         raise SetupError(f"Java at {executable} does not tell its version. {INSTALL}.")
     return match.group(1)
+
+
+KAFKA_VERSION = "4.1.2"
+REGISTRY_VERSION = "2.6.13.Final"
+CENTRAL = "https://repo1.maven.org/maven2/"
+
+# slf4j-simple is the smallest of slf4j's back ends; without one Kafka logs nothing at all. Its version is the
+# slf4j-api's that Kafka depends on.
+IVY = f"""<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
+  <info organisation="zync" module="local-services"/>
+  <configurations><conf name="kafka"/><conf name="registry"/></configurations>
+  <dependencies>
+    <dependency org="org.apache.kafka" name="kafka_2.13" rev="{KAFKA_VERSION}" conf="kafka->runtime,master"/>
+    <dependency org="org.slf4j" name="slf4j-simple" rev="1.7.36" conf="kafka->runtime,master"/>
+    <dependency org="io.apicurio" name="apicurio-registry-app" rev="{REGISTRY_VERSION}" transitive="false"
+                conf="registry->*">
+      <artifact name="apicurio-registry-app" type="tar.gz" ext="tar.gz" m:classifier="all"/>
+    </dependency>
+  </dependencies>
+</ivy-module>
+"""
+
+
+HADOOP_VERSION = "3.4.2"
+"""The version of PySpark's own Hadoop."""
+_SDK_VERSION = "2.29.52"
+"""The version of the AWS SDK that this hadoop-aws was built with."""
+
+# Hadoop depends on the SDK's bundle of all services (600 MB). S3 needs only these modules (10 MB). PySpark itself has the
+# other dependencies.
+S3_IVY = f"""<ivy-module version="2.0">
+  <info organisation="zync" module="spark-s3"/>
+  <configurations><conf name="jars"/></configurations>
+  <dependencies>
+    <dependency org="org.apache.hadoop" name="hadoop-aws" rev="{HADOOP_VERSION}" transitive="false" conf="jars->master"/>
+    <dependency org="software.amazon.awssdk" name="s3" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <dependency org="software.amazon.awssdk" name="s3-transfer-manager" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <dependency org="software.amazon.awssdk" name="sts" rev="{_SDK_VERSION}" conf="jars->runtime,master"/>
+    <exclude org="org.slf4j"/><exclude org="io.netty"/><exclude org="org.apache.httpcomponents"/>
+    <exclude org="commons-codec"/><exclude org="commons-logging"/>
+  </dependencies>
+</ivy-module>
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Jars that are fetched together. ``ivy``: the Ivy file; ``label`` and ``what``: for those who wait, and in errors."""
+
+    name: str
+    ivy: str
+    label: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Jars:
+    """``kafka``: the folder of all jars of the broker; ``registry``: the registry's runnable jar."""
+
+    kafka: Path
+    registry: Path
+
+
+_SERVICES = Bundle(
+    "services",
+    IVY,
+    f"Kafka {KAFKA_VERSION} and Apicurio Registry {REGISTRY_VERSION} (180 MB)",
+    "Kafka and the schema registry",
+)
+_S3 = Bundle("spark-s3", S3_IVY, f"Spark's way to S3, hadoop-aws {HADOOP_VERSION} (10 MB)", "Spark's jars for S3")
+
+
+def resolve(java: Path) -> Jars:
+    """The jars of this user's cache, fetched first where they are not there (180 MB, about a minute).
+
+    Raises SetupError when they can't be fetched. Safe for several processes at once.
+    """
+    home = fetched(_SERVICES, lambda: java, _unpack_registry)
+    return Jars(kafka=home / "kafka", registry=next((home / "registry").glob("*-runner.jar")))
+
+
+def spark_s3_jars(java: Callable[[], Path]) -> list[Path]:
+    """The jars that Spark needs for ``s3a://``; as ``resolve``. ``java`` is asked for only where they are to be fetched."""
+    return sorted((fetched(_S3, java) / "jars").glob("*.jar"))
+
+
+def fetched(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Path], None] | None = None) -> Path:
+    """The folder of a bundle in this user's cache, with a folder of jars for each of its configurations.
+
+    ``finish`` may change the folder before the folder moves to its final place.
+    """
+    cache = cache_dir()
+    home = cache / f"{bundle.name}-{hashlib.sha256(bundle.ivy.encode()).hexdigest()[:12]}"
+    if not home.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{bundle.name}.lock"):
+                if not home.is_dir():
+                    _fetch(bundle, java(), cache, home, finish)
+        except OSError as error:
+            raise SetupError(f"{bundle.what} could not be stored in {cache}: {error}.") from error
+    return home
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zync"
+
+
+def _fetch(bundle: Bundle, java: Path, cache: Path, home: Path, finish: Callable[[Path], None] | None) -> None:
+    prefix = f"fetching-{bundle.name}-"
+    for leftover in cache.glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    print(f"fetching {bundle.label} …", file=sys.stderr)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
+    try:
+        _run_ivy(bundle, java, work)
+        done = work / "out"
+        if finish is not None:
+            finish(done)
+        done.rename(home)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack_registry(done: Path) -> None:
+    (archive,) = (done / "registry").iterdir()
+    with tarfile.open(archive) as tar:
+        tar.extractall(done / "registry", filter="data")
+    archive.unlink()
+
+
+def _run_ivy(bundle: Bundle, java: Path, work: Path) -> None:
+    # Spark's own variable for a mirror; Maven Central where it is not set.
+    root = os.environ.get("DEFAULT_ARTIFACT_REPOSITORY") or CENTRAL
+    (work / "settings.xml").write_text(
+        '<ivysettings><settings defaultResolver="central"/>'
+        f"<caches defaultCacheDir={quoteattr(str(work / 'cache'))}/>"
+        '<resolvers><ibiblio name="central" m2compatible="true" '
+        f"root={quoteattr(root.rstrip('/') + '/')}/></resolvers></ivysettings>"
+    )
+    (work / "ivy.xml").write_text(bundle.ivy)
+    pattern = f"{work}/out/[conf]/[artifact]-[revision](-[classifier]).[ext]"
+    command = [
+        java,
+        *_proxies(),
+        "-jar",
+        _ivy_jar(),
+        "-settings",
+        work / "settings.xml",
+        "-ivy",
+        work / "ivy.xml",
+    ]
+    answer = subprocess.run(
+        [*command, "-retrieve", pattern],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if answer.returncode != 0:
+        reasons = [line.strip() for line in answer.stdout.splitlines() if "not found" in line or "SERVER ERROR" in line]
+        detail = f" ({reasons[0]})" if reasons else ""
+        raise SetupError(
+            f"{bundle.what} could not be fetched from {_without_login(root)}{detail}: the first "
+            "start takes a network. Behind a proxy set HTTPS_PROXY, for a mirror DEFAULT_ARTIFACT_REPOSITORY."
+        )
+
+
+def _without_login(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _ivy_jar() -> Path:
+    # find_spec does not import the package, which takes seconds.
+    spec = importlib.util.find_spec("pyspark")
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for jar in Path(location, "jars").glob("ivy-*.jar"):
+            return jar
+    raise SetupError("PySpark carries no ivy-*.jar here: install it whole (pip install --force-reinstall pyspark).")
+
+
+def _proxies() -> list[str]:
+    """The proxies of this environment as the JVM's properties."""
+    options: list[str] = []
+    for scheme, url in urllib.request.getproxies().items():
+        parts = urllib.parse.urlsplit(url)
+        if scheme in ("http", "https") and parts.hostname:
+            options.append(f"-D{scheme}.proxyHost={parts.hostname}")
+            options.append(f"-D{scheme}.proxyPort={parts.port or 80}")
+    return options

@@ -1,20 +1,31 @@
-"""Processes that outlive their starter. A token on the command line identifies such a process.
+"""Processes beside this one: found again by a token, and Python processes with this package.
 
-A pid alone proves nothing, because the system gives the pid to another process later. Every start makes a new token, and
-only the started process has this token. The token also finds a process whose starter died before it could write the pid.
+Processes that outlive their starter. A token on the command line identifies such a process.
+
+A pid alone proves nothing, because the system gives the pid to another process later. Every start makes a new token,
+and only the started process has this token. The token also finds a process whose starter died before it could write the
+pid.
+
+Python processes that this package needs beside its own: Spark's workers, a shared Spark server, a rehearsal.
+
+None of them may import from the current folder. A user's file ``re.py`` there would stand in for Python's own ``re``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+import zync_assets
 from zync_assets.errors import SetupError
 
 TOKEN_PROPERTY = "zync.service"
@@ -116,3 +127,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+_ORIGIN = "import importlib.util as u; found = u.find_spec('zync_assets'); print(found.origin if found else '')"
+
+
+def python_environment() -> dict[str, str]:
+    """The environment variables with which a Python process imports this package, and nothing from the current folder."""
+    return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
+
+
+def python_path() -> str:
+    """PYTHONPATH for a process in another folder: absolute, and with this package where it is not installed."""
+    # Python takes an empty part for the current folder.
+    given = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    root = Path(zync_assets.__file__).resolve().parents[1]
+    own = [] if _is_installed(root) else [str(root)]
+    return os.pathsep.join(dict.fromkeys([*own, *given]))
+
+
+@functools.cache
+def _is_installed(root: Path) -> bool:
+    """Whether Python finds this package in ``root`` by itself. Of an editable install only Python knows."""
+    if root.name in ("site-packages", "dist-packages"):
+        return True
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    asked = subprocess.run([sys.executable, "-P", "-c", _ORIGIN], env=bare, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() == str(root / "zync_assets" / "__init__.py")

@@ -2,11 +2,14 @@
 
 The files of both services lie in one folder, the state folder. This module never touches processes of other folders, nor
 files that were in the folder before.
+
+The demo's files in the repository, and the demo's own services.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 from collections.abc import Generator, Iterable, Mapping
@@ -18,9 +21,21 @@ import psutil
 from filelock import FileLock
 
 from zync_assets.errors import SetupError
-from zync_assets.local import jars, java, processes, registry
-from zync_assets.local.start import LABELS, Setup, await_ready, check_free, launch, running, settle
-from zync_assets.local.state import FILE, NAMES, Name, State, load
+from zync_assets.local import java, processes, startup
+from zync_assets.local.startup import (
+    FILE,
+    LABELS,
+    NAMES,
+    Name,
+    Setup,
+    State,
+    await_ready,
+    check_free,
+    launch,
+    load,
+    running,
+    settle,
+)
 
 LOCK = "services.lock"
 NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
@@ -76,7 +91,7 @@ def up(
         for name in missing:
             check_free(name, chosen[name])
         tool = java.find_java()
-        setup = Setup(home, tool, jars.resolve(tool), chosen, broker_properties)
+        setup = Setup(home, tool, java.resolve(tool), chosen, broker_properties)
         try:
             for name in missing:
                 state = launch(setup, state, name)
@@ -195,9 +210,47 @@ def _remove(state: State, home: Path) -> None:
 def _services(home: Path, state: State) -> Services:
     return Services(
         bootstrap_servers=f"127.0.0.1:{state.kafka.port}" if state.kafka else "",
-        registry_url=registry.url(state.registry.port) if state.registry else "",
+        registry_url=startup.registry_url(state.registry.port) if state.registry else "",
         state_dir=home,
         lake=Path(state.lake),
         kafka_pid=running(state, "kafka"),
         registry_pid=running(state, "registry"),
     )
+
+
+TOPICS = ("Invoices", "InvoiceStatus")
+BATCHES = 4
+
+
+def demo_folder() -> Path:
+    """The folder ``demo`` of the repository: below the current folder, else beside the package.
+
+    Raises SetupError where it is in neither place.
+    """
+    for base in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (base / "demo" / "invoices.yaml").is_file():
+            return base / "demo"
+    raise SetupError("the demo's files are not here: run this in a clone of the repository, which has a folder demo.")
+
+
+def demo_services_folder() -> Path:
+    """The folder of the demo's services and lake: ZYNC_DEMO_DIR, else ``~/.zync/demo``."""
+    return Path(os.environ.get("ZYNC_DEMO_DIR") or Path.home() / ".zync" / "demo")
+
+
+def demo_environment(services: Services | None = None) -> dict[str, str]:
+    """The environment in which the demo's pipeline is loaded: this process's, with the demo's own services and lake.
+
+    Without ``services``, the services of the last demo; without a last demo, only the environment of this process.
+    """
+    found = services or status(demo_services_folder())
+    return {**os.environ, **addresses(found)} if found else dict(os.environ)
+
+
+def addresses(services: Services) -> Mapping[str, str]:
+    """The environment variables of the demo's pipeline file."""
+    return {
+        "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
+        "SCHEMA_REGISTRY_URL": services.registry_url,
+        "ZYNC_LAKE": str(services.lake),
+    }

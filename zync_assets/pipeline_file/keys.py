@@ -1,6 +1,8 @@
 """A key of the pipeline file: the name that the reader accepts, and the description that ``zync help`` prints.
 
 The readers take their known names from these definitions. A key without a description therefore does not exist.
+
+The keys of ``transforms`` and of ``shape``, with their descriptions.
 """
 
 from __future__ import annotations
@@ -76,3 +78,154 @@ def near(known: Mapping[str, Key], path: str) -> list[str]:
         if key.name == name
     ]
     return list(dict.fromkeys([*by_path, *by_name]))[:3]
+
+
+RULE_TYPES = ("denorm", "stateless")
+
+
+def input_shape() -> Key:
+    """The key ``shape`` of an input."""
+    return Key(
+        "shape",
+        "a mapping",
+        "Filters and maps each record before the record reaches the lake. The lake never gets the rest, except for"
+        " quarantined records, which stay whole.",
+        "shape: {where: value.op <> 'r', value: value.after}",
+        default="none",
+        keys=_shape("`kafka`, `key` and `value` of the record"),
+    )
+
+
+def output_shape() -> Key:
+    """The key ``shape`` of an output."""
+    return Key(
+        "shape",
+        "a mapping",
+        "Filters and maps each output of the rules before it is numbered. The inputs of a filtered output are *dropped*.",
+        "shape: {value: {ID: value.ID}}",
+        default="none",
+        keys=_shape("`key` and `value` of the output"),
+    )
+
+
+def _shape(roots: str) -> tuple[Key, ...]:
+    return (
+        Key(
+            "where",
+            "a condition in Spark SQL",
+            f"Keeps the records for which the condition holds; null counts as no. It sees {roots}.",
+            "shape: {where: value.ID IS NOT NULL}",
+            default="all are kept",
+        ),
+        Key(
+            "key",
+            "an expression, or a mapping of names to expressions",
+            "The new key.",
+            "shape: {key: key}",
+            default="the key as it is",
+        ),
+        Key(
+            "value",
+            "an expression, or a mapping of names to expressions",
+            "The new value. A null value stays null.",
+            "shape: {value: {ID: value.ID}}",
+            default="the value as it is",
+        ),
+    )
+
+
+WHERE_SIDES: tuple[Key, ...] = (
+    Key(
+        "left",
+        "a condition in Spark SQL",
+        "The condition on records of the left topic.",
+        "where: {left: value.op = 'c'}",
+        default="all records but tombstones",
+    ),
+    Key(
+        "right",
+        "a condition in Spark SQL",
+        "The condition on records of the right topic.",
+        "where: {right: value.op = 'c'}",
+        default="all records but tombstones",
+    ),
+)
+RULE: tuple[Key, ...] = (
+    Key(
+        "name",
+        "one line of text",
+        "The rule's name in the account, in `zync pending` and in the outputs. Name the rules of a file that will be"
+        " edited.",
+        "name: new-invoice",
+        default="position and type: `1-denorm`",
+    ),
+    Key(
+        "type",
+        "one of the allowed values",
+        "The kind of rule. `stateless` makes an output of one record. `denorm` makes an output of two records with the same"
+        " join key.",
+        "type: denorm",
+        required=True,
+        allowed=RULE_TYPES,
+    ),
+    Key(
+        "where",
+        "a condition in Spark SQL, or for a denorm rule a mapping of `left` and `right`",
+        "The records that the rule takes, by `kafka`, `key` and `value`. A rule without `where` takes every record but"
+        " tombstones. The first rule of a staging pool that names the topic and whose `where` holds gets the record.",
+        "where: value.op IN ('c', 'r')",
+        default="all records but tombstones",
+        keys=WHERE_SIDES,
+    ),
+    Key(
+        "in",
+        "a topic of `inputs`",
+        "The topic of a stateless rule. Its expressions see the record as `in`.",
+        "type: stateless\nin: Invoices\nkey: in.key\nvalue: in.value",
+    ),
+    Key(
+        "left",
+        "a topic of `inputs`",
+        "The first topic of a denorm rule. Expressions see its record as `left`.",
+        "left: Invoices",
+    ),
+    Key(
+        "right",
+        "a topic of `inputs`",
+        "The second topic of a denorm rule. Expressions see its record as `right`.",
+        "right: InvoiceStatus",
+    ),
+    Key(
+        "join-on",
+        "equalities joined by AND",
+        "The join key of a denorm rule. Each equality compares an expression of `left` with one of `right`. The k-th left"
+        " record of a key pairs with the k-th right record; a null key matches nothing.",
+        "join-on: left.value.after.ID = right.value.after.InvoiceID",
+    ),
+    Key(
+        "out", "a topic of `outputs`", "The topic that gets the outputs of the rule.", "out: NewInvoices", required=True
+    ),
+    Key(
+        "key",
+        "an expression, a mapping of names to expressions, or null",
+        "The key of the output. Mappings nest as deep as needed.",
+        "key: {ID: left.value.after.ID}",
+        required=True,
+    ),
+    Key(
+        "value",
+        "an expression, a mapping of names to expressions, or null",
+        "The value of the output; null makes a tombstone. A field that the mapping does not name is left out, a field that"
+        " it sets to `NULL` is erased.",
+        "value: {ID: left.value.after.ID, status: right.value.after.status}",
+        required=True,
+    ),
+    Key(
+        "headers",
+        "a mapping of names to expressions, or one expression",
+        "The headers of the output, strings or binary; a null header is left out. `in.kafka.headers` passes all headers of"
+        " the record on.",
+        "headers: {origin: left.kafka.topic}",
+        default="none",
+    ),
+)

@@ -24,19 +24,19 @@ from dagster import (
 )
 
 from zync_assets.assets.build import build_definitions
+from zync_assets.assets.io_managers import PoolIOManager
 from zync_assets.assets.names import Names
-from zync_assets.assets.pool_io import PoolIOManager
-from zync_assets.checks.all_checks import run_all
+from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BrokerUnavailable
+from zync_assets.etl.commit import EtlBatch
 from zync_assets.kafka.topics import high_watermark, topic_states
-from zync_assets.lake import checked, raw, staging, tables
-from zync_assets.lake.checked import Look, open_checked
+from zync_assets.lake import check_results, raw, staging, tables
+from zync_assets.lake.check_results import Look, open_checked
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
-from zync_assets.steps.etl import EtlBatch
-from zync_assets.steps.loops import etl_all, ingest_all
-from zync_assets.steps.session import spark_session
+from zync_assets.runner import etl_all, ingest_all
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
 from zync_assets_tests.assets.test_sensor import Ticks, settled
 from zync_assets_tests.checks.damage import Rows, change_account, edit, take_out
@@ -156,7 +156,7 @@ class TestBlocks:
         # A record of blocks that can't be read holds back its own step, and no other topic's.
         (block,) = Path(rig.pipeline.lake, "~checked", "Raw").glob("block-*.parquet")
         away = block.rename(block.with_suffix(".away"))
-        checked._read.cache_clear()  # as in another process
+        check_results._read.cache_clear()  # as in another process
         rig.send(rig.payments, payments(7))
         assert [request.job_name for request in ticks().run_requests or ()] == [rig.names.ingest_job(rig.payments)]
         away.rename(block)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from zync_assets.ingest import commit
+from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import topic_states
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps import ingest
-from zync_assets.steps.session import spark_session
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import make_pipeline, orders, payments, send
 from zync_assets_tests.assets.webserver import ROOT, free_port, stop
 
@@ -47,9 +48,9 @@ def test_the_sensor_alone_fills_the_topic_also_after_a_step_outside(
         send(pipeline, f"{unique}.payments", payments(3))
         spark = spark_session(pipeline.spark)
         for item in pipeline.inputs:
-            plan = ingest.plan_ingest(pipeline, item.topic)
+            plan = ingest_plan.plan_ingest(pipeline, item.topic)
             if not plan.nothing_to_do:
-                ingest.commit_raw(pipeline, ingest.read_input(spark, pipeline, plan))
+                commit.commit_raw(pipeline, ingest_plan.read_input(spark, pipeline, plan))
         assert filled(pipeline, 3), log.read_text()[-5000:]
     finally:
         stop(process)

@@ -11,25 +11,17 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
-from dagster import (
-    AssetIn,
-    AssetKey,
-    Definitions,
-    InputContext,
-    IOManager,
-    OutputContext,
-    asset,
-)
+from dagster import AssetIn, AssetKey, Definitions, InputContext, IOManager, OutputContext, asset
 from pyspark.sql import DataFrame
 
-from zync_assets.assets import pool_io, resources
+from zync_assets.assets import io_managers, resources
 from zync_assets.assets.build import build_definitions
+from zync_assets.etl.commit import EtlPlan
+from zync_assets.ingest import plan
+from zync_assets.ingest.plan import RawBatch
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps import ingest
-from zync_assets.steps.etl import EtlPlan
-from zync_assets.steps.ingest import RawBatch
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
 from zync_assets_tests.checks.chain import run_steps
 
@@ -147,7 +139,7 @@ def test_a_key_that_is_not_of_the_grid_is_refused_before_its_run_does_anything(r
 def test_a_run_over_many_offsets_is_several_commits(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.send(rig.orders, orders(1, 2, 3, 4, 5))
     rig.send(rig.orders, orders(6), partition=1)
-    monkeypatch.setitem(ingest.plan_ingest.__kwdefaults__, "limit", 2)
+    monkeypatch.setitem(plan.plan_ingest.__kwdefaults__, "limit", 2)
     said = told(rig.ingest(rig.orders, OPEN, SECOND), rig.names.pool_key("Raw", rig.orders))
     assert (said[OPEN]["rows"], said[SECOND]["rows"]) == (5, 1)
     assert (said[OPEN]["ingested"], said[OPEN]["commits"]) == (6, 3)
@@ -266,7 +258,7 @@ def test_a_writer_that_was_first_is_taken_into_account(
     rig.send(rig.orders, orders(8))
     rig.send(rig.payments, payments(8))
     rig.ingest(rig.orders)
-    look, raced = pool_io.plan_etl, list[str]()
+    look, raced = io_managers.plan_etl, list[str]()
 
     def slow(pipeline: Pipeline, pool: str) -> EtlPlan:
         plan = look(pipeline, pool)
@@ -275,7 +267,7 @@ def test_a_writer_that_was_first_is_taken_into_account(
             run_steps(rig.pipeline)
         return plan
 
-    monkeypatch.setattr(pool_io, "plan_etl", slow)
+    monkeypatch.setattr(io_managers, "plan_etl", slow)
     done = rig.stage()
     assert told(done, rig.names.pool_key("Staging", rig.sales))[OPEN]["rows"] == batches_before + 1
     assert told(done, rig.names.topic_key(rig.sales))[OPEN]["rows"] == batches_before + 1
@@ -291,7 +283,7 @@ def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch:
     rig.send(rig.payments, payments(8))
     rig.ingest(rig.orders)
     rig.ingest(rig.payments)
-    look, raced = pool_io.plan_etl, list[str]()
+    look, raced = io_managers.plan_etl, list[str]()
 
     def slow(pipeline: Pipeline, pool: str) -> EtlPlan:
         plan = look(pipeline, pool)
@@ -302,6 +294,6 @@ def test_a_retention_that_was_first_is_taken_into_account(rig: Rig, monkeypatch:
         return plan
 
     before = [staging.open_staging(rig.pipeline.lake, "Staging")]
-    monkeypatch.setattr(pool_io, "plan_etl", slow)
+    monkeypatch.setattr(io_managers, "plan_etl", slow)
     assert told(rig.stage(), rig.names.pool_key("Staging", rig.sales))[OPEN]["rows"] == 2
     assert raced

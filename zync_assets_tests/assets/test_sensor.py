@@ -28,16 +28,17 @@ from dagster import (
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets import pipeline_file
-from zync_assets.assets import facts, outside, sensor
+from zync_assets.assets import facts, sensor
 from zync_assets.assets.build import build_definitions
-from zync_assets.assets.failure import TickFailed
+from zync_assets.assets.facts import TickFailed
 from zync_assets.assets.names import Names
+from zync_assets.ingest import commit
+from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
 from zync_assets.lake import raw
 from zync_assets.local.services import Services
-from zync_assets.steps import ingest
-from zync_assets.steps.loops import etl_all
-from zync_assets.steps.session import spark_session
+from zync_assets.runner import etl_all
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
 from zync_assets_tests.checks.chain import run_steps
 from zync_assets_tests.lake.rows import SCHEMA
@@ -182,8 +183,8 @@ def test_what_zync_did_before_the_instance_is_checked_once(rig: Rig, ticks: Tick
 def test_one_step_outside_and_the_sensor_does_the_rest(rig: Rig, ticks: Ticks) -> None:
     settled(rig, ticks)
     rig.send(rig.payments, payments(-7))
-    plan = ingest.plan_ingest(rig.pipeline, rig.payments)
-    ingest.commit_raw(rig.pipeline, ingest.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
+    plan = ingest_plan.plan_ingest(rig.pipeline, rig.payments)
+    commit.commit_raw(rig.pipeline, ingest_plan.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
     result = ticks()
     assert jobs(result) == [rig.names.staging_job("Staging")]
     assert reported(result)[f"Raw/{rig.payments}", OPEN] == 0
@@ -307,8 +308,8 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
     lost = Path(state.opened.uri) / raw.raw_files(state)[0].path
     lost.unlink()
     rig.send(rig.orders, orders(2))
-    plan = ingest.plan_ingest(rig.pipeline, rig.orders)
-    ingest.commit_raw(rig.pipeline, ingest.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
+    plan = ingest_plan.plan_ingest(rig.pipeline, rig.orders)
+    commit.commit_raw(rig.pipeline, ingest_plan.read_input(spark_session(rig.pipeline.spark), rig.pipeline, plan))
     rig.send(rig.payments, payments(-3))
 
     now = time.time()
@@ -391,7 +392,7 @@ def test_an_output_that_fails_in_runs_lets_the_other_outputs_go_on(
     rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zync_assets.assets.runs.FIRST_WAIT", 300.0)
-    monkeypatch.setattr("zync_assets.assets.trouble.LASTS_SECONDS", 3600.0)
+    monkeypatch.setattr("zync_assets.assets.runs.LASTS_SECONDS", 3600.0)
     settled(rig, ticks)
     rig.send(rig.orders, orders(1))
     rig.send(rig.payments, payments(1, -5))
@@ -452,13 +453,13 @@ def partitions_of(rig: Rig, topic: str) -> int:
     return len(topic_states(rig.pipeline.kafka, [topic])[topic].partitions)
 
 
-def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, outside.Standing]:
+def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, sensor.Standing]:
     """The orders' topic as it would be with these ends of its partitions."""
-    plan = ingest.plan_ingest(rig.pipeline, rig.orders)
+    plan = ingest_plan.plan_ingest(rig.pipeline, rig.orders)
     parts = tuple(PartitionState(partition, 0, end) for partition, end in enumerate(ends))
     plan = replace(plan, topic_state=replace(plan.topic_state, partitions=parts))
     made = facts.Facts({rig.orders: plan}, {}, {})
-    return made, next(outside.standings(rig.names, made))
+    return made, next(sensor.standings(rig.names, made))
 
 
 def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,8 +476,8 @@ def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, mo
     cursor: dict[str, Any] = {}
     reported: list[str | None] = []
     for turn in range(12):
-        events, cursor = outside.news(made, rig.instance, standing, cursor, 1e9 + 5 * turn)
-        assert len(events) <= outside.RANGES
+        events, cursor = sensor.news(made, rig.instance, standing, cursor, 1e9 + 5 * turn)
+        assert len(events) <= sensor.RANGES
         assert len(queries) <= turn + 1
         reported += [event.partition for event in events if isinstance(event, AssetMaterialization)]
     assert len(set(reported)) == len(reported) == 402
@@ -485,10 +486,10 @@ def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, mo
 
 def test_what_runs_reported_is_looked_up_at_once(rig: Rig) -> None:
     made, standing = grown(rig, [20_000_005])
-    events, _ = outside.news(made, rig.instance, standing, {}, 1e9)
+    events, _ = sensor.news(made, rig.instance, standing, {}, 1e9)
     for event in events[1:]:
         rig.instance.report_runless_asset_event(event)
-    again, cursor = outside.news(made, rig.instance, standing, {}, 1e9)
+    again, cursor = sensor.news(made, rig.instance, standing, {}, 1e9)
     assert [event.partition for event in again] == [OPEN]
     assert cursor["next"] == {"0": 20_000_005}
 
@@ -502,7 +503,7 @@ def test_a_day_of_a_live_topic_makes_a_bounded_number_of_events(rig: Rig) -> Non
         ends = {partition: (tick + 1) * (partition + 1) for partition in range(7)}
         parts = tuple(PartitionState(partition, 0, end) for partition, end in ends.items())
         now = facts.Facts({rig.orders: replace(plan, topic_state=replace(plan.topic_state, partitions=parts))}, {}, {})
-        events, cursor = outside.news(now, rig.instance, replace(standing, next=ends), cursor, start + 5 * tick)
+        events, cursor = sensor.news(now, rig.instance, replace(standing, next=ends), cursor, start + 5 * tick)
         counts.update(event.partition for event in events)
     assert counts.total() <= 24 * 60 + 20
     assert len(counts) == 7 and max(counts.values()) - min(counts.values()) <= 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from zync_assets.cli.output import print_rows
+from zync_assets.cli.terminal import print_rows
 from zync_assets_tests.bench import codecs
 from zync_assets_tests.bench.etl import measure_etl
 from zync_assets_tests.bench.idle import measure_idle

@@ -14,8 +14,7 @@ from typing import Any
 import fastavro
 import pyarrow as pa
 
-from zync_assets.codecs.decode import make_decoder
-from zync_assets.codecs.encode import make_encoder
+from zync_assets.codecs.dispatch import make_decoder, make_encoder
 from zync_assets.pipeline import SideFormat
 
 COLUMNS = (

@@ -15,14 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from confluent_kafka import Producer
 
-from zync_assets.codecs.encode import make_encoder
+from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.writer import RangeWriter
+from zync_assets.lake.raw_files import HEADERS_TYPE, KAFKA_TYPE, RangeWriter, raw_schema
 from zync_assets.pipeline import Pipeline
-from zync_assets.records import HEADERS_TYPE, KAFKA_TYPE, raw_schema
 
 EPOCH = 1_700_000_000_000
 SLICE = 100_000

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.loops import etl_all
+from zync_assets.runner import etl_all
 from zync_assets_tests.bench.data import EPOCH, Known, append_raw, opened_raw, texts
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import TASKS, World

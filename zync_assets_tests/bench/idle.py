@@ -12,7 +12,7 @@ from dagster import DagsterInstance, build_sensor_context
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.names import Names
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.loops import etl_all, ingest_all, publish_all
+from zync_assets.runner import etl_all, ingest_all, publish_all
 from zync_assets_tests.bench import data
 from zync_assets_tests.bench.ingest import REST
 from zync_assets_tests.bench.table import time_row

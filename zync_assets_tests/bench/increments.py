@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zync_assets.lake import raw, staging
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.loops import etl_all
+from zync_assets.runner import etl_all
 from zync_assets_tests.bench.data import Known
 from zync_assets_tests.bench.etl import REST, append_invoices
 from zync_assets_tests.bench.table import time_row

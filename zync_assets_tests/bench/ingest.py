@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.loops import ingest_all
+from zync_assets.runner import ingest_all
 from zync_assets_tests.bench import data
 from zync_assets_tests.bench.references import consume
 from zync_assets_tests.bench.table import rate_row

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.publish import recreate_topic
+from zync_assets.publish.commit import recreate_topic
 from zync_assets_tests.bench import data
 from zync_assets_tests.bench.etl import REST as ETL
 from zync_assets_tests.bench.etl import append_invoices

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.encoding import encoded_rows, staged_topic
-from zync_assets.steps.loops import etl_all, publish_all
-from zync_assets.steps.publish import recreate_topic
+from zync_assets.publish.commit import recreate_topic
+from zync_assets.publish.encoding import encoded_rows, staged_topic
+from zync_assets.runner import etl_all, publish_all
 from zync_assets_tests.bench.data import EPOCH, append_raw, orders, texts
 from zync_assets_tests.bench.references import prepare_records, produce
 from zync_assets_tests.bench.table import rate_row

@@ -26,7 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.lake import cleaning, compaction, fold, published, raw, staging, storage, tables, times
+from zync_assets.etl import pending
+from zync_assets.lake import compaction, publication, raw, raw_files, staging, storage, tables
 from zync_assets.lake.staging import ACCOUNT_FOLDER, BASE_SCHEMA, Head, OutputPosition, Position
 from zync_assets.lake.tables import DataFile
 from zync_assets_tests.bench import data
@@ -84,7 +85,7 @@ class _Sample:
     @property
     def amortised(self) -> float:
         """Seconds of upkeep a round."""
-        return float(np.mean(self.upkeep)) + self.sweep / (cleaning.SWEEP_HOURS * HOUR)
+        return float(np.mean(self.upkeep)) + self.sweep / (compaction.SWEEP_HOURS * HOUR)
 
     @property
     def whole(self) -> float:
@@ -168,7 +169,7 @@ class _Run:
 
     def _swept(self, uri: str) -> object:
         opened = tables.open_table(uri)
-        return opened and cleaning.unneeded(opened, cleaning.RETENTION_HOURS)
+        return opened and compaction.unneeded(opened, compaction.RETENTION_HOURS)
 
     def _leap_records(self, records: int) -> None:
         """Commit files of LARGE records to the raw table and to the output."""
@@ -202,18 +203,18 @@ class _Run:
         raw_state = raw.open_raw(self.lake, "Raw", TOPIC)
         if raw_state is not None:
             raw.check_whole(raw_state)
-            times.highest_times(raw_state)
+            raw_files.highest_times(raw_state)
         data.append_raw(self.lake, "Raw", TOPIC, offsets, data.texts("k", offsets), values, stamps)
         self._transform(first)
         for window, verified in ((self.end, first), (self.end, self.end)):
-            known = published.open_published(self.lake, POOL, OUT)
-            published.commit_published(self.lake, POOL, known, window=window, verified=verified, topic_id="id")
+            known = publication.open_published(self.lake, POOL, OUT)
+            publication.commit_published(self.lake, POOL, known, window=window, verified=verified, topic_id="id")
 
     def _transform(self, first: int) -> None:
         before = staging.open_staging(self.lake, POOL)
         raw_state = raw.open_raw(self.lake, "Raw", TOPIC)
         assert raw_state is not None
-        times.carried_times(raw_state.files, raw_state.reached)
+        raw_files.carried_times(raw_state.files, raw_state.reached)
         if before is not None:
             staging.check_whole(before)
         head = self._next_head(before.head if before else Head())
@@ -222,7 +223,7 @@ class _Run:
         rows = [{"kind": "done", "topic": TOPIC, "partition": 0, "first": first, "end": self.end, "count": self.rate}]
         files = [staging.write_ledger(uri, f"{folder}/{staging.ACCOUNT_FOLDER}/part-0.parquet", rows)]
         files.append(self._outputs(uri, f"{folder}/topic={OUT}/part-0.parquet", first))
-        folded, removed = fold.fold_ledger(before) if before else ([], [])
+        folded, removed = pending.fold_ledger(before) if before else ([], [])
         staging.commit_batch(self.lake, POOL, before, head, BASE_SCHEMA, [*files, *folded], removed)
         after = staging.open_staging(self.lake, POOL)
         assert after is not None
@@ -251,7 +252,7 @@ class _Run:
         return DataFile(path, size, count, 0, first, self.end - 1, group=OUT)
 
     def _keep_up(self) -> None:
-        """As ``steps.upkeep`` does, without Spark."""
+        """As ``upkeep`` does, without Spark."""
         for uri in self._tables():
             opened = tables.open_table(uri)
             if opened is None:
@@ -260,8 +261,8 @@ class _Run:
             if runs:
                 compaction.commit(opened, [compaction.rewrite(uri, run, opened.schema) for run in runs], runs)
                 opened = tables.open_table(uri)
-            if opened is not None and cleaning.is_due(opened):
-                cleaning.clean(opened)
+            if opened is not None and compaction.is_due(opened):
+                compaction.clean(opened)
 
 
 def _timed(work: Callable[[], object]) -> float:

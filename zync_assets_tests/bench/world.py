@@ -16,7 +16,7 @@ from zync_assets import pipeline_file
 from zync_assets.lake import tables
 from zync_assets.local import services
 from zync_assets.pipeline import Pipeline
-from zync_assets.steps.session import spark_session
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.bench.rounds import Rounds
 
 if TYPE_CHECKING:

@@ -24,12 +24,16 @@ import pytest
 from confluent_kafka import Producer
 
 from zync_assets import pipeline_file
+from zync_assets.etl import commit as etl_commit
+from zync_assets.ingest import commit
+from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
-from zync_assets.steps import etl, ingest, publish
-from zync_assets.steps.session import spark_session
+from zync_assets.publish import commit as publish_commit
+from zync_assets.publish import plan as publish_plan
+from zync_assets.spark.session import spark_session
 
 INVOICE = {
     "type": "record",
@@ -109,15 +113,15 @@ def send(servers: str, topic: str, partition: int, records: list[tuple[str | Non
 def run_steps(pipeline: Pipeline) -> None:
     spark = spark_session(pipeline.spark)
     for item in pipeline.inputs:
-        plan = ingest.plan_ingest(pipeline, item.topic)
-        ingest.commit_raw(pipeline, ingest.read_input(spark, pipeline, plan))
+        plan = ingest_plan.plan_ingest(pipeline, item.topic)
+        commit.commit_raw(pipeline, ingest_plan.read_input(spark, pipeline, plan))
     for pool in pipeline.staging_pools:
-        plan = etl.plan_etl(pipeline, pool)
-        slices = {topic: etl.read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
-        etl.commit_staging(pipeline, etl.transform(spark, pipeline, plan, slices))
+        plan = etl_commit.plan_etl(pipeline, pool)
+        slices = {topic: etl_commit.read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
+        etl_commit.commit_staging(pipeline, etl_commit.transform(spark, pipeline, plan, slices))
     for item in pipeline.outputs:
-        plan = publish.plan_publish(pipeline, item.topic)
-        publish.publish(pipeline, publish.read_staging(spark, pipeline, plan))
+        plan = publish_plan.plan_publish(pipeline, item.topic)
+        publish_commit.publish(pipeline, publish_plan.read_staging(spark, pipeline, plan))
 
 
 def make_chain(services: Services, folder: Path, prefix: str) -> Chain:

@@ -18,8 +18,8 @@ from zync_assets.cli.main import main
 from zync_assets.errors import LakeError, LakeUnavailable, SparkLost, SparkUnavailable, ZyncError
 from zync_assets.kafka import topics
 from zync_assets.local.services import Services
+from zync_assets_tests.mini import BOTH, JOIN, mini, row
 from zync_assets_tests.shop import read_topic
-from zync_assets_tests.steps.mini import BOTH, JOIN, mini, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

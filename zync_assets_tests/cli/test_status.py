@@ -11,7 +11,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
-from zync_assets.cli.ways import _told  # pyright: ignore[reportPrivateUsage]
+from zync_assets.cli.status import _told  # pyright: ignore[reportPrivateUsage]
 from zync_assets.kafka.librdkafka import way
 from zync_assets_tests.checks.chain import Chain
 
@@ -87,7 +87,7 @@ def test_neither_spark_nor_dagster_is_imported(sound_chain: Chain) -> None:
         "import sys\n"
         "from zync_assets.cli.main import main\n"
         f"main(['status', {str(sound_chain.pipeline.path)!r}], standalone_mode=False)\n"
-        "import zync_assets.cli.check\n"
+        "import zync_assets.cli.status\n"
         "print([name for name in ('pyspark', 'dagster') if name in sys.modules])\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zync_assets.codecs.avro_types import avro_schema
-from zync_assets.codecs.connect_notes import Note
-from zync_assets.codecs.decode import make_decoder
-from zync_assets.codecs.field_notes import connect_note_of, noted, original, topic_type_of
-from zync_assets.codecs.merge import conform, holds, merge_types
+from zync_assets.codecs.avro.types import avro_schema
+from zync_assets.codecs.dispatch import make_decoder
+from zync_assets.codecs.evolution import conform, holds, merge_types
+from zync_assets.codecs.fields import Note, connect_note_of, noted, original, topic_type_of
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed

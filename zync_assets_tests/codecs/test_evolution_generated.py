@@ -15,9 +15,9 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zync_assets.codecs.decode import make_decoder
-from zync_assets.codecs.field_notes import fields_of, other_names
-from zync_assets.codecs.merge import conform
+from zync_assets.codecs.dispatch import make_decoder
+from zync_assets.codecs.evolution import conform
+from zync_assets.codecs.fields import fields_of, other_names
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import EXAMPLES, datums, framed, same
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 from packaging.requirements import Requirement
 
-from zync_assets import compiled
+from zync_assets.codecs import arrays
 from zync_assets.errors import KafkaError
-from zync_assets.kafka import handover, intake_loops, intake_plain
+from zync_assets.kafka import zero_copy, zero_copy_loops, zero_copy_plain
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.librdkafka import Client, library
 from zync_assets.kafka.reader import read_range
@@ -48,11 +48,11 @@ def test_records_pass_by_the_thousand_and_many_by_compiled_code(
     calls: list[str] = []
     for name in ("rd_kafka_produce_batch", "rd_kafka_consume_batch_queue"):
         monkeypatch.setattr(library(), name, counted(calls, name, getattr(library(), name)))
-    monkeypatch.setattr(intake_loops, "look", counted(calls, "compiled", intake_loops.look))
-    monkeypatch.setattr(intake_plain, "look", counted(calls, "plain", intake_plain.look))
+    monkeypatch.setattr(zero_copy_loops, "look", counted(calls, "compiled", zero_copy_loops.look))
+    monkeypatch.setattr(zero_copy_plain, "look", counted(calls, "plain", zero_copy_plain.look))
     write(kafka, topic, 20_000)
     assert calls == ["rd_kafka_produce_batch"] * 3  # the first record by itself
-    monkeypatch.setattr(compiled, "ENOUGH", 0)
+    monkeypatch.setattr(arrays, "ENOUGH", 0)
     assert sum(map(len, read_range(kafka, topic, 0, 0, 20_000))) == 20_000
     assert "compiled" in calls and "plain" not in calls
     assert calls.count("rd_kafka_consume_batch_queue") < 2_000
@@ -68,7 +68,7 @@ def test_a_property_that_librdkafka_does_not_know_is_named(kafka: dict[str, str]
 def handover_of(kafka: dict[str, str], topic: str) -> None:
     connection = Connection({name: value for name, value in kafka.items() if name != "no.such.property"}, {})
     try:
-        handover.Handover({**connection.properties, **kafka}, topic, 0)
+        zero_copy.Handover({**connection.properties, **kafka}, topic, 0)
     except Exception as error:
         raise connection.error(error, "setting up a producer") from None
 
@@ -119,6 +119,6 @@ def test_ingest_and_publish_with_the_oldest_and_the_newest_confluent_kafka(tmp_p
     said = [sys.executable, "-c", "from importlib.metadata import version; print(version('confluent-kafka'))"]
     used = subprocess.run(said, env=environment, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     assert used == f"{oldest}.0" if end == "oldest" else used >= version("confluent-kafka")
-    tests = ["kafka/test_librdkafka.py", "kafka/test_reader.py", "kafka/test_writer.py", "steps/test_publish.py"]
+    tests = ["kafka/test_librdkafka.py", "kafka/test_reader.py", "kafka/test_writer.py", "publish/test_commit.py"]
     run = [sys.executable, "-m", "pytest", "-n", "0", "-q", *(f"zync_assets_tests/{each}" for each in tests)]
     assert subprocess.run(run, env=environment, cwd=ROOT, timeout=1500).returncode == 0

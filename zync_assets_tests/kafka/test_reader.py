@@ -12,13 +12,13 @@ import pytest
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer
 
-from zync_assets import compiled
+from zync_assets.codecs import arrays
 from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
 from zync_assets.kafka import reader
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.taken import LATEST, RECORD_SCHEMA, timestamps
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.kafka.zero_copy import LATEST, RECORD_SCHEMA, timestamps
 from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
@@ -26,7 +26,7 @@ from zync_assets_tests.kafka.test_topics import delete_records
 @pytest.fixture(params=["by plain Python", "by compiled code"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many records a range has, it is read alike."""
-    monkeypatch.setattr(compiled, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
+    monkeypatch.setattr(arrays, "ENOUGH", 0 if request.param == "by compiled code" else 1 << 40)
 
 
 @pytest.fixture

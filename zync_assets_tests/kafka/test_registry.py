@@ -11,8 +11,7 @@ import pytest
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
-from zync_assets.kafka.references import inline
-from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.registry import Registry, inline
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
 

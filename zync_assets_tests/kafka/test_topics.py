@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (
-    AdminClient,
+    AdminClient,  # pyright: ignore[reportPrivateImportUsage]
     ListOffsetsResultInfo,  # pyright: ignore[reportPrivateImportUsage]
 )
 

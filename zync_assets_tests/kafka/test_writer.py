@@ -13,9 +13,9 @@ from confluent_kafka import Producer
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing
 from zync_assets.kafka import writer
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.taken import HEADERS
 from zync_assets.kafka.topics import create_topic, high_watermark
 from zync_assets.kafka.writer import InOrder
+from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets_tests.kafka.conftest import Fill
 
 REBUILD = "zync to-kafka shop.yaml --recreate New"

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 
+from zync_assets.lake.raw_files import BAD_SCHEMA, RangeWriter, raw_schema
 from zync_assets.lake.tables import DataFile
-from zync_assets.lake.writer import RangeWriter
-from zync_assets.records import BAD_SCHEMA, raw_schema
 
 SCHEMA = raw_schema(pa.string(), pa.struct([("id", pa.int64())]))
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

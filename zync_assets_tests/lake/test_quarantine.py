@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from zync_assets.audit.quarantined import quarantined_offsets, read_quarantine
+from zync_assets.audit.account import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
 from zync_assets.lake.raw import RawState, commit_raw, commit_replay, open_raw

@@ -22,9 +22,9 @@ from zync_assets.lake.raw import (
     raw_files,
     replay_name,
 )
+from zync_assets.lake.raw_files import carried_times
 from zync_assets.lake.storage import raw_uri
 from zync_assets.lake.tables import DataFile
-from zync_assets.lake.times import carried_times
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable
-from zync_assets.lake import cleaning, refusals, storage, tables
+from zync_assets.lake import compaction, storage, stores, tables
 from zync_assets.local.processes import free_port
 from zync_assets.pipeline import LakeUri
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -71,7 +71,7 @@ def test_what_no_commit_names_is_cleaned_away_in_a_bucket_too(s3: S3, unique: st
     opened = tables.open_table(uri)
     assert opened is not None
     time.sleep(1.1)  # a store knows a file's age in seconds
-    assert cleaning.clean(opened, hours=0) == [orphan.path]
+    assert compaction.clean(opened, hours=0) == [orphan.path]
     assert storage.list_files(uri, ".parquet") == [item.path for item in opened.files]
 
 
@@ -131,16 +131,16 @@ def test_a_store_that_is_down(s3: S3, unique: str) -> None:
     ],
 )
 def test_a_store_in_trouble_is_one_that_may_answer_later(text: str) -> None:
-    assert isinstance(refusals.refusal("s3://bucket/lake", {}, OSError(text)), LakeUnavailable)
+    assert isinstance(stores.refusal("s3://bucket/lake", {}, OSError(text)), LakeUnavailable)
 
 
 def test_a_store_that_does_not_answer_spark_may_answer_later() -> None:
     away = (
         "org.apache.hadoop.fs.s3a.AWSClientIOException: getFileStatus on s3a://bucket/x: Unable to execute HTTP request"
     )
-    assert refusals.no_answer(away) is not None
-    assert refusals.no_answer(f"{away}: no providers in chain") is None
-    assert refusals.no_answer("java.net.ConnectException: Connection refused") is None
+    assert stores.no_answer(away) is not None
+    assert stores.no_answer(f"{away}: no providers in chain") is None
+    assert stores.no_answer("java.net.ConnectException: Connection refused") is None
 
 
 def test_a_file_that_is_not_there_is_no_failing_store(table: LakeUri) -> None:

@@ -15,7 +15,7 @@ from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableDamaged, TableUnsupported
-from zync_assets.lake import foreign, log_entries, sums, tables
+from zync_assets.lake import log, tables, tampering
 from zync_assets.lake.tables import DataFile, Opened, commit, create_table, list_files, open_table, widen
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
@@ -128,8 +128,8 @@ def test_all_numbers_come_from_one_replay_of_the_log(table: str, monkeypatch: py
     commit(opened(table), [], {f"next:{n}": 1000 + n for n in range(0, 500, 2)})
     tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
     reads: list[str] = []
-    real = log_entries.storage.filesystem
-    monkeypatch.setattr(log_entries.storage, "filesystem", lambda uri: (reads.append(uri), real(uri))[1])
+    real = log.storage.filesystem
+    monkeypatch.setattr(log.storage, "filesystem", lambda uri: (reads.append(uri), real(uri))[1])
     now = opened(table)
     reads.clear()
     assert [now.number(f"next:{n}") for n in range(500)] == [n + 1000 * (n % 2 == 0) for n in range(500)]
@@ -144,7 +144,7 @@ def test_numbers_are_read_without_a_right_last_checkpoint(table: str, last: str 
     commit(opened(table), [], {"m": 1})
     told = Path(table, "_delta_log", "_last_checkpoint")
     told.unlink() if last is None else told.write_text(last)
-    assert log_entries.numbers(table, 1) | {"zync:files": 0} == {"n": 3, "m": 1, "zync:files": 0}
+    assert log.numbers(table, 1) | {"zync:files": 0} == {"n": 3, "m": 1, "zync:files": 0}
 
 
 def test_a_commit_does_not_clean_the_log_up(table: str) -> None:
@@ -212,7 +212,7 @@ def test_a_table_from_before_sums_were_kept_goes_on_and_has_one_from_then_on(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(sums, "begun", lambda files: {})
+        patch.setattr(tampering, "begun", lambda files: {})
         create_table(uri, SCHEMA, "test", [file(uri, records([0, 1, 2]))], {"n": 3})
     DeltaTable(uri).optimize.compact()
     commit(opened(uri), [file(uri, records([3]))], {"n": 4})
@@ -228,8 +228,8 @@ def older_version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def commit_without_a_sum(state: Opened, files: Sequence[DataFile], numbers: dict[str, int], **more: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(sums, "carried", lambda *_: {})
-            patch.setattr(foreign, "check", lambda _: None)
+            patch.setattr(tampering, "carried", lambda *_: {})
+            patch.setattr(tampering, "check", lambda _: None)
             commit(state, files, numbers, **more)
 
     return commit_without_a_sum
@@ -250,7 +250,7 @@ def test_commits_of_an_older_version_are_ours_and_the_sum_begins_anew(
     older_version(opened(table), [file(table, records([4]))], {"n": 5})
     late, replay = opened(table), opened(table)
     older_version(opened(table), [file(table, records([5]))], {"n": 6}, removed=opened(table).files[:1], rewritten=True)
-    foreign.check(opened(table))
+    tampering.check(opened(table))
     # Both begin the sum anew, so one of them is refused; the other one was rebased onto a commit without a sum.
     commit(late, [file(table, records([0], partition=1))], {"p": 1})
     with pytest.raises(CommitConflict):
@@ -258,7 +258,7 @@ def test_commits_of_an_older_version_are_ours_and_the_sum_begins_anew(
     commit(opened(table), [file(table, records([6]))], {"n": 7})
     forget_log(table)
     commit(opened(table), [file(table, records([7]))], {"n": 8})
-    assert sums.is_untouched(opened(table))
+    assert tampering.is_untouched(opened(table))
     DeltaTable(table).delete("kafka.offset = 7")
     with pytest.raises(TableDamaged):
         commit(opened(table), [file(table, records([8]))], {"n": 9})
@@ -289,7 +289,7 @@ def test_a_commit_that_is_late_for_a_cleaned_log_is_a_conflict(table: str, gone:
         commit(opened(table), [file(table, records([3 + number]))], {"n": 4 + number})
     opened(table).table.create_checkpoint()
     for version in range(gone):
-        Path(table, "_delta_log", log_entries.name(version)).unlink()
+        Path(table, "_delta_log", log.name(version)).unlink()
     for late_commit in (
         lambda: commit(late, [file(table, records([0], partition=1))], {"p": 1}),
         lambda: widen(late, wider(("city", pa.string()))),
@@ -306,9 +306,9 @@ def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch
     commit(opened(table), [], {"m": 0})
     assert opened(table).number("m") == 0
     read: list[int] = []
-    entries = log_entries.entries
+    entries = log.entries
 
-    def counted(uri: str, first: int, last: int) -> Iterator[log_entries.Entry]:
+    def counted(uri: str, first: int, last: int) -> Iterator[log.Entry]:
         read.append(last - first + 1)
         return entries(uri, first, last)
 
@@ -316,11 +316,11 @@ def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch
         raise AssertionError("the whole log is read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(log_entries, "entries", counted)
+        patch.setattr(log, "entries", counted)
         patch.setattr(tables, "DeltaTable", whole)
-        patch.setattr("zync_assets.lake.opened.list_files", whole)
-        patch.setattr("zync_assets.lake.opened.DeltaTable", whole)
-        patch.setattr(log_entries, "numbers", whole)
+        patch.setattr("zync_assets.lake.log.list_files", whole)
+        patch.setattr("zync_assets.lake.log.DeltaTable", whole)
+        patch.setattr(log, "numbers", whole)
         for number in range(3, 108):
             before = opened(table)
             removed = [item for item in before.files if item.last == number - 50]
@@ -337,7 +337,7 @@ def test_what_other_processes_committed_is_read_though_the_log_was_cleaned(table
         commit(Opened(table, DeltaTable(table)), [file(table, records([number]))], {"o": number})
     DeltaTable(table).create_checkpoint()
     for version in range(5):
-        Path(table, "_delta_log", log_entries.name(version)).unlink()
+        Path(table, "_delta_log", log.name(version)).unlink()
     now = opened(table)
     assert (now.version, now.number("n"), now.number("o")) == (6, 3, 8)
     assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))

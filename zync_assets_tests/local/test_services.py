@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from zync_assets.errors import SetupError
 from zync_assets.kafka.topics import high_watermark
-from zync_assets.local import processes, state
+from zync_assets.local import processes, startup
 from zync_assets.local.services import Services, down, status, up
 
 # A broker that was killed can register again when its old session is over, after 9 s by default.
@@ -91,7 +91,7 @@ def test_topics_and_schema_ids_outlive_a_restart_a_kill_and_the_loss_of_the_port
     assert addresses(stopped) == addresses(first)
 
     # Somebody took the ports meanwhile: others are found.
-    recorded = state.load(home)
+    recorded = startup.load(home)
     assert recorded is not None
     assert recorded.kafka is not None
     assert recorded.registry is not None
@@ -166,8 +166,8 @@ def test_a_pid_that_another_process_has_now_is_left_alone(home: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
     try:
         home.mkdir()
-        entry = state.Entry(port=1, token="0123456789abcdef", pid=other.pid)
-        state.save(home, state.State(str(home / "lake"), kafka=entry, registry=entry))
+        entry = startup.Entry(port=1, token="0123456789abcdef", pid=other.pid)
+        startup.save(home, startup.State(str(home / "lake"), kafka=entry, registry=entry))
 
         assert not down(home)
         assert down(home, clean=True)
@@ -180,7 +180,7 @@ def test_a_pid_that_another_process_has_now_is_left_alone(home: Path) -> None:
 def test_a_process_is_found_though_its_starter_died_before_it_noted_the_pid(home: Path, tmp_path: Path) -> None:
     token = "fedcba9876543210"
     home.mkdir()
-    state.save(home, state.State(str(home / "lake"), registry=state.Entry(port=1, token=token)))
+    startup.save(home, startup.State(str(home / "lake"), registry=startup.Entry(port=1, token=token)))
     command = ["/bin/sh", "-c", "sleep 60; true", processes.token_option(token)]
     pid = processes.spawn(command, cwd=tmp_path, log=tmp_path / "log")
     found = psutil.Process(pid)
@@ -208,18 +208,18 @@ def test_a_folder_with_somebody_elses_files_is_refused_and_kept(home: Path, fold
 
 def test_a_damaged_state_file_is_named(home: Path) -> None:
     home.mkdir()
-    (home / state.FILE).write_text('{"kind": "something else"}')
+    (home / startup.FILE).write_text('{"kind": "something else"}')
 
-    with pytest.raises(SetupError, match=state.FILE):
+    with pytest.raises(SetupError, match=startup.FILE):
         status(home)
-    (home / state.FILE).unlink()
+    (home / startup.FILE).unlink()
 
 
 def test_cleaning_twice_at_once_does_no_harm(home: Path) -> None:
     (home / "kafka").mkdir(parents=True)
     for number in range(500):
         (home / "kafka" / str(number)).touch()
-    state.save(home, state.State(str(home / "lake")))
+    startup.save(home, startup.State(str(home / "lake")))
 
     with ThreadPoolExecutor(4) as pool:
         did_it = list(pool.map(lambda _: down(home, clean=True), range(4)))

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zync_assets.pipeline_file.conditions import leaves_nothing, split_join
 from zync_assets.pipeline_file.expressions import check_expression
-from zync_assets.pipeline_file.join_on import split_join
-from zync_assets.pipeline_file.reach import leaves_nothing
 
 RECORD = ("kafka", "key", "value")
 

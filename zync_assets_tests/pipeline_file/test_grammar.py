@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from zync_assets.lake.stores import KINDS
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.grammar import KEYS, LAKE
 from zync_assets.pipeline_file.keys import Key
-from zync_assets.stores import KINDS
 
 SECTIONS = ("inputs", "outputs", "transforms")
 OPEN = ("kafka", "registry", "lake", "spark")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from zync_assets.codecs.field_notes import lake_type_of
+from zync_assets.codecs.fields import lake_type_of
 from zync_assets.pipeline import Input, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem
-from zync_assets.pipeline_file.plain_types import plain_type
-from zync_assets.pipeline_file.references import in_lake_names
+from zync_assets.pipeline_file.references import in_lake_names, plain_type
 
 ITEM = pa.struct([("Name", pa.string()), ("name", pa.string()), ("a b", pa.int32())])
 VALUE = pa.struct(

@@ -63,7 +63,7 @@ class Faults(threading.Thread):
             with suppress(psutil.Error):
                 family = psutil.Process(process.pid).children(recursive=True)
                 # A helper that the JVM is just starting has the JVM's command line, PySpark's jars among it.
-                workers = [child for child in family if "zync_assets.steps.python_daemon" in child.cmdline()]
+                workers = [child for child in family if "zync_assets.spark.python_daemon" in child.cmdline()]
                 if workers:
                     workers[-1].kill()
                     return True

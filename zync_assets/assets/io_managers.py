@@ -1,0 +1,367 @@
+"""The IO managers: of Kafka topics, and of pools.
+
+Records for an asset of a user's own, in the shape that its argument is annotated with.
+
+The IO manager of topics: reads a range of ``kafka/<topic>``, publishes to it.
+
+The gate before ETL in Dagster: every raw record of a batch has passed the blocking checks of its table.
+
+The IO manager of pools: commits what was ingested and what ETL made, reads raw and staging tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from dagster import InputContext, IOManager, OutputContext
+from dagster_pyspark import LazyPySparkResource
+
+from zync_assets.assets import names, reports
+from zync_assets.assets.facts import publishing, spoken
+from zync_assets.assets.names import Names
+from zync_assets.assets.resources import session
+from zync_assets.checks.raw_checks import BLOCKING, raw_look
+from zync_assets.codecs.spark_types import spark_ddl
+from zync_assets.errors import CheckFailed, CommitConflict, KafkaError, LakeError, RangeUnknown, ZyncError
+from zync_assets.etl.commit import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
+from zync_assets.ingest.commit import RawCommit, commit_raw
+from zync_assets.ingest.plan import IngestPlan, RawBatch, plan_ingest, read_input
+from zync_assets.ingest.source import Source
+from zync_assets.kafka.topics import topic_state
+from zync_assets.lake import raw, staging
+from zync_assets.lake.check_results import judged, lifted, open_checked
+from zync_assets.lake.raw import raw_files
+from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
+from zync_assets.pipeline import Input, Pipeline, SideFormat
+from zync_assets.publish.commit import PublishCommit, publish
+from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
+from zync_assets.spark.frames import output_frame, raw_frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def converted(frame: DataFrame, wanted: object, place: str) -> object:
+    """A Spark DataFrame as ``wanted``: itself (where the argument has no annotation, too), a pyarrow Table, or a polars
+    LazyFrame. The last two bring all rows into this process. LakeError for another type."""
+    name = f"{getattr(wanted, '__module__', '')}.{getattr(wanted, '__qualname__', wanted)}"
+    if wanted is Any or (name.startswith("pyspark.sql.") and name.endswith(".DataFrame")):
+        return frame
+    if wanted is pa.Table:
+        return frame.toArrow()
+    if name.startswith("polars.") and name.endswith(".LazyFrame"):
+        import polars
+
+        return polars.from_arrow(frame.toArrow()).lazy()  # type: ignore[union-attr]
+    raise LakeError(
+        f"{place} can't be read as {name}. Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or"
+        " polars.LazyFrame."
+    )
+
+
+def pool_frame(
+    spark: SparkSession, pipeline: Pipeline, pool: str, topic: str, keys: Sequence[OffsetRange] | None
+) -> DataFrame:
+    """The records of a topic in a pool, of some ranges or (None) all. LakeError where there is no table yet."""
+    if pool in pipeline.staging_pools:
+        state = staging.open_staging(pipeline.lake, pool)
+        if state is None:
+            raise LakeError(f"pool {pool} has no table yet. Run ETL first.")
+        whole = [
+            OffsetRange(partition, item.base, item.next)
+            for (name, partition), item in state.head.outputs.items()
+            if name == topic
+        ]
+        return output_frame(spark, state, topic, whole if keys is None else normalize(keys))
+    found = raw.open_raw(pipeline.lake, pool, topic)
+    if found is None:
+        raise LakeError(f"{pool}.{topic} has no table yet. Ingest the topic first.")
+    ranges = None if keys is None else normalize(keys)
+    frame = raw_frame(spark, found, raw_files(found, ranges))
+    if ranges is None:
+        return frame
+    inside = " OR ".join(
+        f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
+        for part in ranges
+    )
+    return frame.filter(inside or "false")
+
+
+UNLIMITED = 1 << 60
+"""More offsets than a topic has."""
+
+
+class KafkaIOManager(IOManager):
+    """``kafka_io``. One object serves one run."""
+
+    def __init__(self, names: Names, spark: LazyPySparkResource) -> None:
+        self._names = names
+        self._pipeline = names.pipeline
+        self._session = partial(session, spark)
+
+    def load_input(self, context: InputContext) -> object:
+        """The records of a topic as the argument of an asset.
+
+        An argument annotated ``RawBatch`` gets the new records in the run's ranges, for ``pool_io`` to commit. A Spark
+        DataFrame, a pyarrow Table or a polars LazyFrame gets every decoded record of the ranges that Kafka still holds.
+        """
+        topic = context.asset_key.path[-1]
+        with spoken():
+            place = context.asset_key.to_user_string()
+            keys = names.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            wanted = context.dagster_type.typing_type
+            if wanted is RawBatch:
+                return read_input(self._session, self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
+            return converted(self._records(topic, keys).dataframe(), wanted, place)
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        """Publish a batch; report the run's ranges and every other that it reached."""
+        if not isinstance(obj, OutputBatch):
+            place, kind = context.asset_key.to_user_string(), type(obj).__name__
+            raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
+        with spoken():
+            plan = obj.plan
+            done = PublishCommit(obj.topic, OffsetRange(0, plan.end, plan.end), 0, 0.0)
+            if not plan.nothing_to_do:
+                with publishing(self._names, context.step_context.instance, obj.topic):
+                    done = publish(self._pipeline, obj)
+            numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
+            context.add_output_metadata(numbers)
+            reports.published(self._pipeline, context, obj.topic, done.range)
+
+    def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
+        """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
+        found = topic_state(self._pipeline.kafka, topic)
+        held = [OffsetRange(item.partition, item.low, item.end) for item in found.partitions]
+        if keys is not None:
+            whole = normalize(keys)
+            held = [
+                OffsetRange(part.partition, max(part.first, key.first), min(part.end, key.end))
+                for part in held
+                for key in whole
+                if key.partition == part.partition and key.first < part.end and key.end > part.first
+            ]
+        ranges = tuple(part for part in held if not part.empty)
+        if any(item.topic == topic for item in self._pipeline.inputs):
+            plan = plan_ingest(self._pipeline, topic)
+            batch = read_input(self._session, self._pipeline, plan)
+            return replace(batch, plan=replace(plan, ranges=ranges))
+        output = self._pipeline.output(topic)
+        state = staging.open_staging(self._pipeline.lake, output.pool)
+        have = {item.name: item.type for item in state.schema} if state else {}
+        key_type, value_type = have.get(staging.key_column(topic)), have.get(staging.value_column(topic))
+        key, value = _readable(output.key, key_type), _readable(output.value, value_type)
+        source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
+        item = Input(topic, output.pool, output.key, output.value)
+        return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, self._session)
+
+
+def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
+    """The format of an output's side, for reading it back: JSON says nothing of its types, the staging table does."""
+    if side.format != "json" or kind is None:
+        return side
+    return replace(side, ddl=spark_ddl(kind))
+
+
+def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> IngestPlan:
+    """The plan of the first ingest batch within some keys of a topic.
+
+    RangeUnknown for a key of a partition that the topic does not have. KafkaError for a key that lies ahead of the next
+    offset; the error names the key to run first.
+    """
+    within = normalize(keys)
+    plan = plan_ingest(pipeline, topic, within=within, limit=UNLIMITED)
+    reached = {**(plan.state.next if plan.state else {}), **plan.first}
+    reached |= {part.partition: part.end for part in plan.lost}
+    reached |= {part.partition: part.end for part in plan.ranges}
+    pool = pipeline.input(topic).pool
+    for key in sorted(keys):
+        if key.partition in plan.topic_state.away:
+            raise plan.topic_state.away[key.partition]
+        if key.partition not in reached:
+            there = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(reached.items()))
+            raise RangeUnknown(
+                f"{pool}/{topic}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
+                f" Its open ranges are {there}."
+            )
+        upcoming = reached[key.partition]
+        if key.first > upcoming:
+            raise KafkaError(
+                f"{pool}/{topic}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
+                f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
+            )
+    return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})
+
+
+def require_checked(pipeline: Pipeline, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
+    """CheckFailed unless the blocking checks have passed over the given offsets of each input topic.
+
+    The checks run here over what they have not passed yet: the run that ingested it may have died before its checks, or
+    ``zync`` ingested it. Offsets that have passed cost no look at a record. Raises BrokerUnavailable.
+    """
+    for topic, parts in ranges.items():
+        pool = pipeline.input(topic).pool
+        state = raw.open_raw(pipeline.lake, pool, topic)
+        if state is None or not parts:
+            continue
+        checked = open_checked(pipeline.lake, pool)
+        for name, check in BLOCKING.items():
+            look = raw_look(name, pipeline, topic, state, parts)
+            firsts = [max(part.first, checked.passed(look, (topic, part.partition)) or 0) for part in parts]
+            new = [
+                OffsetRange(part.partition, first, part.end)
+                for part, first in zip(parts, firsts, strict=True)
+                if first < part.end
+            ]
+            if not new:
+                continue
+            found = judged(pipeline, pool, partial(check, pipeline, topic, new))
+            if not found.passed:
+                how = "" if lifted(pipeline) in found.summary else f" {lifted(pipeline)}"
+                raise CheckFailed(f"{found.subject}: {name}: {found.summary} Nothing was transformed.{how}")
+
+
+STAGING_POOL = "zync/staging_pool"
+"""Metadata of an input: the staging pool that ETL reads it for."""
+
+
+class PoolIOManager(IOManager):
+    """``pool_io``. One object serves one run."""
+
+    def __init__(self, names: Names, spark: LazyPySparkResource) -> None:
+        self._names = names
+        self._pipeline = names.pipeline
+        self._session = partial(session, spark)
+        self._plan: tuple[tuple[str, int], EtlPlan] | None = None
+        self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
+
+    def load_input(self, context: InputContext) -> object:
+        """The records of a pool as the argument of an asset.
+
+        An argument annotated ``RawSlice`` gets the records of a raw table that are new to ETL. ``OutputBatch`` gets the
+        staged records that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets every record of the
+        ranges.
+        """
+        pool, topic = context.asset_key.path[-2:]
+        wanted = context.dagster_type.typing_type
+        with spoken():
+            if wanted is RawSlice:
+                return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
+            place = context.asset_key.to_user_string()
+            keys = names.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            if wanted is OutputBatch:
+                reports.refuse_partitions(pool, keys or ())
+                with publishing(self._names, context.instance, topic):
+                    plan = plan_publish(self._pipeline, topic)
+                reports.refuse_ahead(pool, plan.state, keys or ())
+                return read_staging(self._session, self._pipeline, plan)
+            return converted(pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place)
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        """Commit a batch, if there is anything in it; verify and report the ranges of the run and all that it reached.
+
+        An ETL batch comes once for each output topic: the first call commits, the others find it done.
+        """
+        with spoken():
+            if isinstance(obj, RawBatch):
+                self._ingest(context, obj)
+            elif isinstance(obj, EtlBatch):
+                self._stage(context, obj)
+            else:
+                raise TypeError(
+                    f"{context.asset_key.to_user_string()}: a RawBatch or an EtlBatch is committed,"
+                    f" not {type(obj).__name__}"
+                )
+
+    def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
+        """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
+        its keys."""
+        within = normalize(names.served(context.asset_partition_keys, context.asset_key.to_user_string()))
+        known = {batch.topic: batch.plan.topic_state}
+        done: list[RawCommit] = []
+        while True:
+            made = self._commit_raw(context, batch)
+            if made is None:
+                break
+            done.append(made)
+            plan = plan_ingest(self._pipeline, batch.topic, within=within, known=known)
+            if plan.nothing_to_do:
+                break
+            batch = read_input(self._session, self._pipeline, plan)
+        if done:
+            context.add_output_metadata(
+                {
+                    "ingested": sum(made.records for made in done),
+                    "quarantined": sum(made.quarantined for made in done),
+                    "left out": sum(made.left_out for made in done),
+                    "schema changes": "\n".join(str(change) for made in done for change in made.schema_changes)
+                    or "none",
+                    "commits": len(done),
+                    "seconds": round(sum(made.seconds for made in done), 3),
+                }
+            )
+        reports.ingested(self._pipeline, context, batch.topic, [part for made in done for part in made.ranges])
+
+    def _commit_raw(self, context: OutputContext, batch: RawBatch) -> RawCommit | None:
+        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
+        if batch.plan.nothing_to_do:
+            return None
+        try:
+            return commit_raw(self._pipeline, batch)
+        except ZyncError as error:
+            again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
+            same = (
+                batch.plan.state is not None and again.state is not None and again.state.next == batch.plan.state.next
+            )
+            if again.state is None or (same and not isinstance(error, CommitConflict)):
+                raise
+            context.log.info("Another writer of %s was first (%s); looking again.", batch.topic, error)
+            return None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
+
+    def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
+        if self._committed is None or self._committed[0] is not batch:
+            self._committed = (batch, self._commit_staging(context, batch))
+        done, topic = self._committed[1], context.asset_key.path[-1]
+        if done is not None:
+            consumed = {name: [format_key(part) for part in parts] for name, parts in done.consumed.items() if parts}
+            context.add_output_metadata(
+                {
+                    "batch": done.batch,
+                    **{name: count for name, count in done.counts.items() if name != reports.PENDING},
+                    reports.CONSUMED: json.dumps(consumed),
+                    "seconds": round(done.seconds, 3),
+                }
+            )
+        reports.staged(self._pipeline, context, topic, done.outputs.get(topic, ()) if done else ())
+
+    def _commit_staging(self, context: OutputContext, batch: EtlBatch) -> EtlCommit | None:
+        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
+        if batch.plan.nothing_to_do:
+            return None
+        try:
+            return commit_staging(self._pipeline, batch)
+        except ZyncError as error:
+            plan = plan_etl(self._pipeline, batch.plan.pool)
+            # A retention that was first leaves the batch number as it is.
+            if plan.head.batch == batch.plan.head.batch and not isinstance(error, CommitConflict):
+                raise
+            context.log.info("Another writer of pool %s was first (%s); looking again.", batch.plan.pool, error)
+            if plan.nothing_to_do:
+                return None
+            require_checked(self._pipeline, plan.ranges)
+            slices = {topic: read_raw(batch.spark, self._pipeline, plan, topic) for topic in plan.ranges}
+            return commit_staging(self._pipeline, transform(batch.spark, self._pipeline, plan, slices))
+
+    def _plan_of(self, context: InputContext) -> EtlPlan:
+        """The plan of the present attempt of a step. The inputs share the plan, so that their slices belong to one batch."""
+        step = (context.step_context.step.key, context.step_context.previous_attempt_count)
+        if self._plan is None or self._plan[0] != step:
+            plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))
+            require_checked(self._pipeline, plan.ranges)
+            self._plan = (step, plan)
+        return self._plan[1]

@@ -1,0 +1,291 @@
+"""Reports of runs: the metadata of each range, and an event for each range that a run reached.
+
+The extent of a partition key in a raw table, in a staging table, and in a topic. Reads logs and footers only,
+without a JVM.
+
+The metadata of a materialised range: offsets, rows, schema, lag.
+
+A run's report: the metadata of each range of the run, and a separate event for each other range that the run
+reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from dagster import (
+    AssetKey,
+    AssetMaterialization,
+    MetadataValue,
+    OutputContext,
+    TableColumn,
+    TableColumnConstraints,
+    TableSchema,
+)
+
+from zync_assets.assets import names
+from zync_assets.errors import EtlError, LakeError, RangeUnknown
+from zync_assets.kafka.topics import TopicState, topic_states
+from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.publication import open_published
+from zync_assets.lake.raw import RawState, is_replay, raw_files
+from zync_assets.lake.staging import StagingState, key_column, value_column
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
+from zync_assets.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A key's range, and the processed part of the range.
+
+    ``first`` and ``end``: the processed offsets are ``first <= offset < end``; equal before the first offset. ``rows``: the
+    number of processed records, None if only a read of the records could count them. ``complete``: the range is full.
+    """
+
+    key: OffsetRange
+    first: int
+    end: int
+    complete: bool
+    rows: int | None
+
+    @property
+    def last(self) -> int | None:
+        return self.end - 1 if self.end > self.first else None
+
+
+def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
+    """The extent of each key in the raw table. Counts records by files; LakeError if the log and the files disagree."""
+    found: list[Extent] = []
+    files = raw_files(state)
+    for key in sorted(keys):
+        upcoming = state.next.get(key.partition, 0)
+        low = max(state.first.get(key.partition, 0), state.kept.get(key.partition, 0))
+        part = _clipped(key, low, upcoming)
+        rows = _count(state.opened.uri, [item for item in files if _meets(item, part)], part)
+        found.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
+    return found
+
+
+def staging_extents(state: StagingState | None, topic: str, keys: Iterable[OffsetRange]) -> list[Extent]:
+    """The extent of each key of an output topic in the staging table. LakeError for a gap in the offsets."""
+    found: list[Extent] = []
+    files = state.output_files(topic) if state else []
+    for key in sorted(keys):
+        position = state.head.outputs.get((topic, key.partition)) if state else None
+        if state is None or position is None:
+            found.append(Extent(key, key.first, key.first, False, 0))
+            continue
+        part = _clipped(key, position.base, position.next)
+        own = [item for item in files if _meets(item, part)]
+        rows = _count(state.opened.uri, own, part)
+        if rows != part.end - part.first:
+            raise LakeError(
+                f"table {state.opened.uri}: {topic}, range {format_key(key)} holds {rows} records where offsets"
+                f" {part.first} to {part.end - 1} are numbered. Restore the table to a version before that was so."
+            )
+        found.append(Extent(key, part.first, part.end, position.next >= key.end, rows))
+    return found
+
+
+def topic_extents(
+    state: TopicState, keys: Iterable[OffsetRange], published: Mapping[int, OffsetRange] | None = None
+) -> list[Extent]:
+    """The extent of each key in a topic.
+
+    ``published``: for an output topic, partition → the offsets at which the topic's records equal staging's. Other records
+    in the topic are foreign. The published offsets have no gaps, and so give the number of records.
+    """
+    places = {item.partition: item for item in state.partitions}
+    found: list[Extent] = []
+    for key in sorted(keys):
+        place = places.get(key.partition)
+        ours = published.get(key.partition) if published is not None else None
+        if place is None or (published is not None and ours is None):
+            found.append(Extent(key, key.first, key.first, False, None if published is None else 0))
+            continue
+        low, end = (max(place.low, ours.first), min(place.end, ours.end)) if ours else (place.low, place.end)
+        part = _clipped(key, low, end)
+        found.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
+    return found
+
+
+def staging_schema(state: StagingState, topic: str) -> pa.Schema:
+    """The columns of ``Pool.Topic``, as ``zync query`` has them: ``key`` and ``value`` are the topic's own."""
+    names = {
+        "kafka": "kafka",
+        key_column(topic): "key",
+        value_column(topic): "value",
+        "rule": "rule",
+        "source": "source",
+    }
+    have = state.schema
+    return pa.schema([have.field(name).with_name(new) for name, new in names.items() if name in have.names])
+
+
+def topic_schema(state: StagingState, topic: str) -> pa.Schema:
+    """The columns of an output topic: of its records, not of the staging rows that they are made of."""
+    have = staging_schema(state, topic)
+    return pa.schema([field for field in have if field.name in ("key", "value")])
+
+
+def _clipped(key: OffsetRange, first: int, end: int) -> OffsetRange:
+    low = min(max(key.first, first), key.end)
+    return OffsetRange(key.partition, low, max(low, min(key.end, end)))
+
+
+def _meets(item: DataFile, part: OffsetRange) -> bool:
+    return item.partition == part.partition and (item.first or 0) < part.end and (item.last or 0) >= part.first
+
+
+def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
+    """The records of a range. Every file must be there, whole; those that reach past the range are looked into."""
+    ordered = [item for item in files if not part.empty]
+    # A replay's file lies between the offsets of others.
+    for one, other in pairwise([item for item in ordered if not is_replay(item)]):
+        if (other.first or 0) <= (one.last or 0):
+            raise LakeError(
+                f"table {uri}: the files {one.path} and {other.path} share offsets of partition {part.partition}:"
+                " records are there twice. Restore the table to a version before that was so."
+            )
+    total = 0
+    for item in ordered:
+        place = storage.join(uri, item.path)
+        if storage.file_size(place) != item.size:
+            raise LakeError(f"file {place} is not as long as the table says; it was changed. Restore it.")
+        inside = (item.first or 0) >= part.first and (item.last or 0) < part.end
+        total += item.records if inside else _inside(place, part)
+    return total
+
+
+def _inside(place: str, part: OffsetRange) -> int:
+    system, path = storage.filesystem(place)
+    table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"]).flatten()
+    offsets = table["kafka.offset"].to_numpy()
+    return int(((offsets >= part.first) & (offsets < part.end)).sum())
+
+
+Metadata = dict[str, Any]
+
+
+def of_extent(extent: Extent, schema: pa.Schema | None = None) -> Metadata:
+    """The metadata of one key. An empty range has no ``last``. A range with an unknown number of rows has no ``rows``."""
+    found: Metadata = {"first": extent.first, "complete": extent.complete, "time": MetadataValue.timestamp(time.time())}
+    if extent.last is not None:
+        found["last"] = extent.last
+    if extent.rows is not None:
+        found["rows"] = extent.rows
+        found["dagster/partition_row_count"] = extent.rows
+    if schema is not None:
+        found["dagster/column_schema"] = column_schema(schema)
+    return found
+
+
+def column_schema(schema: pa.Schema) -> TableSchema:
+    """An Arrow schema as Dagster shows one."""
+    return TableSchema(
+        columns=[
+            TableColumn(item.name, str(item.type), constraints=TableColumnConstraints(nullable=item.nullable))
+            for item in schema
+        ]
+    )
+
+
+def materialization(
+    key: AssetKey, extent: Extent, schema: pa.Schema | None = None, more: Mapping[str, Any] | None = None
+) -> AssetMaterialization:
+    """The materialisation event of one key, for work that was done outside the reporting run."""
+    return AssetMaterialization(
+        key, partition=format_key(extent.key), metadata={**of_extent(extent, schema), **(more or {})}
+    )
+
+
+PENDING = "pending"
+"""Metadata of a staging topic's ranges: the input records of the whole pool that wait for their counterparts now."""
+CONSUMED = "consumed"
+"""Metadata of a staging topic's ranges: the input offsets that the run's ETL batch took, as JSON (topic → keys)."""
+
+
+def ingested(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
+    """Report a raw table's ranges, verified. ``ranges``: the offsets that this run committed."""
+    state = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+    if state is None:
+        raise LakeError(f"{pipeline.input(topic).pool}.{topic} has no table after its ingest")
+    own, more = _keys(context, ranges)
+    _report(context, raw_extents(state, own), raw_extents(state, more), state.schema)
+
+
+def staged(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
+    """Report an output topic's ranges in its staging pool, verified. ``ranges``: the offsets that this run numbered."""
+    pool = pipeline.output(topic).pool
+    state = staging.open_staging(pipeline.lake, pool)
+    own, more = _keys(context, ranges)
+    refuse_ahead(pool, state, own)
+    counts = state.head.counts if state else {}
+    context.add_output_metadata({PENDING: sum(n for (_, _, kind), n in counts.items() if kind == PENDING)})
+    schema = staging_schema(state, topic) if state else None
+    _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
+
+
+def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: OffsetRange) -> None:
+    """Report an output topic's ranges. ``sent``: the offsets that this run published."""
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    state = staging.open_staging(pipeline.lake, pipeline.output(topic).pool)
+    own, more = _keys(context, [sent])
+    schema = topic_schema(state, topic) if state else None
+    if found is None:
+        _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
+        return
+    done = open_published(pipeline.lake, pipeline.output(topic).pool, topic).verified
+    position = state.head.outputs.get((topic, 0)) if state else None
+    verified = {0: OffsetRange(0, min(position.base, done), done)} if position and done is not None else {}
+    _report(context, topic_extents(found, own, verified), topic_extents(found, more, verified), schema)
+
+
+def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
+    """The run's keys, and the other keys that ``ranges`` overlap."""
+    own = names.served(context.asset_partition_keys, context.asset_key.to_user_string())
+    return own, sorted(set(keys_over(ranges)) - set(own))
+
+
+def _report(context: OutputContext, own: Sequence[Extent], more: Sequence[Extent], schema: pa.Schema | None) -> None:
+    for extent in own:
+        context.step_context.add_asset_metadata(
+            of_extent(extent, schema), asset_key=context.asset_key, partition_key=format_key(extent.key)
+        )
+    if more:
+        name = context.asset_partitions_def.name  # type: ignore[attr-defined]
+        names.add(context.step_context.instance, name, [extent.key for extent in more])
+    for extent in more:
+        context.log_event(materialization(context.asset_key, extent, schema))
+
+
+def refuse_partitions(pool: str, keys: Iterable[OffsetRange]) -> None:
+    """RangeUnknown for a range of another partition than 0: outputs have one partition."""
+    for key in keys:
+        if key.partition:
+            raise RangeUnknown(
+                f"pool {pool} has no range {format_key(key)}: outputs have partition 0 alone. Run"
+                f" {format_key(replace(key, partition=0))} instead, and delete the partition {format_key(key)} in Dagster."
+            )
+
+
+def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
+    """EtlError for a range that no output topic of the pool has reached.
+
+    The run's ETL batch may have been committed before this error. A second run of the range does no harm.
+    """
+    ends = [item.next for item in state.head.outputs.values()] if state else []
+    reached = max(ends, default=0)
+    for key in keys:
+        if key.first > reached:
+            raise EtlError(
+                f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {reached}."
+                f" Run {format_key(key_of(0, reached))} instead."
+            )

@@ -1,0 +1,301 @@
+"""The checks of outputs: of a staging pool, of a published topic, and all checks of a pipeline.
+
+Checks of a staging pool: its account against raw and outputs, its numbering, and what waits for long.
+
+The check of a published topic: what Kafka holds is what staging holds, by content.
+
+Every check of a pipeline, over everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.audit.account import read_facts
+from zync_assets.audit.guard import CONTIGUOUS, COVERAGE, contiguous_output_offsets, exactly_once_done_coverage
+from zync_assets.checks import raw_checks
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
+from zync_assets.lake import raw, staging
+from zync_assets.lake.check_results import CheckResult, Number, conclude, judged
+from zync_assets.lake.publication import Published, WrittenSchema, open_published, went_back
+from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
+from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.offsets import OffsetRange, normalize, subtract
+from zync_assets.pipeline import Pipeline
+from zync_assets.publish.encoding import ENCODED_SCHEMA, alike_ids, differing, encoded_rows, is_same, staged_topic
+
+__all__ = [
+    "CONTIGUOUS",
+    "COVERAGE",
+    "PENDING_AGE",
+    "contiguous_output_offsets",
+    "exactly_once_done_coverage",
+    "pending_age",
+]
+
+PENDING_AGE = "pending_age"
+
+
+MAX_AGE_SECONDS = 86_400
+"""How long a record may wait for its counterpart before ``pending_age`` warns."""
+
+
+def pending_age(
+    pipeline: Pipeline, pool: str, max_age_seconds: float = MAX_AGE_SECONDS, now: float | None = None
+) -> CheckResult:
+    """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null, or
+    the pipeline file has its rule no more.
+
+    ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
+    """
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(PENDING_AGE, pool, "warn", [str(error)], "", {"pending": 0})
+    if state is None:
+        return conclude(PENDING_AGE, pool, "warn", [], "nothing transformed yet", {"pending": 0})
+    if not pipeline.rules_of(pool):
+        return conclude(PENDING_AGE, pool, "warn", [], "another pipeline file has the rules", {"pending": 0})
+    moment = time.time() if now is None else now
+    problems: list[str] = []
+    numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
+    numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
+    joins = pipeline.joins_of(pool)
+    problems += [
+        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more as a denorm rule of {topic} for"
+        f" {pool}. Run `{pipeline.command('etl', '--retry-unmatched')}` to give them to the other rules"
+        for (rule, topic), n in sorted(state.head.waiting.items())
+        if n and (rule, topic) not in joins
+    ]
+    if numbers["pending"]:
+        try:
+            problems += _age_problems(pipeline, state, max_age_seconds, moment, numbers)
+        except (DamagedFile, LakeError) as error:
+            problems.append(str(error))
+    return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
+
+
+def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> float | None:
+    """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
+    input any more. Raises LakeError."""
+    pools = {item.topic: item.pool for item in pipeline.inputs}
+    found = raw.open_raw(pipeline.lake, pools[topic], topic) if topic in pools else None
+    if found is None:
+        return None
+    files = raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)])
+    row = rows_at(found.opened.uri, files, partition, [offset], []).get(offset)
+    return None if row is None else row["kafka"]["time"].timestamp()
+
+
+def _age_problems(
+    pipeline: Pipeline, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
+) -> Iterator[str]:
+    facts, *_ = read_facts(state)
+    # A record's time never runs back within its partition: the lowest pending offset is the oldest.
+    oldest: list[tuple[float, str]] = []
+    for (topic, partition), found in facts.items():
+        waiting = found.waiting
+        when = raw_time(pipeline, topic, partition, int(waiting[0])) if len(waiting) else None
+        if when is not None:
+            oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
+    if oldest:
+        when, place = min(oldest)
+        age = max(0.0, now - when)
+        numbers["oldest_seconds"] = round(age, 3)
+        numbers["oldest"] = place
+        if age > max_age:
+            yield f"{place} has waited for {age:.0f} s, longer than {max_age:.0f} s"
+    null_keys = _null_keys(state)
+    numbers["null_keys"] = null_keys
+    if null_keys:
+        yield f"pending records with a null join key, which nothing will ever match: {null_keys}"
+
+
+def _null_keys(state: StagingState) -> int:
+    """The number of pending records with a null join key. Null equals nothing: such records stay pending for ever."""
+    count = 0
+    for item in state.ledger_files:
+        for batch in read_columns(state.uri(item), ["account.kind", "account.hash"]):
+            rows = pa.Table.from_batches([batch]).flatten()
+            null = pc.and_(pc.equal(rows["account.kind"], "pending"), pc.is_null(rows["account.hash"]))
+            count += pc.sum(null).as_py() or 0
+    return count
+
+
+STAGING_EQUALS_TOPIC = "staging_equals_topic"
+REACHABLE = "reachable"
+
+
+def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
+    """The broker knows an input topic, lets this pipeline look at it, and every partition has a leader."""
+    subject = f"kafka/{topic}"
+    try:
+        found = topic_states(pipeline.kafka, [topic]).get(topic)
+    except KafkaError as error:
+        return conclude(REACHABLE, subject, "error", [str(error)], "", {})
+    if found is None:
+        problem = f"topic {topic} is not there. Create it, or take it out of inputs."
+        return conclude(REACHABLE, subject, "error", [problem], "", {})
+    records = sum(item.end - item.low for item in found.partitions)
+    numbers = {"partitions": len(found.partitions), "offsets": records}
+    return conclude(REACHABLE, subject, "error", [], f"all {len(found.partitions)} partitions have leaders", numbers)
+
+
+def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+    """Check that the published record at offset k of the topic equals, byte for byte, the record that staging numbers k.
+
+    Reads ``ranges`` of the topic, or the whole topic. Records that retention or a compacted topic's compaction removed are
+    not compared. Raises BrokerUnavailable, RegistryError.
+    """
+    pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
+    # Each before what is ahead of it: the pipeline may be at work, and must not look like damage.
+    done = open_published(pipeline.lake, pool, topic)
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if found else 0
+    try:
+        state = staging.open_staging(pipeline.lake, pool)
+    except TableDamaged as error:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
+    position = state.head.outputs.get((topic, 0)) if state else None
+    recreate = pipeline.command("to-kafka", "--recreate", topic)
+    gone = went_back(pool, topic, done.verified, position.next if position else None, recreate)
+    if gone is not None:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(gone)], "", {"compared": 0})
+    if state is None or position is None:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
+    numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
+    if found is None:
+        gone = done.topic_known() or position.topic_id is not None
+        problems = [f"topic {topic} was published to and is gone"] if gone else []
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
+    problems = list(_identity_problems(found, position, done, recreate))
+    if not problems:
+        try:
+            problems += _watermark_problems(high, position, done, numbers)
+            problems += _content_problems(pipeline, state, found, high, position, ranges, numbers)
+        except (LakeError, SchemaError) as error:
+            problems.append(str(error))
+        except FileNotFoundError as error:
+            problems.append(f"a file of {pool}.{topic} is in the log and not in the lake: {error.filename or error}")
+    good = f"{numbers['compared']} records are staging's"
+    return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
+
+
+def _identity_problems(found: TopicState, position: OutputPosition, done: Published, recreate: str) -> Iterator[str]:
+    known = done.made_for(found.topic_id) if done.topic_known() else position.topic_id in (None, found.topic_id)
+    if not known:
+        yield (
+            f"topic {found.topic} was deleted and created again (its id is now {found.topic_id});"
+            f" to publish all of staging to it: {recreate}"
+        )
+
+
+def _watermark_problems(
+    high: int, position: OutputPosition, done: Published, numbers: dict[str, Number]
+) -> Iterator[str]:
+    numbers |= {"high_watermark": high, "lag": max(0, position.next - max(position.base, done.verified or 0))}
+    if high > position.next:
+        yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
+    if done.verified is not None and high < done.verified:
+        yield f"the topic ends at offset {high} and was published up to {done.verified}: it has lost records"
+
+
+def _content_problems(
+    pipeline: Pipeline,
+    state: StagingState,
+    found: TopicState,
+    high: int,
+    position: OutputPosition,
+    ranges: Iterable[OffsetRange] | None,
+    numbers: dict[str, Number],
+) -> Iterator[str]:
+    first = max(position.base, found.partitions[0].low)
+    whole = [OffsetRange(0, first, max(first, min(position.next, high)))]
+    parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
+    gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
+    staged = staged_topic(state, found.topic, pipeline.registry)
+    used: set[WrittenSchema] = set()
+    done = open_published(pipeline.lake, pipeline.output(found.topic).pool, found.topic)
+    compared, compacted = 0, 0
+    for part in parts:
+        ours = _Ahead(encoded_rows(staged, part.first, part.end, used))
+        # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
+        theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end, uncommitted=True)
+        for mine, other in _side_by_side(ours, theirs, part):
+            offsets = integers(other.column("offset"))
+            missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)
+            compacted += len(missing)
+            if len(missing) and not gaps_allowed:
+                yield f"the topic holds no record at offset {missing[0]}, where staging holds one"
+                return
+            same = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
+            differs = _differs(same["key"], other.column("key")) | _differs(same["value"], other.column("value"))
+            differs |= differing(same["headers"], other.column("headers"))
+            alike = alike_ids(staged, used, done)
+            for at in np.flatnonzero(differs).tolist():
+                one, two = (tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (same, other))
+                if not is_same(one, two, alike):
+                    yield f"the record at offset {offsets[at]} is not staging's"
+                    return
+            compared += len(offsets)
+            numbers |= {"compared": compared, "compacted": compacted}
+
+
+@dataclass
+class _Ahead:
+    """Staged rows, taken up to an offset at a time."""
+
+    batches: Iterator[pa.RecordBatch]
+    left: pa.Table = field(default_factory=ENCODED_SCHEMA.empty_table)
+
+    def take(self, count: int) -> pa.Table:
+        while self.left.num_rows < count:
+            self.left = pa.concat_tables([self.left, pa.Table.from_batches([next(self.batches)])])
+        taken, self.left = self.left.slice(0, count), self.left.slice(count)
+        return taken
+
+
+def _side_by_side(
+    ours: _Ahead, theirs: Iterable[pa.RecordBatch], part: OffsetRange
+) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """Kafka's records batch by batch, each with all staged rows of its span; at last what staging has beyond."""
+    first = part.first
+    for batch in theirs:
+        end = int(integers(batch.column("offset"))[-1]) + 1
+        yield ours.take(end - first), pa.Table.from_batches([batch])
+        first = end
+    if first < part.end:
+        yield ours.take(part.end - first), ENCODED_SCHEMA.empty_table()
+
+
+def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
+    """A mask of the rows in which two columns differ. Null equals only null."""
+    same = pc.fill_null(pc.equal(mine, other), False)
+    both_null = pc.and_(pc.is_null(mine), pc.is_null(other))
+    return ~np.asarray(pc.or_(same, both_null).to_numpy(), dtype=bool)
+
+
+def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
+    """The results one by one, in the order of the data's way. The results of blocking
+    checks are kept in the lake. Raises ZyncError where a check can't look."""
+    for item in pipeline.inputs:
+        for check in raw_checks.BLOCKING.values():
+            yield judged(pipeline, item.pool, partial(check, pipeline, item.topic, None))
+        yield raw_checks.schema_change(pipeline, item.topic)
+        yield raw_checks.quarantine_size(pipeline, item.topic)
+    for pool in pipeline.staging_pools:
+        yield judged(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
+        for output in pipeline.outputs_of(pool):
+            yield judged(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
+        yield pending_age(pipeline, pool)
+        for output in pipeline.outputs_of(pool):
+            yield staging_equals_topic(pipeline, output.topic)

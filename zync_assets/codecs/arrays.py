@@ -1,0 +1,244 @@
+"""Arrow arrays: their parts, their values in Python, Arrow's compute functions, and when loops are compiled.
+
+Arrow's compute functions: they are made when pyarrow is imported, so that a type checker knows none of them.
+
+When loops that numba compiles take the place of numpy's and of the Kafka client's.
+
+To load numba and what it has compiled takes a process half a second, which is what is saved by a million records. So a
+process begins without, and one that handles few records ends without.
+
+Nested Arrow arrays out of their parts, and the values that an operation on a whole array stumbles over.
+
+Arrow rows as Python's values. Python has no time before the year 1 or after the year 9999: such a time becomes
+text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+
+pc: Any = pyarrow.compute
+
+
+log = logging.getLogger(__name__)
+
+ENOUGH = 500_000
+"""Records of a process from which on it pays."""
+
+_CURE = "set NUMBA_CACHE_DIR to a folder that can be written to"
+
+_handled = 0
+
+
+def pays(records: int) -> bool:
+    """Whether compiled code pays for ``records`` more records, in addition to the records that this process has handled."""
+    global _handled
+    _handled += records
+    return ready()
+
+
+def ready() -> bool:
+    """Whether compiled code pays now."""
+    return _handled >= ENOUGH and _possible()
+
+
+@cache
+def _possible() -> bool:
+    """numba keeps what it compiled beside the code or in the user's cache, and refuses where it can write to neither."""
+    if (problem := obstacle()) is None:
+        import numba
+
+        try:
+            numba.njit(cache=True)(_nothing)
+        except RuntimeError as error:
+            problem = f"{error}; {_CURE}"
+    if problem is not None:
+        log.warning("records are read without compiled loops, more slowly: %s", problem)
+    return problem is None
+
+
+def obstacle() -> str | None:
+    """Why numba can keep no compiled code, and the cure; None if it can. Loads nothing."""
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [Path(own)] if own else [Path(__file__).parent, Path.home() / ".cache"]
+    if any(_existing(folder).is_dir() and os.access(_existing(folder), os.W_OK) for folder in folders):
+        return None
+    return f"numba can write its compiled code to none of {', '.join(map(str, folders))}; {_CURE}"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def _nothing() -> None: ...
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+def validity_buffer(valid: Mask | None) -> pa.Buffer | None:
+    """Arrow's bitmap of the valid values; None when all are."""
+    if valid is None or bool(valid.all()):
+        return None
+    return pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def is_valid(array: pa.Array) -> Mask | None:
+    """Which values are not null; None when all are."""
+    if array.null_count == 0:
+        return None
+    return array.is_valid().to_numpy(zero_copy_only=False)
+
+
+def numbers(values: npt.NDArray[np.generic], type: pa.DataType, valid: Mask | None = None) -> pa.Array:
+    """An array of a fixed-width type over numpy's memory."""
+    return pa.Array.from_buffers(type, len(values), [validity_buffer(valid), pa.py_buffer(values)])
+
+
+def struct_of(type: pa.StructType, children: Sequence[pa.Array], length: int, valid: Mask | None) -> pa.Array:
+    return pa.Array.from_buffers(type, length, [validity_buffer(valid)], children=list(children))
+
+
+def list_of(type: pa.DataType, offsets: npt.NDArray[np.int32], values: pa.Array, valid: Mask | None) -> pa.Array:
+    """A list or map array; ``offsets`` has one more entry than there are lists, a map's values are structs."""
+    buffers = [validity_buffer(valid), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(type, len(offsets) - 1, buffers, children=[values])
+
+
+def list_parts(array: pa.Array) -> tuple[npt.NDArray[np.int32], pa.Array]:
+    """A list array's offsets from 0, and just the values that they cover (a map's: keys and items as a struct)."""
+    offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int32)
+    base, end = int(offsets[0]), int(offsets[-1])
+    if pa.types.is_map(array.type):
+        entry = pa.struct([pa.field("key", array.type.key_type, nullable=False), ("value", array.type.item_type)])
+        values = struct_of(entry, [array.keys, array.items], len(array.keys), None)
+    else:
+        values = array.values
+    return offsets - base, values.slice(base, end - base)
+
+
+def with_type(array: pa.Array, type: pa.DataType) -> pa.Array:
+    """The same values as ones of a type that differs in the names of fields alone."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        inner = zip(array.flatten(), (type.field(at).type for at in range(type.num_fields)), strict=True)
+        return struct_of(type, [with_type(child, kind) for child, kind in inner], len(array), is_valid(array))
+    if kinds.is_list(type):
+        offsets, values = list_parts(array)
+        return list_of(type, offsets, with_type(values, type.value_type), is_valid(array))
+    if kinds.is_map(type):
+        offsets, values = list_parts(array)
+        keys, items = values.flatten()
+        entries = map_entries(type, with_type(keys, type.key_type), with_type(items, type.item_type))
+        return list_of(type, offsets, entries, is_valid(array))
+    return array
+
+
+def map_entries(type: pa.MapType, keys: pa.Array, items: pa.Array) -> pa.Array:
+    """The struct array that a map array of ``type`` is made over."""
+    return struct_of(pa.struct([type.key_field, type.item_field]), [keys, items], len(keys), None)
+
+
+def spread(array: pa.Array, valid: Mask) -> pa.Array:
+    """``array``'s values at the places where ``valid`` is true, nulls elsewhere."""
+    if len(array) == len(valid):
+        return array
+    if len(array) == 0:
+        return pa.nulls(len(valid), array.type)
+    indices = np.cumsum(valid, dtype=np.int64) - 1
+    return array.take(pa.Array.from_buffers(pa.int64(), len(valid), [validity_buffer(valid), pa.py_buffer(indices)]))
+
+
+def pick(array: pa.Array, indices: npt.NDArray[np.int64]) -> pa.Array:
+    """The values at ``indices``, in memory of their own (a slice would drag its neighbours along)."""
+    return array.take(pa.array(indices))
+
+
+_PARTS = 8
+"""Into so many parts an array is cut when one of its values fails: few tries for one bad value, and few if all are."""
+
+
+def isolate(
+    array: pa.Array, convert: Callable[[pa.Array], pa.Array], errors: type[Exception] | tuple[type[Exception], ...]
+) -> tuple[pa.Array, dict[int, str]]:
+    """``convert(array)``, value by value where it fails: null at those it fails for, with the error by index."""
+    bad: dict[int, str] = {}
+
+    def part(first: int, count: int) -> list[pa.Array]:
+        piece = array if count == len(array) else pick(array, np.arange(first, first + count))
+        try:
+            return [convert(piece)]
+        except errors as error:
+            if count == 1:
+                bad[first] = str(error)
+                return [convert(pa.nulls(1, array.type))]
+        size = -(-count // _PARTS)
+        ends = range(first, first + count, size)
+        return [made for at in ends for made in part(at, min(size, first + count - at))]
+
+    if len(array) == 0:
+        return convert(array), bad
+    parts = part(0, len(array))
+    return (parts[0] if len(parts) == 1 else pa.concat_arrays(parts)), bad
+
+
+def python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
+    """The rows by column names; maps become dicts, of equal keys the last."""
+    try:
+        return rows.to_pylist(maps_as_pydicts="lossy")
+    except (OverflowError, ValueError):
+        counted = pa.schema([field.with_type(_counted(field.type)) for field in rows.schema])
+        found = rows.cast(counted).to_pylist(maps_as_pydicts="lossy")
+        return [{field.name: _timed(row[field.name], field.type) for field in rows.schema} for row in found]
+
+
+def _counted(kind: pa.DataType) -> pa.DataType:
+    """The type with a number in place of each time and date."""
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    if pa.types.is_date32(kind):
+        return pa.int32()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_counted(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_counted(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(_counted(kind.key_type), _counted(kind.item_type))
+    return kind
+
+
+def _timed(value: Any, kind: pa.DataType) -> Any:
+    """A value of the type ``_counted(kind)`` as one of ``kind``."""
+    if value is None:
+        return None
+    if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):
+        return _moment(value, kind)
+    if pa.types.is_struct(kind):
+        return {field.name: _timed(value[field.name], field.type) for field in kind}
+    if pa.types.is_list(kind):
+        return [_timed(item, kind.value_type) for item in value]
+    if pa.types.is_map(kind):
+        return {_timed(key, kind.key_type): _timed(item, kind.item_type) for key, item in value.items()}
+    return value
+
+
+def _moment(number: int, kind: pa.DataType) -> Any:
+    try:
+        return pa.scalar(number, kind).as_py()
+    except (OverflowError, ValueError):
+        is_date = pa.types.is_date32(kind)
+        text = pc.strftime(pa.array([number], kind), format="%Y-%m-%d" if is_date else "%Y-%m-%dT%H:%M:%S")[0].as_py()
+        zone = "" if is_date or kind.tz is None else "+00:00"
+        return re.sub(r"\.0+$", "", text) + zone

@@ -1,0 +1,1 @@
+"""Avro: schemas, columns and single records."""

@@ -1,0 +1,146 @@
+"""Batches of records on their way through a codec.
+
+The results of converting a batch: a column, and the records that could not be converted.
+
+Parts of a batch, decoded apart by their writers' schemas, put together again.
+
+Which way a schema's records take.
+
+``ZYNC_NATIVE=off`` in the environment sends all of them through fastavro: slower, and without any of the code that
+reads columns, to find out which of the two a doubtful value comes from. Spark's workers take it from the environment of
+the process that starts the session, or from ``spark.executorEnv.ZYNC_NATIVE``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import isolate, validity_buffer
+from zync_assets.codecs.avro.schema import Node, is_recursive, parse
+from zync_assets.codecs.evolution import Arrival, conform
+from zync_assets.codecs.json.columns import has_columns
+from zync_assets.codecs.spark_types import parse_ddl
+from zync_assets.pipeline import SideFormat
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that could not be converted. ``index`` is its place in the array that was given."""
+
+    index: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded batch of payloads.
+
+    ``values``: as long as the input, of the decoder's type; null for a null or bad payload.
+    ``schema_ids``: int32; null for a null payload, and for a payload without a schema id.
+    ``bad``: ascending by index, at most one entry per index. ``arrivals``: new writer schemas.
+    """
+
+    values: pa.Array
+    schema_ids: pa.Array
+    bad: tuple[BadRecord, ...]
+    arrivals: tuple[Arrival, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch as payloads.
+
+    ``payloads``: binary, as long as the input; null where the value is null (a tombstone) or bad.
+    ``bad``: ascending by index, at most one an index.
+    """
+
+    payloads: pa.Array
+    bad: tuple[BadRecord, ...]
+
+
+def bad_records(errors: dict[int, str]) -> tuple[BadRecord, ...]:
+    """The errors by index, in order."""
+    return tuple(BadRecord(index, errors[index]) for index in sorted(errors))
+
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The good records of one writer schema: their indices in the batch and, as many, their values."""
+
+    rows: Ints
+    values: pa.Array
+
+
+def assemble(type: pa.DataType, groups: list[Group], count: int, errors: dict[int, str]) -> pa.Array:
+    """The groups' values at their places, as the column's type; those that don't fit it are null and in ``errors``."""
+    parts: list[pa.Array] = []
+    place = np.full(count, -1, dtype=np.int64)
+    done = 0
+    for group in groups:
+        if pa.types.is_null(type):
+            continue
+        values, unfit = isolate(group.values, lambda part: conform(part, type), ValueError)
+        for index, error in unfit.items():
+            errors[int(group.rows[index])] = f"does not fit the lake's column: {error}"
+        place[group.rows] = np.arange(done, done + len(values))
+        place[[int(group.rows[index]) for index in unfit]] = -1
+        parts.append(values)
+        done += len(values)
+    if not parts:
+        return pa.nulls(count, type)
+    if len(parts) == 1 and done == count and bool((place == np.arange(count)).all()):
+        return parts[0]
+    indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
+    return pa.concat_arrays(parts).take(indices)
+
+
+SWITCH = "ZYNC_NATIVE"
+
+
+Way: TypeAlias = Literal["native", "fastavro", "python"]
+"""``native``: column by column; ``fastavro`` and ``python``: record by record, by fastavro or by our own code."""
+
+
+def decode_way(schema_json: str) -> Way:
+    """Which way records of an Avro schema take; the way back is the same.
+
+    Records of a native schema that are damaged, or encoded in an unusual way, still go through fastavro one by one.
+    """
+    return "native" if is_native(parse(schema_json)) else "fastavro"
+
+
+def plain_way(side: SideFormat, column: pa.DataType | None) -> Way:
+    """Which way records of another format take. ``column``: the lake's type, as far as it is known."""
+    if side.format == "json" and side.ddl is not None:
+        return "native" if has_columns(parse_ddl(side.ddl)) else "python"
+    if side.format == "connect-json" and column is not None and _has_map(column):
+        return "python"
+    return "native"
+
+
+def _has_map(type: pa.DataType) -> bool:
+    if pa.types.is_map(type):
+        return True
+    if pa.types.is_list(type):
+        return _has_map(type.value_type)
+    return pa.types.is_struct(type) and any(_has_map(field.type) for field in type)
+
+
+def is_native(node: Node) -> bool:
+    """All schemas but recursive ones, whose depth differs from record to record; none where ZYNC_NATIVE is off."""
+    return os.environ.get(SWITCH) != "off" and _has_columns(node)
+
+
+@lru_cache(maxsize=1024)
+def _has_columns(node: Node) -> bool:
+    return not is_recursive(node)

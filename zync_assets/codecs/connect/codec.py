@@ -1,0 +1,375 @@
+"""Connect JSON to columns, and columns to Connect JSON.
+
+Decodes Connect JSON with any mixture of schemas into a column.
+
+Every record contains its own schema. Records with the same text before the payload have the same schema. The decoder
+parses the schema once, and reads these payloads together. A record without schema and payload
+(``schemas.enable=false``), or with a null schema, is plain JSON: its value has the type of the DDL, or is the JSON text
+if the format has no DDL.
+
+A column → Connect JSON: the schema, the same in all records, and the payload.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import isolate, pc
+from zync_assets.codecs.avro.schema import Node
+from zync_assets.codecs.avro.types import lake_type as avro_lake_type
+from zync_assets.codecs.avro.values import from_lake as from_avro_lake
+from zync_assets.codecs.batches import Decoded, Encoded, Group, assemble, bad_records
+from zync_assets.codecs.connect.payloads import has_columns, parse_at, parse_json, read_columns, row_reader, write_row
+from zync_assets.codecs.connect.schema import Connect, from_lake, lake_type, note_of, parse_connect, plain_type, to_lake
+from zync_assets.codecs.evolution import Arrival, check_writable, conform, differences, merge_types
+from zync_assets.codecs.json.columns import json_texts
+from zync_assets.codecs.json.values import json_reader
+from zync_assets.errors import SchemaError
+
+Ints = npt.NDArray[np.int64]
+
+_HEAD = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*"schema"[ \t\n\r]*:[ \t\n\r]*')
+_PAYLOAD = re.compile(r'[ \t\n\r]*,[ \t\n\r]*"payload"[ \t\n\r]*:[ \t\n\r]*')
+_SWEEPS = 64
+"""The most schemas that are searched in all records of a batch at once. The decoder parses other records singly."""
+_MOST_HEADS = 4096
+_NO_HEAD = -1
+_NOTHING = -2
+"""A null record, or an empty one."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """How records of one schema begin, up to the payload."""
+
+    data: bytes
+    characters: int
+    node: Connect
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A payload that is plain JSON, as it was written."""
+
+    text: str
+
+
+class ConnectDecoder:
+    """See ``codecs.dispatch.Decoder``. Keeps the schemas that it has seen, and the column's type."""
+
+    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None, closed: bool = False) -> None:
+        """``plain``: the type of records without a schema; None: their text. ``closed``: see ``make_decoder``."""
+        self._plain = plain
+        self._closed = closed and target is not None
+        self._arrivals: list[Arrival] = []
+        self._type = merge_types(target, pa.null() if plain is None else plain)
+        self._schemas: dict[str, Connect | str] = {}
+        self._types: dict[str, Connect] = {}
+        self._heads: dict[bytes, _Head] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._merged: set[Connect] = set()
+
+    @property
+    def type(self) -> pa.DataType:
+        return self._type
+
+    def decode(self, payloads: pa.Array) -> Decoded:
+        errors: dict[int, str] = {}
+        self._arrivals = []
+        by_schema: dict[Connect, list[Group]] = {}
+        heads, which = self._sorted_by_head(payloads)
+        odd = which == _NO_HEAD
+        for node, of_node in _by_node(heads).items():
+            rows = np.flatnonzero(np.isin(which, of_node))
+            odd[rows] = True
+            if has_columns(node):
+                skip = np.array([len(head.data) for head in heads])[which[rows]]
+                texts, closed = _after(payloads, rows, skip)
+                values, wrong = read_columns(node, texts)
+                good = closed & ~wrong
+                by_schema[node] = [Group(rows[good], values.filter(pa.array(good)))]
+                odd[rows[good]] = False
+        rest = {row: heads[which[row]] if which[row] >= 0 else None for row in np.flatnonzero(odd).tolist()}
+        texts = self._read_rows(payloads, rest, by_schema, errors)
+        groups = [made for node, found in by_schema.items() if (made := self._of_schema(node, found, errors))]
+        if texts:
+            groups += self._of_texts(texts, errors)
+        values = assemble(self._type, groups, len(payloads), errors)
+        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors), tuple(self._arrivals))
+
+    def _sorted_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
+        """The distinct beginnings, and for each record the index of its beginning, _NO_HEAD or _NOTHING."""
+        lengths = pc.binary_length(payloads).fill_null(0).to_numpy(zero_copy_only=False)
+        which = np.where(lengths > 0, _NO_HEAD, _NOTHING)
+        left = np.flatnonzero(lengths > 0)
+        heads: list[_Head] = []
+        while len(left) and len(heads) < _SWEEPS:
+            head = self._head(payloads[int(left[0])].as_py())
+            if head is None:
+                left = left[1:]
+                continue
+            alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[left]
+            which[left[alike]] = len(heads)
+            heads.append(head)
+            left = left[~alike]
+        known = {head: index for index, head in enumerate(heads)}
+        for row in left.tolist():
+            head = self._head(payloads[row].as_py())
+            if head is not None:
+                which[row] = known.setdefault(head, len(known))
+        return list(known), which
+
+    def _head(self, payload: bytes) -> _Head | None:
+        """How the record begins, up to its payload; None if it is not written as JsonConverter does, or its schema is
+        wrong."""
+        for length in self._lengths:
+            known = self._heads.get(payload[:length])
+            if known is not None:
+                return known
+        try:
+            text = payload.decode()
+            begin = _HEAD.match(text)
+            if begin is None:
+                return None
+            schema, end = parse_at(text, begin.end())
+            between = _PAYLOAD.match(text, end)
+            node = self._schema(schema)
+        except (ValueError, RecursionError):
+            return None
+        if between is None or not isinstance(node, Connect):
+            return None
+        if len(self._heads) >= _MOST_HEADS:
+            self._heads.clear()
+            self._lengths = ()
+        head = _Head(text[: between.end()].encode(), between.end(), node)
+        self._heads[head.data] = head
+        if len(head.data) not in self._lengths:
+            self._lengths = (*self._lengths, len(head.data))
+        return head
+
+    def _schema(self, document: Any) -> Connect | str | None:
+        """The parsed schema, or the error text of a bad schema; None for a null schema."""
+        if document is None:
+            return None
+        text = json.dumps(document, sort_keys=True, default=float)
+        known = self._schemas.get(text)
+        if known is None:
+            try:
+                known = parse_connect(text)
+                # Schemas that differ only in names and comments are the same object.
+                known = self._types.setdefault(repr(known), known)
+            except SchemaError as error:
+                known = str(error)
+            if len(self._schemas) >= _MOST_HEADS:
+                self._schemas.clear()
+                self._types.clear()
+            self._schemas[text] = known
+        return known
+
+    def _read_rows(
+        self,
+        payloads: pa.Array,
+        rest: dict[int, _Head | None],
+        by_schema: dict[Connect, list[Group]],
+        errors: dict[int, str],
+    ) -> dict[int, str]:
+        """Parse records singly, and add their values to ``by_schema``. Returns row → text of the records without a schema."""
+        rows: dict[Connect, dict[int, Any]] = {}
+        texts: dict[int, str] = {}
+        for row in sorted(rest):
+            try:
+                node, value = self._record(payloads[row].as_py().decode(), rest[row])
+                if node is None:
+                    if value is not None:
+                        texts[row] = value.text
+                else:
+                    rows.setdefault(node, {})[row] = row_reader(node)(value)
+            except UnicodeDecodeError:
+                errors[row] = "not UTF-8"
+            except RecursionError:
+                errors[row] = "nested too deep"
+            except json.JSONDecodeError as error:
+                errors[row] = f"no JSON: {error}"
+            except ValueError as error:
+                errors[row] = str(error)
+        for node, found in rows.items():
+            by_schema.setdefault(node, []).append(_group(found, plain_type(node), errors))
+        return texts
+
+    def _record(self, text: str, head: _Head | None) -> tuple[Connect | None, Any]:
+        """A record's schema and payload; without a schema, None and its payload's text (None for null)."""
+        if head is not None:
+            try:
+                payload, end = parse_at(text, head.characters)
+                if text[end:].strip(" \t\n\r") == "}":
+                    return head.node, payload
+            except ValueError:
+                pass
+        if not text.strip(" \t\n\r"):
+            # Connect's converter takes such a record for null.
+            return None, None
+        document = parse_json(text)
+        if not isinstance(document, dict) or document.keys() != {"schema", "payload"}:
+            return None, None if document is None else _Text(text)
+        node, payload = self._schema(document["schema"]), document["payload"]
+        if isinstance(node, str):
+            raise ValueError(node)
+        if node is None:
+            return None, None if payload is None else _Text(json.dumps(json.loads(text)["payload"], ensure_ascii=False))
+        return node, payload
+
+    def _of_schema(self, node: Connect, found: list[Group], errors: dict[int, str]) -> Group | None:
+        """Merge the groups of one schema, in the lake's type. Omits records whose values are out of the type's range."""
+        rows = np.concatenate([group.rows for group in found])
+        if len(rows) == 0:
+            return None
+        plain = pa.concat_arrays([group.values for group in found])
+        values, unfit = isolate(plain, lambda part: to_lake(node, part), ValueError)
+        errors.update({int(rows[index]): f"payload: out of range: {error}" for index, error in unfit.items()})
+        if len(unfit) == len(rows) or not self._merge(node, rows, errors):
+            return None
+        good = np.ones(len(rows), np.bool_)
+        good[list(unfit)] = False
+        return Group(rows[good], values.filter(pa.array(good)))
+
+    def _merge(self, node: Connect, rows: Ints, errors: dict[int, str]) -> bool:
+        if node not in self._merged:
+            try:
+                merged = merge_types(self._type, lake_type(node), "payload")
+            except SchemaError as error:
+                errors.update({int(row): str(error) for row in rows})
+                return False
+            before = () if pa.types.is_null(self._type) else (self._type,)
+            arrival = Arrival(int(rows.min()), None, merged, before, note_of(node))
+            self._arrivals.append(arrival)
+            if arrival.changes and self._closed:
+                why = "; ".join(differences(self._type, merged, "payload"))
+                errors.update({int(row): f"the schema is new: {why}" for row in rows})
+                return False
+            self._type = merged
+            self._merged.add(node)
+        return True
+
+    def _of_texts(self, texts: dict[int, str], errors: dict[int, str]) -> list[Group]:
+        rows = np.array(list(texts), np.int64)
+        plain = pa.array(list(texts.values()), pa.string())
+        if self._plain is not None:
+            values, bad = json_reader(self._plain)(plain.cast(pa.binary()))
+            errors.update({int(rows[index]): error for index, error in bad.items()})
+            good = np.ones(len(rows), np.bool_)
+            good[list(bad)] = False
+            return [Group(rows[good], values.filter(pa.array(good)))]
+        try:
+            self._type = merge_types(self._type, pa.string(), "payload")
+        except SchemaError:
+            why = f"a record without schema and payload, and the lake's column is {self._type}; give it schema: a DDL"
+            errors.update(dict.fromkeys(texts, why))
+            return []
+        return [Group(rows, plain)]
+
+
+def _by_node(heads: list[_Head]) -> dict[Connect, list[int]]:
+    made: dict[Connect, list[int]] = {}
+    for index, head in enumerate(heads):
+        made.setdefault(head.node, []).append(index)
+    return made
+
+
+def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """The texts of some records after their first ``skip`` bytes, and whether each text ends with a closing bracket.
+
+    ``rows``: the indexes of the records, ascending.
+    """
+    _, ends, data = payloads.buffers()
+    bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + len(payloads) + 1]
+    inner = np.empty(2 * len(rows), np.int32)
+    inner[0::2] = bounds[rows] + skip
+    inner[1::2] = bounds[rows + 1]
+    pieces = pa.Array.from_buffers(pa.binary(), len(inner) - 1, [None, pa.py_buffer(inner), data])
+    texts = pieces.take(pa.array(np.arange(0, len(inner), 2)))
+    return texts, np.frombuffer(data, np.uint8)[inner[1::2] - 1] == ord("}")
+
+
+def _group(found: dict[int, Any], type: pa.DataType, errors: dict[int, str]) -> Group:
+    rows = np.array(list(found), np.int64)
+    try:
+        return Group(rows, pa.array(list(found.values()), type))
+    except (ValueError, OverflowError, TypeError):
+        pass
+    parts: list[pa.Array] = []
+    good: list[int] = []
+    for row, value in found.items():
+        try:
+            parts.append(pa.array([value], type))
+            good.append(row)
+        except (ValueError, OverflowError, TypeError) as error:
+            errors[row] = f"payload: out of range: {error}"
+    return Group(np.array(good, np.int64), pa.concat_arrays(parts) if parts else pa.nulls(0, type))
+
+
+_END = b"}"
+
+
+@dataclass(frozen=True)
+class ConnectEncoder:
+    """See ``codecs.dispatch.Encoder``. ``schema``: Connect's schema as JSON, copied into each record without a change.
+
+    ``avro``: the Avro schema behind ``schema``, if known. Both schemas have the same plain values.
+    """
+
+    schema: str
+    avro: Node | None = None
+
+    @property
+    def overhead(self) -> int:
+        return len(self._head) + len(_END)
+
+    @property
+    def _head(self) -> bytes:
+        return b'{"schema":' + self.schema.encode() + b',"payload":'
+
+    def encode(self, values: pa.Array) -> Encoded:
+        node, avro = parse_connect(self.schema), self.avro
+        type = lake_type(node) if avro is None else avro_lake_type(avro)
+        check_writable(values.type, type)
+
+        def payloads(part: pa.Array) -> pa.Array:
+            own = conform(part, type)
+            return _payloads(node, from_lake(node, own) if avro is None else from_avro_lake(avro, own))
+
+        texts, bad = isolate(values, payloads, ValueError)
+        return Encoded(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
+
+
+def _payloads(node: Connect, plain: pa.Array) -> pa.Array:
+    """As binary; null for null."""
+    if _as_columns(node):
+        try:
+            return json_texts(plain)
+        except ValueError:
+            # NaN and infinities: JsonConverter writes them as strings.
+            pass
+    made = [None if value is None else _text(node, value).encode() for value in plain.to_pylist()]
+    return pa.array(made, pa.binary())
+
+
+def _text(node: Connect, value: object) -> str:
+    return json.dumps(write_row(node, value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def _as_columns(node: Connect) -> bool:
+    """All but structs without fields, and maps that are arrays of pairs."""
+    if has_columns(node):
+        return True
+    inner = [child for _, child in node.fields] + ([node.items] if node.items else [])
+    hollow = node.kind == "struct" and not node.fields
+    return not hollow and (node.kind != "map" or node.by_name) and all(_as_columns(child) for child in inner)

@@ -1,0 +1,375 @@
+"""Payloads of Kafka Connect: column by column, and record by record.
+
+Reads many payloads of one Connect schema at once with pyarrow's JSON reader. Some records are unsafe for this
+reader.
+
+``row_reader`` reads these records (``odd``): damaged and unusual records, and records that lack a field with a rule in
+the schema. pyarrow refuses duplicate and unexpected fields, numbers for strings, and half surrogates. But pyarrow
+accepts infinities, knows no base64 and no maps, and reads two documents in a line as two records.
+
+Payloads of Connect, record by record: the way for what ``read_columns`` leaves, and the judge of it.
+
+Plain values are those of ``schema.plain_type``. JsonConverter itself takes whatever stands there (a string where
+a number should be is 0); here such a record is bad.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import decimal
+import json
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.json as pj
+
+from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of, validity_buffer
+from zync_assets.codecs.connect.schema import Connect, nested_type, plain_type
+
+_FEW = 64
+"""A block of so many records that fails is left over whole."""
+_PARTS = 8
+
+
+@lru_cache(maxsize=1024)
+def has_columns(node: Connect) -> bool:
+    """Whether pyarrow can read the type: no maps, no structs without fields."""
+    if node.kind == "map" or (node.kind == "struct" and not node.fields):
+        return False
+    inner = [child for _, child in node.fields] + ([node.items] if node.items else [])
+    return all(has_columns(child) for child in inner)
+
+
+def read_columns(node: Connect, texts: pa.Array) -> tuple[pa.Array, Mask]:
+    """Plain values, and which are odd: to be read again by ``row_reader``.
+
+    ``texts``: binary without nulls, each a payload and the ``}`` that closes the record around it.
+    """
+    if len(texts) == 0:
+        return pa.nulls(0, plain_type(node)), np.zeros(0, np.bool_)
+    try:
+        return _plain(node, _read(node, texts))
+    except ValueError:
+        pass
+    if len(texts) <= _FEW:
+        return pa.nulls(len(texts), plain_type(node)), np.ones(len(texts), np.bool_)
+    size = -(-len(texts) // _PARTS)
+    parts = [read_columns(node, texts.slice(at, size)) for at in range(0, len(texts), size)]
+    return pa.concat_arrays([part for part, _ in parts]), np.concatenate([odd for _, odd in parts])
+
+
+def _read(node: Connect, texts: pa.Array) -> pa.Array:
+    # Each line begins with an object and ends with its bracket, so that none can run on into the next: as many rows as
+    # lines means a row a line.
+    lines = pc.binary_join_element_wise(b'{"payload":', texts, b"\n", b"")
+    lines.cast(pa.string()).validate(full=True)
+    size = int(lines.offset) + len(lines)
+    ends = np.frombuffer(lines.buffers()[1], np.int32)
+    data = lines.buffers()[2].slice(int(ends[lines.offset]), int(ends[size] - ends[lines.offset]))
+    table = pj.read_json(
+        pa.BufferReader(data),
+        read_options=pj.ReadOptions(use_threads=False, block_size=data.size + 1),
+        parse_options=pj.ParseOptions(
+            explicit_schema=pa.schema([("payload", _json_type(node))]), unexpected_field_behavior="error"
+        ),
+    )
+    if table.num_rows != len(texts):
+        raise ValueError("more than one document in a record")
+    return pa.concat_arrays(table.column(0).chunks)
+
+
+@lru_cache(maxsize=1024)
+def _json_type(node: Connect) -> pa.DataType:
+    return pa.string() if node.kind == "bytes" else nested_type(node, _json_type)
+
+
+def _plain(node: Connect, array: pa.Array) -> tuple[pa.Array, Mask]:
+    """The plain values of what pyarrow read, and which of them are odd."""
+    count, valid = len(array), is_valid(array)
+    if node.kind in ("struct", "variable-decimal"):
+        made: list[pa.Array] = []
+        odd = np.zeros(count, np.bool_)
+        for (_, child), column in zip(node.fields, array.flatten(), strict=True):
+            part, wrong = _plain(child, column)
+            made.append(part)
+            odd |= wrong | _says_more(child, column, valid)
+        return struct_of(plain_type(node), made, count, valid), odd
+    if node.kind == "array":
+        offsets, values = list_parts(array)
+        items, wrong = _plain(node.item, values)
+        wrong = wrong | _says_more(node.item, values, None)
+        before = np.concatenate([[0], np.cumsum(wrong)])
+        return list_of(plain_type(node), offsets, items, valid), before[offsets[1:]] > before[offsets[:-1]]
+    if node.kind == "bytes":
+        return _unbase64(array, valid, empty_is_odd=node.logical is not None)
+    odd = np.zeros(count, np.bool_)
+    if node.kind in ("float", "double"):
+        odd = pc.invert(pc.is_finite(array)).fill_null(False).to_numpy(zero_copy_only=False)
+    elif node.kind == "string":
+        array.validate(full=True)
+    return array, odd
+
+
+def _says_more(node: Connect, column: pa.Array, parent: Mask | None) -> Mask:
+    """Nulls inside what is there, where the schema asks for a value or has a default for a missing one."""
+    if column.null_count == 0 or (node.optional and node.default is None):
+        return np.zeros(len(column), np.bool_)
+    nulls = column.is_null().to_numpy(zero_copy_only=False)
+    return nulls if parent is None else nulls & parent
+
+
+_UNKNOWN = 255
+_SEXTETS: npt.NDArray[np.uint8] = np.full(256, _UNKNOWN, np.uint8)
+for _at, _letter in enumerate(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"):
+    _SEXTETS[_letter] = _at
+_PADDING = ord("=")
+
+
+def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
+    """Base64 with its padding, all at once: four characters become three bytes, wherever their text begins."""
+    count = len(array)
+    there = np.ones(count, np.bool_) if valid is None else valid
+    lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    odd = there & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
+    lengths[odd] = 0
+    # A truncated text would shift the texts after it. It is read as empty.
+    kept = pc.if_else(pa.array(there & ~odd), array, "").cast(pa.binary())
+    letters = np.frombuffer(kept.buffers()[2] or b"", np.uint8)[: lengths.sum()]
+    ends = np.cumsum(lengths)
+    padding = np.zeros(count, np.int64)
+    some = lengths > 0
+    one = letters[ends[some] - 1] == _PADDING
+    padding[some] = one.astype(np.int64) + (one & (letters[ends[some] - 2] == _PADDING))
+    sextets = _SEXTETS[letters]
+    unused = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
+    sextets[unused] = 0
+    unknown = np.concatenate([[0], np.cumsum(sextets == _UNKNOWN)])
+    odd |= unknown[ends] > unknown[ends - lengths]
+    quads = sextets.reshape(-1, 4).astype(np.uint32)
+    whole = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
+    data = np.column_stack([whole >> 16, (whole >> 8) & 255, whole & 255]).astype(np.uint8).ravel()
+    ours = np.ones(len(data), np.bool_)
+    ours[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths // 4 * 3 - padding, out=offsets[1:])
+    buffers = [validity_buffer(there & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[ours])]
+    return pa.Array.from_buffers(pa.binary(), count, buffers), odd
+
+
+Read = Callable[[Any, str], Any]
+
+_MISSING = object()
+_ODD_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FLOAT_LIMIT = float((1 << 128) - (1 << 103))
+"""From here on a number is rounded to a float's infinity."""
+_EXACT = decimal.Context(prec=2000, traps=[decimal.Inexact, decimal.InvalidOperation])
+
+
+def parse_json(text: str) -> Any:
+    """A JSON document, its fractions as decimals; ValueError if it is none."""
+    return _DECODER.decode(text)
+
+
+def parse_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``start``, and where it ends."""
+    return _DECODER.raw_decode(text, start)
+
+
+def _fraction(text: str) -> decimal.Decimal:
+    try:
+        return decimal.Decimal(text)
+    except decimal.DecimalException:
+        raise ValueError(f"{text[:40]} is out of range") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_fraction, parse_constant=_no_constant)
+
+
+@lru_cache(maxsize=1024)
+def row_reader(node: Connect) -> Callable[[Any], Any]:
+    """A function from a payload (as ``parse_json`` gives it) to its plain value; ValueError names the path.
+
+    A null payload is null whatever the schema says: a tombstone.
+    """
+    read = _known(node)
+    return lambda payload: None if payload is None else read(payload, "payload")
+
+
+def _reader(node: Connect) -> Read:
+    read = _known(node)
+
+    def check(value: Any, path: str) -> Any:
+        if value is not None and value is not _MISSING:
+            return read(value, path)
+        if node.default is not None and (value is _MISSING or not node.optional):
+            return read(parse_json(node.default), f"{path} (default)")
+        if not node.optional:
+            raise ValueError(
+                f"{path}: {'is missing' if value is _MISSING else 'is null'}, and its schema says required"
+            )
+        return None
+
+    return check
+
+
+def _known(node: Connect) -> Read:
+    if node.kind in ("struct", "variable-decimal"):
+        return _struct_reader(node)
+    if node.kind == "array":
+        item = _reader(node.item)
+        return lambda value, path: [
+            item(one, f"{path}[{at}]") for at, one in enumerate(_of(value, list, "an array", path))
+        ]
+    if node.kind == "map":
+        return _map_reader(node)
+    if node.kind.startswith("int"):
+        return _integer_reader(node.kind)
+    if node.kind in ("float", "double"):
+        return _float_reader(_FLOAT_LIMIT if node.kind == "float" else math.inf)
+    if node.logical and node.logical.logical == "decimal":
+        return _decimal_reader(node.logical.scale)
+    return {"boolean": _boolean, "string": _string, "bytes": _bytes}[node.kind]
+
+
+def _of(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        shown = json.dumps(value, default=str)
+        raise ValueError(f"{path}: {shown if len(shown) <= 40 else shown[:40] + '…'} is not {what}")
+    return value
+
+
+def _struct_reader(node: Connect) -> Read:
+    fields = [(name, _reader(child)) for name, child in node.fields]
+
+    def read(value: Any, path: str) -> Any:
+        given = _of(value, dict, "an object", path)
+        return {name: inner(given.get(name, _MISSING), f"{path}.{name}") for name, inner in fields} if fields else True
+
+    return read
+
+
+def _map_reader(node: Connect) -> Read:
+    key, item = _reader(node.key), _reader(node.item)
+
+    def entry(one: Any, other: Any, path: str) -> tuple[Any, Any]:
+        name = key(one, f"{path} (key)")
+        if name is None:
+            raise ValueError(f"{path}: a map with a null key has no form in the lake")
+        return name, item(other, f"{path}[{json.dumps(one, default=str)[:40]}]")
+
+    def by_name(value: Any, path: str) -> Any:
+        return [entry(one, other, path) for one, other in _of(value, dict, "an object", path).items()]
+
+    def by_pair(value: Any, path: str) -> Any:
+        pairs = _of(value, list, "an array of pairs", path)
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"{path}: the entries of a map are arrays of a key and a value")
+        return [entry(one, other, path) for one, other in pairs]
+
+    return by_name if node.by_name else by_pair
+
+
+def _integer_reader(kind: str) -> Read:
+    limit = 1 << (int(kind[3:]) - 1)
+
+    def read(value: Any, path: str) -> int:
+        number = _of(value, int, f"a whole number ({kind})", path)
+        if not -limit <= number < limit:
+            raise ValueError(f"{path}: {str(number)[:40]} is out of the range of {kind}")
+        return number
+
+    return read
+
+
+def _float_reader(limit: float) -> Read:
+    def read(value: Any, path: str) -> float:
+        if isinstance(value, str) and value in _ODD_FLOATS:
+            return _ODD_FLOATS[value]
+        given = _of(value, (int, decimal.Decimal), "a number", path)
+        try:
+            number = float(given)
+        except OverflowError:
+            number = math.inf
+        if abs(number) >= limit:
+            raise ValueError(f"{path}: {str(given)[:40]} is out of range")
+        return number
+
+    return read
+
+
+def _decimal_reader(scale: int) -> Read:
+    """Base64 of the unscaled number, or, where the converter's ``decimal.format`` is NUMERIC (KIP-481), the number."""
+
+    def read(value: Any, path: str) -> bytes:
+        if isinstance(value, str):
+            raw = _bytes(value, path)
+            if not raw:
+                raise ValueError(f"{path}: a decimal of no bytes")
+            return raw
+        given = _of(value, (int, decimal.Decimal), "a decimal", path)
+        try:
+            unscaled = decimal.Decimal(given).scaleb(scale, _EXACT)
+            number = int(unscaled.to_integral_exact(context=_EXACT)) if unscaled.adjusted() < 2000 else None
+        except decimal.DecimalException:
+            number = None
+        if number is None:
+            raise ValueError(f"{path}: {str(given)[:40]} is no decimal with {scale} digits after the point")
+        return number.to_bytes((number + (number < 0)).bit_length() // 8 + 1, "big", signed=True)
+
+    return read
+
+
+def _bytes(value: Any, path: str) -> bytes:
+    text = _of(value, str, "base64", path)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"{path}: {json.dumps(text)[:40]} is not base64") from None
+
+
+def _boolean(value: Any, path: str) -> bool:
+    return _of(value, bool, "true or false", path)
+
+
+def _string(value: Any, path: str) -> str:
+    text = _of(value, str, "a string", path)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: half a surrogate pair is no text") from None
+    return text
+
+
+def write_row(node: Connect, value: Any) -> Any:
+    """The way back: a plain value, as pyarrow gives it to Python, as what ``json.dumps`` takes."""
+    if value is None:
+        return None
+    if node.kind in ("struct", "variable-decimal"):
+        return {name: write_row(child, value[name]) for name, child in node.fields}
+    if node.kind == "array":
+        return [write_row(node.item, one) for one in value]
+    if node.kind == "map":
+        pairs = [(write_row(node.key, one), write_row(node.item, other)) for one, other in value]
+        return dict(pairs) if node.by_name else [list(pair) for pair in pairs]
+    if node.kind == "bytes":
+        return base64.b64encode(value).decode()
+    if node.kind in ("float", "double"):
+        return _written_float(value, node.kind == "float")
+    return value
+
+
+def _written_float(value: float, short: bool) -> Any:
+    if math.isfinite(value):
+        return float(str(np.float32(value))) if short else value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,213 @@
+"""The codecs by format: Kafka payloads to columns, and columns to Kafka payloads.
+
+Kafka payloads → columns. Pure: a column of bytes in, a typed column and the errors out.
+
+A payload that can't be decoded does not affect other payloads: its value is null, and ``Decoded.bad`` has its error. An
+outage of the registry is no property of a record, and is raised.
+
+Columns → Kafka payloads. Pure: a typed column in, a column of bytes and the errors out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import isolate, pc
+from zync_assets.codecs.avro.column_writer import encode_columns
+from zync_assets.codecs.avro.decoder import AvroDecoder, header
+from zync_assets.codecs.avro.schema import Node, parse
+from zync_assets.codecs.avro.types import lake_type, plain_type
+from zync_assets.codecs.avro.values import from_lake, row_writer
+from zync_assets.codecs.batches import BadRecord, Decoded, Encoded, bad_records, is_native
+from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
+from zync_assets.codecs.connect.schema import from_avro
+from zync_assets.codecs.evolution import check_writable, conform, merge_types, project
+from zync_assets.codecs.json.columns import columns_reader, json_texts
+from zync_assets.codecs.spark_types import parse_ddl, spark_ddl
+from zync_assets.errors import SchemaError
+from zync_assets.pipeline import Format, SideFormat
+
+__all__ = ["BadRecord", "Decoded", "Decoder", "Encoded", "Encoder", "make_decoder", "make_encoder"]
+
+
+class Decoder(Protocol):
+    """Decodes the keys or the values of one topic."""
+
+    @property
+    def type(self) -> pa.DataType:
+        """The lake column's type so far: the one given, with every writer schema seen; null if nothing is known."""
+        ...
+
+    def decode(self, payloads: pa.Array) -> Decoded:
+        """Decode binary ``payloads`` (nulls allowed). May widen ``type``; the values are of the widened type."""
+        ...
+
+
+def make_decoder(
+    side: SideFormat,
+    schema_of: Callable[[int], str],
+    target: pa.DataType | None,
+    *,
+    native: bool = True,
+    known: Sequence[int] = (),
+    closed: bool = False,
+) -> Decoder:
+    """A decoder for one side of a topic.
+
+    ``schema_of``: registry id → the Avro schema (one JSON document). If it raises SchemaUnknown or SchemaError, the records
+    with the id are bad; any other error, such as an outage, passes through. ``target``: the lake column's present type, None
+    without a column. ``native=False`` reads Avro with fastavro alone. ``known``: the registry ids of the earlier schemas, in
+    order; ``Decoded.arrivals`` reports other schemas. ``closed``: records whose schema changes the known columns are bad,
+    unless no schema is known yet. Raises SchemaError if the format's type can't go into ``target``.
+    """
+    if side.format == "avro":
+        return AvroDecoder(schema_of, target, native, known, closed)
+    if side.format == "connect-json":
+        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), closed)
+    if side.format == "json" and side.ddl is not None:
+        type = parse_ddl(side.ddl)
+        return _PlainDecoder(merge_types(target, type), columns_reader(type))
+    if side.format in ("json", "string"):
+        return _PlainDecoder(merge_types(target, pa.string()), _text)
+    return _PlainDecoder(merge_types(target, pa.binary()), lambda payloads: (payloads.cast(pa.binary()), {}))
+
+
+@dataclass(frozen=True)
+class _PlainDecoder:
+    """For formats that have one type and no schema ids."""
+
+    type: pa.DataType
+    read: Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]
+
+    def decode(self, payloads: pa.Array) -> Decoded:
+        values, bad = self.read(payloads)
+        values, unfit = isolate(values, lambda part: conform(part, self.type), ValueError)
+        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records({**unfit, **bad}))
+
+
+def _text(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+    values, bad = isolate(payloads, lambda part: part.cast(pa.string()), ValueError)
+    return values, dict.fromkeys(bad, "not UTF-8")
+
+
+class Encoder(Protocol):
+    """Encodes the keys or the values of one topic, by one schema."""
+
+    @property
+    def overhead(self) -> int:
+        """The bytes of a payload that are not its value: the schema id of Avro, or the schema text of Connect JSON."""
+        ...
+
+    def encode(self, values: pa.Array) -> Encoded:
+        """Encode a column. Nulls stay null. SchemaError if the column's type is not one that the schema can take."""
+        ...
+
+
+def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, native: bool = True) -> Encoder:
+    """An encoder for one side of a topic.
+
+    ``schema``: Avro JSON, needed for ``avro`` and ``connect-json``, possible for ``json``: of a struct column only the
+    fields that the schema has are written, in its order, so that a partial update stays partial. ``schema_id``: the
+    registry's id, which precedes each Avro datum; None: bare datums. ``native=False`` writes Avro with fastavro alone.
+    """
+    if format == "avro":
+        if schema is None:
+            raise SchemaError("an Avro output needs a schema")
+        prefix = b"" if schema_id is None else header(schema_id)
+        return _AvroEncoder(parse(schema), prefix, native)
+    if format == "connect-json":
+        if schema is None:
+            raise SchemaError("a Connect output needs a schema")
+        node = parse(schema)
+        return ConnectEncoder(json.dumps(from_avro(node), separators=(",", ":")), node)
+    if format == "json":
+        node = None if schema is None else parse(schema)
+        if node is not None and node.kind == "record" and not node.fields:
+            return _PlainEncoder(lambda values: pc.if_else(values.is_valid(), b"{}", pa.scalar(None, pa.binary())))
+        type = None if node is None else lake_type(node)
+        return _PlainEncoder(lambda values: json_texts(values if type is None else _projected(values, type)))
+    if format == "string":
+        return _PlainEncoder(_text_bytes)
+    return _PlainEncoder(_raw)
+
+
+@dataclass(frozen=True)
+class _AvroEncoder:
+    node: Node
+    prefix: bytes
+    native: bool
+
+    @property
+    def overhead(self) -> int:
+        return len(self.prefix)
+
+    def encode(self, values: pa.Array) -> Encoded:
+        type = lake_type(self.node)
+        check_writable(values.type, type)
+        write = self._columns if self.native and is_native(self.node) else self._rows
+        payloads, bad = isolate(values, lambda part: write(from_lake(self.node, conform(part, type))), ValueError)
+        return Encoded(payloads, bad_records(bad))
+
+    def _columns(self, plain: pa.Array) -> pa.Array:
+        return encode_columns(self.node, plain, self.prefix)
+
+    def _rows(self, plain: pa.Array) -> pa.Array:
+        assert plain.type == plain_type(self.node)
+        write = row_writer(self.node)
+        made = [None if value is None else self.prefix + write(value) for value in plain.to_pylist()]
+        return pa.array(made, pa.binary())
+
+
+@dataclass(frozen=True)
+class _PlainEncoder:
+    write: Callable[[pa.Array], pa.Array]
+    overhead: int = 0
+
+    def encode(self, values: pa.Array) -> Encoded:
+        payloads, bad = isolate(values, self.write, ValueError)
+        return Encoded(payloads, bad_records(bad))
+
+
+def _projected(values: pa.Array, type: pa.DataType) -> pa.Array:
+    check_writable(values.type, type)
+    return conform(values, project(type, values.type))
+
+
+def check_fits(format: Format, type: pa.DataType) -> None:
+    """SchemaError if values of ``type`` have no form in a format without a schema: ``string`` and ``bytes``."""
+    kinds = pa.types
+    if kinds.is_null(type) or _is_text(type):
+        return
+    if format == "string" and kinds.is_nested(type):
+        raise SchemaError(
+            f"a string output takes one string column, not {spark_ddl(type)}. Write one field of it, to_json(…), or an output"
+            " of another format"
+        )
+    if format == "bytes":
+        raise SchemaError(
+            f"a bytes output takes one binary or string column, not {spark_ddl(type)}. CAST it AS STRING, write to_json(…), or"
+            " an output of another format"
+        )
+
+
+def _is_text(type: pa.DataType) -> bool:
+    kinds = pa.types
+    return kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_binary(type) or kinds.is_large_binary(type)
+
+
+def _text_bytes(values: pa.Array) -> pa.Array:
+    check_fits("string", values.type)
+    try:
+        return values.cast(pa.string()).cast(pa.binary())
+    except pa.ArrowInvalid as error:
+        raise ValueError("text that is not UTF-8" if "UTF8" in str(error) else str(error)) from None
+
+
+def _raw(values: pa.Array) -> pa.Array:
+    check_fits("bytes", values.type)
+    return values.cast(pa.binary())

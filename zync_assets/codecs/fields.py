@@ -1,0 +1,397 @@
+"""The fields of a column: the notes that a table keeps of them, and the notes of Kafka Connect.
+
+The note of a field in a writer's schema: Kafka Connect's name, version and parameters, and whether the field is NOT
+NULL.
+
+A sink of Kafka Connect chooses a column's type by the note: a string with the name ``io.debezium.data.Uuid`` becomes a
+uuid. A column keeps the note of its field (see below), and an output that is a bare column has the note again.
+
+A column's note holds the properties that every writer's schema has. A column without a note may be null and stays
+without a note, because its earlier values have no note.
+
+Source: Confluent's and Apicurio's ``AvroData``, which write Connect's schemas into Avro as ``connect.*`` properties;
+Apache Kafka, ``org.apache.kafka.connect.json.JsonSchema``.
+
+The notes of a column's field, which the table keeps: its name in the topic, its other names, a unit of time, and
+Connect's note.
+
+Notes are metadata of Arrow's fields and of the Delta table's fields (Delta protocol, "Schema Serialization Format").
+Readers that don't know the notes lose nothing.
+
+A field's name in the lake differs from its name in the topic if the lake can't hold the topic's name
+(``zync_assets.codecs.spark_types``).
+
+Other names come from the aliases in writers' schemas (Avro specification, "Aliases"). A field goes into the column of
+its own name. Without such a column, the field goes into a column that its aliases name, or that has the field's name as
+another name.
+
+A time that is a plain number has a unit, because its type does not show the unit: 5 may be seconds or nanoseconds. A
+number in a coarser unit is converted to the column's unit. A number in a finer unit can't go into the column.
+
+The properties of Kafka Connect's schemas are a note too (see above). The last note names the writers' schemas that
+lack the field, by their registry ids: a null in their records is no null of the source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import lake_name, original_name
+
+DECIMAL = "org.apache.kafka.connect.data.Decimal"
+PRECISION = "connect.decimal.precision"
+DATE = "org.apache.kafka.connect.data.Date"
+TIME = "org.apache.kafka.connect.data.Time"
+TIMESTAMP = "org.apache.kafka.connect.data.Timestamp"
+DEBEZIUM_DATE = "io.debezium.time.Date"
+DEBEZIUM_TIMESTAMP = "io.debezium.time.Timestamp"
+MICRO_TIMESTAMP = "io.debezium.time.MicroTimestamp"
+ZONED_TIMESTAMP = "io.debezium.time.ZonedTimestamp"
+VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
+
+_IMPLIED = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}
+"""Names that the converters give Avro's logical types."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """``name``: "" without a name; ``version``: None without a version. ``required``: null only inside a null struct.
+
+    ``item``: the note of an array's items, or of a map's values; ``logical``: Avro's logical type, if Connect has none.
+    """
+
+    name: str = ""
+    version: int | None = None
+    parameters: tuple[tuple[str, str], ...] = ()
+    doc: str = ""
+    required: bool = False
+    item: Note | None = None
+    logical: str = ""
+
+    def __bool__(self) -> bool:
+        return self != PLAIN
+
+    @property
+    def of_items(self) -> Note:
+        return self.item or PLAIN
+
+
+PLAIN = Note()
+
+
+def connect_note(
+    name: object, version: object, parameters: object, doc: object, logical: str = "", *, decimal: bool = False
+) -> Note:
+    """The note of a type, of the parts of its schema as they stand in JSON; what has another form is ignored.
+
+    A decimal's name and digits are its type's, and no note.
+    """
+    given = parameters if isinstance(parameters, Mapping) else {}
+    kept = {str(key): value for key, value in given.items() if isinstance(value, str)}
+    label = name if isinstance(name, str) else _IMPLIED.get(logical, "")
+    if decimal or label == DECIMAL:
+        kept = {key: value for key, value in kept.items() if key not in ("scale", PRECISION)}
+        label, version = "", None
+    return Note(
+        label,
+        version if isinstance(version, int) else 1 if label and not isinstance(name, str) else None,
+        tuple(sorted(kept.items())),
+        doc if isinstance(doc, str) else "",
+        logical="" if label else logical if logical == "timestamp-micros" else "",
+    )
+
+
+def agreed(one: Note, other: Note, *, same_values: bool = False) -> Note:
+    """What both say. ``same_values``: the values of the second become such as the first has, whatever they are called."""
+    named = one.name == other.name
+    return Note(
+        one.name if named or same_values else "",
+        one.version if (named and one.version == other.version) or same_values else None,
+        tuple(pair for pair in one.parameters if pair in other.parameters),
+        one.doc if one.doc == other.doc else "",
+        one.required and other.required,
+        (agreed(one.item, other.item) or None) if one.item and other.item else None,
+        one.logical if one.logical == other.logical else "",
+    )
+
+
+def optional(note: Note) -> Note:
+    return replace(note, required=False)
+
+
+def note_text(note: Note) -> str:
+    """A note as JSON, without what is empty."""
+    return json.dumps(_document(note), separators=(",", ":"), sort_keys=True)
+
+
+def read_note(text: str) -> Note:
+    return _note(json.loads(text))
+
+
+def _document(note: Note) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "name": note.name,
+        "version": note.version,
+        "parameters": dict(note.parameters),
+        "doc": note.doc,
+        "required": note.required,
+        "item": _document(note.item) if note.item else None,
+        "logical": note.logical,
+    }
+    return {key: value for key, value in made.items() if value not in (None, "", False, {})}
+
+
+def _note(made: Mapping[str, Any]) -> Note:
+    item = made.get("item")
+    return Note(
+        made.get("name", ""),
+        made.get("version"),
+        tuple(sorted(made.get("parameters", {}).items())),
+        made.get("doc", ""),
+        made.get("required", False),
+        _note(item) if item else None,
+        made.get("logical", ""),
+    )
+
+
+_NAMES = b"zync.names"
+_ORIGINAL = b"zync.name"
+_UNIT = b"zync.unit"
+_CONNECT = b"zync.connect"
+_LACKING = b"zync.lacking"
+
+_FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
+
+
+def noted(
+    name: str,
+    type: pa.DataType,
+    other_names: Sequence[str] = (),
+    unit: str = "",
+    connect: Note = PLAIN,
+    topic_name: str = "",
+) -> pa.Field:
+    """A field with notes: its other names, its unit, such as ``time-micros``, Connect's note, and its name in the topic if
+    this name differs from ``name``."""
+    notes: dict[bytes, bytes] = {}
+    if topic_name and topic_name != name:
+        notes[_ORIGINAL] = topic_name.encode()
+    if other_names:
+        notes[_NAMES] = ",".join(other_names).encode()
+    if unit:
+        notes[_UNIT] = unit.encode()
+    if connect:
+        notes[_CONNECT] = note_text(connect).encode()
+    return pa.field(name, type, metadata=notes or None)
+
+
+def original(field: pa.Field) -> str:
+    """The field's name in its topic."""
+    found = (field.metadata or {}).get(_ORIGINAL)
+    return field.name if found is None else found.decode()
+
+
+def in_lake(field: pa.Field, others: Collection[str] = ()) -> pa.Field:
+    """The field under the lake's names, its inner fields too. ``others``: the names of the fields before it."""
+    name, type = lake_name(original(field), others), lake_type_of(field.type)
+    if name == field.name and type is field.type:
+        return field
+    notes = dict(field.metadata or {})
+    notes.pop(_ORIGINAL, None)
+    if name != original(field):
+        notes[_ORIGINAL] = original(field).encode()
+    return pa.field(name, type, metadata=notes or None)
+
+
+def lake_type_of(type: pa.DataType) -> pa.DataType:
+    """A type with the lake's names of its fields; the same object if all have their own."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        old, new = fields_of(type), list[pa.Field]()
+        for field in old:
+            new.append(in_lake(field, [other.name for other in new]))
+        return type if all(one is other for one, other in zip(old, new, strict=True)) else pa.struct(new)
+    if kinds.is_list(type):
+        inner = lake_type_of(type.value_type)
+        return type if inner is type.value_type else pa.list_(inner)
+    if kinds.is_map(type):
+        key, item = lake_type_of(type.key_type), lake_type_of(type.item_type)
+        return type if key is type.key_type and item is type.item_type else pa.map_(key, item)
+    return type
+
+
+def has_other_names(type: pa.DataType | None) -> bool:
+    """Whether a field of a type, at any depth, has another name in its topic."""
+    kinds = pa.types
+    if type is None or not kinds.is_nested(type):
+        return False
+    if kinds.is_struct(type):
+        return any(original(field) != field.name or has_other_names(field.type) for field in fields_of(type))
+    if kinds.is_map(type):
+        return has_other_names(type.key_type) or has_other_names(type.item_type)
+    return has_other_names(type.value_type)
+
+
+def topic_type_of(type: pa.DataType) -> pa.DataType:
+    """A type of lake names with the names that its fields have in a topic; of their notes Connect's are kept."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return pa.struct(
+            [
+                noted(original_name(field.name), topic_type_of(field.type), connect=connect_note_of(field))
+                for field in fields_of(type)
+            ]
+        )
+    if kinds.is_list(type):
+        return pa.list_(topic_type_of(type.value_type))
+    if kinds.is_map(type):
+        return pa.map_(topic_type_of(type.key_type), topic_type_of(type.item_type))
+    return type
+
+
+def other_names(field: pa.Field) -> tuple[str, ...]:
+    found = (field.metadata or {}).get(_NAMES, b"").decode()
+    return tuple(found.split(",")) if found else ()
+
+
+def unit_of(field: pa.Field) -> str:
+    return (field.metadata or {}).get(_UNIT, b"").decode()
+
+
+def connect_note_of(field: pa.Field) -> Note:
+    text = (field.metadata or {}).get(_CONNECT)
+    return PLAIN if text is None else read_note(text.decode())
+
+
+def with_connect_note(field: pa.Field, note: Note) -> pa.Field:
+    """The field with another note. A plain note is written too where the field had one: metadata of a table's columns is only
+    ever added."""
+    if note == connect_note_of(field):
+        return field
+    return field.with_metadata({**(field.metadata or {}), _CONNECT: note_text(note).encode()})
+
+
+def lacking(field: pa.Field) -> tuple[int, ...]:
+    """The registry ids of the writers' schemas that lack the field."""
+    text = (field.metadata or {}).get(_LACKING, b"").decode()
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+def has_lacking(type: pa.DataType) -> bool:
+    """Whether some writer's schema lacks a field of the column."""
+    return pa.types.is_struct(type) and any(lacking(item) or has_lacking(item.type) for item in fields_of(type))
+
+
+def lacked_by(field: pa.Field, numbers: Collection[int]) -> pa.Field:
+    """The field with the registry ids of the writers' schemas that lack it."""
+    if not numbers:
+        return field
+    text = ",".join(map(str, sorted(numbers)))
+    return field.with_metadata({**(field.metadata or {}), _LACKING: text.encode()})
+
+
+def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.DataType:
+    """A column's type where each field notes the writers' schemas that lack the field. Only fields of structs get the note.
+
+    ``writers``: registry id → the type of the schema. Notes about other schemas stay.
+    """
+    if not pa.types.is_struct(type):
+        return type
+    at = {number: places(type, own) for number, own in writers.items() if pa.types.is_struct(own)}
+    fields: list[pa.Field] = []
+    for index, item in enumerate(fields_of(type)):
+        own = {
+            number: fields_of(writers[number])[found.index(index)].type
+            for number, found in at.items()
+            if index in found
+        }
+        other = {*lacking(item)} - writers.keys()
+        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other))
+    return pa.struct(fields)
+
+
+def without_connect(type: pa.DataType) -> pa.DataType:
+    """The type without Connect's notes, which say nothing of the column's form."""
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return pa.struct(
+            [
+                noted(
+                    item.name,
+                    without_connect(item.type),
+                    other_names(item),
+                    unit_of(item),
+                    topic_name=original(item),
+                )
+                for item in fields_of(type)
+            ]
+        )
+    if kinds.is_list(type):
+        return pa.list_(without_connect(type.value_type))
+    if kinds.is_map(type):
+        return pa.map_(type.key_type, without_connect(type.item_type))
+    return type
+
+
+def maybe_missing(field: pa.Field) -> pa.Field:
+    """The field of a column in which some records have no value."""
+    note = connect_note_of(field)
+    if not note.required:
+        return field
+    made = noted(field.name, field.type, other_names(field), unit_of(field), optional(note), original(field))
+    return lacked_by(made, lacking(field))
+
+
+def fields_of(type: pa.DataType) -> list[pa.Field]:
+    """A struct's fields."""
+    return [type.field(index) for index in range(type.num_fields)]
+
+
+def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
+    """For each field of the struct ``given`` the index of the field of ``target`` that it goes into; None: a new one.
+
+    Names come first: an alias takes only a field that no other field of ``given`` has by name.
+    """
+    ours, theirs = fields_of(target), fields_of(given)
+    by_name = {original(field): index for index, field in enumerate(ours)}
+    found: list[int | None] = [by_name.get(original(field)) for field in theirs]
+    taken = {index for index in found if index is not None}
+    if len(taken) == len(theirs):
+        return found
+    known = {name: index for index, field in enumerate(ours) for name in (*other_names(field), field.name)} | by_name
+    for place, field in enumerate(theirs):
+        if found[place] is None:
+            for name in (original(field), *other_names(field)):
+                index = known.get(name)
+                if index is not None and index not in taken:
+                    found[place] = index
+                    taken.add(index)
+                    break
+    return found
+
+
+def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
+    """The column's field with the type ``type``, with the names and unit of ``given`` added. Connect's note keeps the
+    properties that both fields have."""
+    names = [*other_names(target), original(given), *other_names(given)]
+    kept = [name for name in dict.fromkeys(names) if name not in (target.name, original(target))]
+    converted = bool(unit_of(target) and unit_of(given))
+    note = agreed(connect_note_of(target), connect_note_of(given), same_values=converted)
+    made = noted(target.name, type, kept, unit_of(target) or unit_of(given), note, original(target))
+    return lacked_by(made, {*lacking(target), *lacking(given)})
+
+
+def unit_factor(target: pa.Field, given: pa.Field) -> int | None:
+    """The factor from numbers of ``given`` to ``target``'s unit; None if no whole factor exists."""
+    to, of = unit_of(target), unit_of(given)
+    if not to or not of or to == of:
+        return 1
+    (kind, _, fine), (other, _, coarse) = to.rpartition("-"), of.rpartition("-")
+    if kind != other or _FACTORS[coarse] < _FACTORS[fine]:
+        return None
+    return _FACTORS[coarse] // _FACTORS[fine]

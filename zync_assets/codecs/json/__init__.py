@@ -1,0 +1,1 @@
+"""Plain JSON texts and columns."""

@@ -1,0 +1,276 @@
+"""JSON texts to columns, and columns to JSON texts, a column at a time.
+
+Reads many JSON texts of one struct type at once with pyarrow's JSON reader. Some texts are unsafe for this reader.
+
+``values`` reads the unsafe texts, one by one, and defines the meaning of a text. A text is unsafe if pyarrow refuses
+the text, or may read it differently: NaN and infinities (not JSON), deep nesting and numbers of a thousand digits
+(beyond Python's limits), minus zeros, values that are no objects, and, beside decimals, very small exponents. The
+functions of ``values`` convert the strings of dates, timestamps and base64.
+
+Columns → JSON texts, a column at a time: the way back of ``values``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of
+from zync_assets.codecs.json.values import json_reader, scalar_reader
+
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
+
+
+_FEW = 64
+"""A block of so many texts that fails is left over whole."""
+_PARTS = 8
+
+_AN_OBJECT = rb"(?s)\A[ \t\r\n]*\{.*\}[ \t\r\n]*\z"
+"""A text that begins and ends so can't run on into the next: nowhere but between two documents may ``}`` be followed by
+``{``, and strings hold no line feeds. So as many rows as texts means a row a text."""
+_DOUBTFUL = rb"NaN|Infinity|[0-9]{1000}"
+_DOUBTFUL_DECIMAL = rb"[eE]-[0-9]{6}|\\u00(3[0-9]|[46]5|2[bBdD])"
+"""pyarrow ends the process over a decimal such as 1e-9999999, as a number or in a string, where any character may be escaped."""
+_DEEP = 400
+
+
+@lru_cache(maxsize=1024)
+def has_columns(type: pa.DataType) -> bool:
+    """Whether pyarrow can read the type: a struct, with no maps and no structs without fields in it."""
+    return pa.types.is_struct(type) and _readable(type)
+
+
+def _readable(type: pa.DataType) -> bool:
+    if pa.types.is_struct(type):
+        return type.num_fields > 0 and all(_readable(field.type) for field in type)
+    return _readable(type.value_type) if pa.types.is_list(type) else not pa.types.is_map(type)
+
+
+def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]:
+    """As ``values.json_reader``, with the same results, sooner."""
+    judge, decimals = json_reader(type), _has_decimals(type)
+    if not has_columns(type):
+        return judge
+
+    def convert(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+        payloads = payloads.cast(pa.binary())
+        plain = np.flatnonzero(_is_plain(payloads, decimals))
+        values, odd = _read_texts(type, payloads.take(pa.array(plain)))
+        left = np.ones(len(payloads), np.bool_)
+        left[plain[~odd]] = False
+        rest = np.flatnonzero(left)
+        if not len(rest):
+            return values, {}
+        read, errors = judge(payloads.take(pa.array(rest)))
+        place = np.empty(len(payloads), np.int64)
+        place[plain] = np.arange(len(plain))
+        place[rest] = len(plain) + np.arange(len(rest))
+        whole = pa.concat_arrays([values, read]).take(pa.array(place))
+        return whole, {int(rest[index]): error for index, error in errors.items()}
+
+    return convert
+
+
+def _has_decimals(type: pa.DataType) -> bool:
+    if pa.types.is_struct(type):
+        return any(_has_decimals(field.type) for field in type)
+    return _has_decimals(type.value_type) if pa.types.is_list(type) else pa.types.is_decimal(type)
+
+
+def _is_plain(payloads: pa.Array, decimals: bool) -> Mask:
+    good = pc.match_substring_regex(payloads, _AN_OBJECT)
+    good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL)))
+    if decimals:
+        good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL_DECIMAL)))
+    brackets = pc.add(pc.count_substring(payloads, b"["), pc.count_substring(payloads, b"{"))
+    good = pc.and_(good, pc.less(brackets, _DEEP))
+    return good.fill_null(False).to_numpy(zero_copy_only=False)
+
+
+def _read_texts(type: pa.DataType, texts: pa.Array) -> tuple[pa.Array, Mask]:
+    """Values, and which texts are odd: to be read again."""
+    if len(texts) == 0:
+        return pa.nulls(0, type), np.zeros(0, np.bool_)
+    try:
+        return _typed(type, _read(type, texts))
+    except ValueError:
+        pass
+    if len(texts) <= _FEW:
+        return pa.nulls(len(texts), type), np.ones(len(texts), np.bool_)
+    size = -(-len(texts) // _PARTS)
+    parts = [_read_texts(type, texts.slice(at, size)) for at in range(0, len(texts), size)]
+    return pa.concat_arrays([part for part, _ in parts]), np.concatenate([odd for _, odd in parts])
+
+
+def _read(type: pa.DataType, texts: pa.Array) -> pa.Array:
+    lines = pc.binary_join_element_wise(texts, b"\n", b"")
+    lines.cast(pa.string())
+    size = int(lines.offset) + len(lines)
+    ends = np.frombuffer(lines.buffers()[1], np.int32)
+    data = lines.buffers()[2].slice(int(ends[lines.offset]), int(ends[size] - ends[lines.offset]))
+    read_type = _json_type(type)
+    table = pj.read_json(
+        pa.BufferReader(data),
+        read_options=pj.ReadOptions(use_threads=False, block_size=data.size + 1),
+        parse_options=pj.ParseOptions(explicit_schema=pa.schema(list(read_type)), unexpected_field_behavior="ignore"),
+    )
+    if table.num_rows != len(texts):
+        raise ValueError("more than one document in a text")
+    columns = [table.column(field.name).combine_chunks() for field in read_type]
+    return struct_of(read_type, columns, len(texts), None)
+
+
+@lru_cache(maxsize=1024)
+def _json_type(type: pa.DataType) -> pa.DataType:
+    kinds = pa.types
+    if kinds.is_struct(type):
+        return pa.struct([(field.name, _json_type(field.type)) for field in type])
+    if kinds.is_list(type):
+        return pa.list_(_json_type(type.value_type))
+    if kinds.is_binary(type) or kinds.is_date(type) or kinds.is_timestamp(type):
+        return pa.string()
+    return pa.float64() if kinds.is_floating(type) else type
+
+
+def _typed(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
+    """pyarrow's column converted to ``type``, and a mask of the odd rows, which ``values`` must read."""
+    kinds = pa.types
+    count, valid = len(array), is_valid(array)
+    odd: Mask = np.zeros(count, np.bool_)
+    if kinds.is_struct(type):
+        made: list[pa.Array] = []
+        for field, column in zip(type, array.flatten(), strict=True):
+            part, wrong = _typed(field.type, column)
+            made.append(part)
+            odd |= wrong
+        return struct_of(type, made, count, valid), odd
+    if kinds.is_list(type):
+        offsets, values = list_parts(array)
+        items, wrong = _typed(type.value_type, values)
+        before = np.concatenate([[0], np.cumsum(wrong)])
+        return list_of(type, offsets, items, valid), before[offsets[1:]] > before[offsets[:-1]]
+    if kinds.is_floating(type):
+        numbers = array.fill_null(1.0).to_numpy(zero_copy_only=False)
+        odd = ~np.isfinite(numbers) | ((numbers == 0) & np.signbit(numbers))
+        return pc.cast(array, type, safe=False), odd
+    if kinds.is_string(type):
+        array.validate(full=True)
+        return array, odd
+    if kinds.is_binary(type) or kinds.is_date(type) or kinds.is_timestamp(type):
+        return _converted(type, array)
+    return array, odd
+
+
+def _converted(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
+    """Strings converted to ``type``, and a mask of the odd rows. Converts equal texts only once."""
+    coded = array.dictionary_encode()
+    read, made, wrong = scalar_reader(type), [], []
+    for text in coded.dictionary.to_pylist():
+        value: Any = None
+        try:
+            value = read(text, "value")
+            wrong.append(False)
+        except ValueError:
+            wrong.append(True)
+        made.append(value)
+    values = pa.array(made, type).take(coded.indices)
+    marks = pa.array(wrong, pa.bool_()).take(coded.indices).fill_null(False)
+    return values, marks.to_numpy(zero_copy_only=False)
+
+
+# pyarrow.compute makes its functions when it is imported: no checker sees them.
+# pyright: reportAttributeAccessIssue=false
+
+
+def json_texts(values: pa.Array) -> pa.Array:
+    """A compact JSON text for each value, as binary; null for null. ValueError for NaN and infinities."""
+    valid = pa.scalar(True) if values.null_count == 0 else values.is_valid()
+    return pc.if_else(valid, _texts(values), pa.scalar(None, pa.string())).cast(pa.binary())
+
+
+def _texts(array: pa.Array) -> pa.Array:
+    """As strings; nulls are the word null."""
+    kinds = pa.types
+    if kinds.is_null(array.type):
+        return pa.array(["null"] * len(array), pa.string())
+    if kinds.is_struct(array.type):
+        made = _struct(array)
+    elif kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_map(array.type):
+        made = _items(array)
+    elif kinds.is_boolean(array.type) or kinds.is_integer(array.type) or kinds.is_decimal(array.type):
+        made = array.cast(pa.string())
+    elif kinds.is_floating(array.type):
+        if not pc.all(pc.is_finite(array), min_count=0).as_py():
+            raise ValueError("NaN and infinities have no form in JSON")
+        made = array.cast(pa.string())
+    elif kinds.is_string(array.type) or kinds.is_large_string(array.type):
+        made = _quoted(array.cast(pa.string()))
+    elif kinds.is_timestamp(array.type):
+        made = _between('"', pc.strftime(array.cast(pa.timestamp("us", tz="UTC")), "%Y-%m-%dT%H:%M:%SZ"), '"')
+    elif kinds.is_date(array.type):
+        made = _between('"', array.cast(pa.string()), '"')
+    elif kinds.is_binary(array.type) or kinds.is_large_binary(array.type):
+        made = pa.array(
+            [None if one is None else f'"{base64.b64encode(one).decode()}"' for one in array.to_pylist()], pa.string()
+        )
+    else:
+        raise ValueError(f"JSON has no form for {array.type}")
+    return made.fill_null("null")
+
+
+def _between(before: str, array: pa.Array, after: str) -> pa.Array:
+    return pc.binary_join_element_wise(before, array, after, "")
+
+
+def _quoted(array: pa.Array) -> pa.Array:
+    if pc.any(pc.match_substring_regex(array, r'[\x00-\x1f"\\]'), min_count=0).as_py():
+        array = pc.replace_substring(array, "\\", "\\\\")
+        array = pc.replace_substring(array, '"', '\\"')
+        for code in range(0x20):
+            if pc.any(pc.match_substring(array, chr(code)), min_count=0).as_py():
+                array = pc.replace_substring(array, chr(code), json.dumps(chr(code))[1:-1])
+    return _between('"', array, '"')
+
+
+def _struct(array: pa.Array) -> pa.Array:
+    fields = [array.type.field(index).name for index in range(array.type.num_fields)]
+    parts: list[Any] = []
+    for at, (name, column) in enumerate(zip(fields, array.flatten(), strict=True)):
+        parts += [("," if at else "{") + json.dumps(name, ensure_ascii=False) + ":", _texts(column)]
+    made = pc.binary_join_element_wise(*parts, "}", "") if parts else pa.array(["{}"] * len(array), pa.string())
+    return made if array.null_count == 0 else pc.if_else(array.is_valid(), made, pa.scalar(None, pa.string()))
+
+
+def _items(array: pa.Array) -> pa.Array:
+    offsets, values = list_parts(array)
+    if pa.types.is_map(array.type):
+        keys, items = values.flatten()
+        if not pa.types.is_string(keys.type):
+            keys = keys.cast(pa.string())
+        texts = pc.binary_join_element_wise(",", _quoted(keys), ":", _texts(items), "")
+        before, after = "{", "}"
+    else:
+        texts = pc.binary_join_element_wise(",", _texts(values), "")
+        before, after = "[", "]"
+    count = len(array)
+    if len(values) == 0:
+        made = pa.array([before + after] * count, pa.string())
+    else:
+        # The items' texts stand one after the other: a list's text is a part of them, without the first comma.
+        _, starts, data = texts.buffers()
+        bounds = np.frombuffer(starts, np.int32, len(texts) + 1, texts.offset * 4)[offsets]
+        inner = np.empty(2 * count + 1, dtype=np.int32)
+        inner[0:-1:2] = bounds[:-1] + (np.diff(offsets) > 0)
+        inner[1::2] = bounds[1:]
+        inner[-1] = bounds[-1]
+        both = pa.Array.from_buffers(pa.string(), 2 * count, [None, pa.py_buffer(inner), data])
+        made = _between(before, both.take(pa.array(np.arange(0, 2 * count, 2))), after)
+    return made if array.null_count == 0 else pc.if_else(array.is_valid(), made, pa.scalar(None, pa.string()))

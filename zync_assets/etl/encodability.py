@@ -1,0 +1,372 @@
+"""Values without an encoding: outputs that can't be encoded, and columns that the source left out.
+
+Text whose bytes are not UTF-8.
+
+Spark casts binary to a string without a look at the bytes, and Arrow and Parquet carry the bytes on. Readers of the
+lake and of Kafka stop at such text.
+
+Values that the source did not send: Debezium's placeholder for a large column that an update left as it was.
+
+PostgreSQL keeps large values apart (TOAST) and does not log those that an update leaves unchanged; Debezium puts a
+placeholder there, ``unavailable.value.placeholder`` in its configuration. A record omits an output field that is the
+placeholder, so that the placeholder overwrites no value downstream.
+
+The placeholder's form depends on the column's type (Debezium, ``UnchangedToastedPlaceholder`` of its PostgreSQL
+connector):
+
+- a string: the placeholder itself
+- binary: the placeholder's bytes
+- an array of strings or binary: the placeholder as the only item
+- an array of UUIDs: the name-based UUID of the placeholder's bytes
+- an array of numbers, dates or times: an element for each byte
+- an hstore, as a map or as JSON: the placeholder mapped to itself
+
+Arrays of booleans are ignored, because an array with a true for each byte may be a value.
+
+A cheap SQL condition for outputs that may be impossible to encode. A later step encodes these outputs as a test.
+
+The condition is true for every record that can't be encoded, and for few other records. JSON has no NaN and no
+infinities, most languages have no years past 9999, bytes that become text must be UTF-8, and a record has a largest
+size. The module ``codecs.utf8`` finds strings that are not UTF-8.
+
+Finds outputs that can't be encoded, before ETL numbers them. Publish would stop at the offset of such an output for
+ever.
+
+A cheap SQL condition marks suspicious outputs (``odd_sql``), and a check of every text finds texts that are not
+UTF-8. Spark tasks encode the marked outputs with the code of publish. Most batches mark no output and encode nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from decimal import Decimal
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import isolate
+from zync_assets.etl.account import Labels
+from zync_assets.etl.failures import Failure, Place
+from zync_assets.etl.output_types import OutputType
+from zync_assets.etl.rules.output_schemas import parse_group
+from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
+from zync_assets.lake import staging
+from zync_assets.pipeline import Pipeline
+from zync_assets.publish.encoding import RowSchema, encoder_of, less, most_source_bytes, payloads, row_schema
+from zync_assets.spark.sql import dotted, name_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructType
+
+
+def text_errors(array: pa.Array) -> dict[int, str]:
+    """Index → what is wrong, of the values that hold text which is not UTF-8, at any depth."""
+    _, errors = isolate(array, _validated, pa.ArrowInvalid)
+    return {index: "text that is not UTF-8" if "UTF8" in error else error for index, error in errors.items()}
+
+
+def _validated(array: pa.Array) -> pa.Array:
+    array.validate(full=True)
+    return array
+
+
+_HEX = "hex:"
+
+
+def placeholder_bytes(text: str) -> bytes:
+    """The bytes of a placeholder as Debezium's property says it: UTF-8, or hexadecimal after ``hex:``. ValueError."""
+    return bytes.fromhex(text.removeprefix(_HEX)) if text.startswith(_HEX) else text.encode()
+
+
+def left_out(column: str, kind: DataType, side: str, placeholder: str | None) -> tuple[str, str] | None:
+    """A column's SQL with null for unavailable fields, and the SQL of their paths beneath ``side`` (null: none).
+
+    None where no field of the type can hold the placeholder, which then costs nothing.
+    """
+    from pyspark.sql.types import StructType
+
+    if placeholder is None or not isinstance(kind, StructType):
+        return None
+    found = list(_fields(column, kind, (side,), placeholder))
+    if not found:
+        return None
+    # Short, since every batch plans it: IF takes null for false, and one IN looks at all strings.
+    texts = [inner for _, inner, _, is_text in found if is_text]
+    some = " OR ".join(
+        [f"{form} IN ({', '.join(texts)})" for form in _texts(placeholder) if texts]
+        + [condition for _, _, condition, is_text in found if not is_text]
+    )
+    paths = ", ".join(f"IF({condition}, {text_sql(dotted(path))}, NULL)" for path, _, condition, _ in found)
+    value = f"IF({some}, {_cleared(column, kind, placeholder)}, {column})"
+    return value, f"IF({some}, array_compact(array({paths})), NULL)"
+
+
+def _fields(
+    column: str, kind: StructType, path: tuple[str, ...], placeholder: str
+) -> Iterator[tuple[tuple[str, ...], str, str, bool]]:
+    """Path, SQL, condition of each field that can hold the placeholder, and whether it is a string; at any depth of structs."""
+    from pyspark.sql.types import StringType, StructType
+
+    for item in kind:
+        inner, name = f"{column}.{name_sql(item.name)}", (*path, item.name)
+        if isinstance(item.dataType, StructType):
+            yield from _fields(inner, item.dataType, name, placeholder)
+        elif (condition := _is_placeholder(inner, item.dataType, placeholder)) is not None:
+            yield name, inner, condition, isinstance(item.dataType, StringType)
+
+
+def _cleared(column: str, kind: StructType, placeholder: str) -> str:
+    from pyspark.sql.types import StructType
+
+    parts: list[str] = []
+    for item in kind:
+        inner = f"{column}.{name_sql(item.name)}"
+        condition = _is_placeholder(inner, item.dataType, placeholder)
+        if isinstance(item.dataType, StructType):
+            inner = _cleared(inner, item.dataType, placeholder)
+        elif condition is not None:
+            inner = f"IF({condition}, NULL, {inner})"
+        parts.append(f"{text_sql(item.name)}, {inner}")
+    return f"IF({column} IS NULL, NULL, named_struct({', '.join(parts)}))"
+
+
+def _is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
+    """A condition, which may be null for a null value; None for a type that can't hold the placeholder."""
+    from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType
+
+    raw = placeholder_bytes(placeholder)
+    text = raw.decode(errors="replace")
+    if isinstance(kind, StringType):
+        return f"{column} IN ({', '.join(_texts(placeholder))})"
+    if isinstance(kind, BinaryType):
+        return f"{column} <=> {_binary(raw)}"
+    if isinstance(kind, ArrayType):
+        return " OR ".join(f"{column} <=> {form}" for form in _arrays(kind.elementType, raw, text)) or None
+    if isinstance(kind, MapType) and isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType):
+        held = f"try_element_at({column}, {text_sql(text)}) = {text_sql(text)}"
+        return f"(size({column}) = 1 AND {held})"
+    return None
+
+
+def _texts(placeholder: str) -> tuple[str, str]:
+    """The forms of the placeholder as SQL strings: the placeholder, and the JSON of an hstore that maps it to itself."""
+    text = placeholder_bytes(placeholder).decode(errors="replace")
+    as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
+    return text_sql(text), text_sql(as_hstore)
+
+
+def _arrays(inner: DataType, raw: bytes, text: str) -> list[str]:
+    from pyspark.sql import types as T
+
+    numbers = [str(int.from_bytes([one], "big", signed=True)) for one in raw]
+    forms: list[list[str]] = []
+    if isinstance(inner, T.StringType):
+        forms = [[text_sql(text)], [text_sql(str(_uuid(raw)))], [text_sql(one) for one in numbers]]
+    elif isinstance(inner, T.BinaryType):
+        forms = [[_binary(raw)]]
+    elif isinstance(inner, T.DecimalType) and inner.precision >= 3:
+        # The unscaled number is the byte.
+        digits = [f"{Decimal(one).scaleb(-inner.scale):f}" for one in numbers]
+        forms = [[f"CAST('{one}' AS {inner.simpleString()})" for one in digits]]
+    elif isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
+        forms = [[f"CAST({one} AS {inner.simpleString()})" for one in numbers]]
+    elif isinstance(inner, T.DateType):
+        forms = [[f"date_from_unix_date({one})" for one in numbers]]
+    elif isinstance(inner, T.TimestampType):
+        forms = [[f"{unit}({one})" for one in numbers] for unit in ("timestamp_millis", "timestamp_micros")]
+    return [f"array({', '.join(form)})" for form in forms]
+
+
+def _binary(raw: bytes) -> str:
+    return f"X'{raw.hex()}'"
+
+
+def _uuid(raw: bytes) -> uuid.UUID:
+    """Java's ``UUID.nameUUIDFromBytes``: version 3 without a namespace."""
+    return uuid.UUID(bytes=hashlib.md5(raw, usedforsecurity=False).digest(), version=3)
+
+
+_ESCAPED = 6
+"""The most bytes that a byte of text takes in JSON (``\\u0001``); in base64 it is less than two."""
+_NUMBER = 48
+"""More than any number or time takes."""
+
+
+def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
+    """Whether a value holds something that may have no form, as a condition (null: no); None if its type can't.
+
+    ``sql``: an expression of the type; ``form``: the output's format.
+    """
+    from pyspark.sql.types import (
+        ArrayType,
+        BinaryType,
+        DateType,
+        DoubleType,
+        FloatType,
+        MapType,
+        StructType,
+        TimestampNTZType,
+        TimestampType,
+    )
+
+    if isinstance(kind, FloatType | DoubleType) and form == "json":
+        return f"(isnan({sql}) OR abs({sql}) = double('Infinity'))"
+    if isinstance(kind, BinaryType) and form == "string":
+        return f"(NOT is_valid_utf8(CAST({sql} AS STRING)))"
+    if isinstance(kind, DateType | TimestampType | TimestampNTZType):
+        return f"(year({sql}) NOT BETWEEN 2 AND 9998)"
+    if isinstance(kind, StructType):
+        found = [odd_sql(f"{sql}.{name_sql(item.name)}", item.dataType, form, depth) for item in kind]
+        parts = [part for part in found if part is not None]
+        return f"({' OR '.join(parts)})" if parts else None
+    if isinstance(kind, ArrayType):
+        return _exists(sql, kind.elementType, form, depth)
+    if isinstance(kind, MapType):
+        sides = (("map_keys", kind.keyType), ("map_values", kind.valueType))
+        found = [_exists(f"{name}({sql})", inner, form, depth) for name, inner in sides]
+        parts = [part for part in found if part is not None]
+        return f"({' OR '.join(parts)})" if parts else None
+    return None
+
+
+def _exists(sql: str, kind: DataType, form: str, depth: int) -> str | None:
+    inner = odd_sql(f"x{depth}", kind, form, depth + 1)
+    return None if inner is None else f"exists({sql}, x{depth} -> {inner})"
+
+
+def size_sql(sql: str, kind: DataType, depth: int = 0) -> str:
+    """An expression for a number of bytes that a value takes at most, in any format."""
+    from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
+
+    if isinstance(kind, StringType | BinaryType):
+        return f"({_ESCAPED} * coalesce(octet_length({sql}), 0) + 12)"
+    if isinstance(kind, StructType):
+        fields = [size_sql(f"{sql}.{name_sql(item.name)}", item.dataType, depth) for item in kind]
+        names = sum(_ESCAPED * len(item.name.encode()) + 4 for item in kind)
+        return f"({' + '.join([*fields, str(names + 12)])})"
+    if isinstance(kind, ArrayType):
+        return _sum(sql, kind.elementType, depth)
+    if isinstance(kind, MapType):
+        return (
+            f"({_sum(f'map_keys({sql})', kind.keyType, depth)} + {_sum(f'map_values({sql})', kind.valueType, depth)})"
+        )
+    return str(_NUMBER)
+
+
+def _sum(sql: str, kind: DataType, depth: int) -> str:
+    inner = size_sql(f"x{depth}", kind, depth + 1)
+    if inner.isdigit():
+        return f"(coalesce(size({sql}), 0) * {inner}L + 12)"
+    return f"(coalesce(aggregate({sql}, 12L, (a{depth}, x{depth}) -> a{depth} + {inner}), 12L))"
+
+
+LARGE = 1_000_000
+"""ETL measures records from this size in bytes on. Kafka's default for ``max.message.bytes`` is 1,048,588. A topic may have
+a lower limit that neither Kafka's answer nor ``create`` shows. Publish then finds a record over the limit before it
+announces the record's window. A higher ``max.message.bytes`` lets the record pass."""
+
+_MAX_BYTES = "max.message.bytes"
+_AROUND = 100
+"""An upper limit for the bytes of a record batch around the key, value and headers of its one record."""
+
+
+class Unfit(Exception):
+    """Some outputs can't be encoded. ``failures``: the place of the record that completed the output → failure."""
+
+    def __init__(self, failures: Mapping[Place, Failure]) -> None:
+        super().__init__(f"{len(failures)} outputs can't be encoded")
+        self.failures = failures
+
+
+def suspect_sql(
+    pipeline: Pipeline,
+    labels: Labels,
+    types: Mapping[str, OutputType],
+    present: Collection[str],
+    limits: Mapping[str, int],
+) -> str:
+    """A condition for result rows (see ``matching``) with the columns ``present``: an output that may be impossible to
+    encode; null or false: it is not. ``limits``: see ``size_limits``."""
+    from zync_assets.codecs.spark_types import spark_type
+
+    cases: list[str] = []
+    for topic, kind in types.items():
+        item = pipeline.output(topic)
+        forms = {staging.key_column(topic): item.key.format, staging.value_column(topic): item.value.format}
+        sides = [
+            (name_sql(name), spark_type(arrow), forms.get(name, "bytes"))
+            for name, arrow in kind.columns.items()
+            if name in present
+        ]
+        odd = [found for sql, type, form in sides if (found := odd_sql(sql, type, form)) is not None]
+        if sides:
+            sizes = [size_sql(sql, type) for sql, type, _ in sides]
+            if item.provenance:
+                sizes.append(f"size(source) * {most_source_bytes(labels.topics)}")
+            schemas = max((_schema_bytes(topic, text) for text in kind.texts.values()), default=0)
+            odd.append(f"{' + '.join(sizes)} + {schemas + _AROUND} > {min(LARGE, limits.get(topic, LARGE))}")
+        if odd:
+            found = " OR ".join(f"coalesce({part}, false)" for part in odd)
+            cases.append(f"WHEN rule IN ({labels.of_topic(topic)}) THEN {found}")
+    return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
+
+
+@lru_cache(maxsize=1024)
+def _schema_bytes(topic: str, text: str) -> int:
+    """The bytes of the schemas that stand in each record of an output schema."""
+    schema = row_schema(topic, text)
+    sides = (schema.key, schema.value)
+    return sum(encoder_of(side).overhead for side in sides if side.schema)
+
+
+def text_problems(rows: pa.RecordBatch, columns: Collection[str]) -> dict[int, str]:
+    """Why rows can't be outputs, by index: a column holds text that is not UTF-8."""
+    found: dict[int, str] = {}
+    for name in columns:
+        side = name.partition(":")[0]
+        plural = side == staging.HEADERS_COLUMN
+        for index, error in text_errors(rows.column(name)).items():
+            found.setdefault(index, f"its {side} {'hold' if plural else 'holds'} {error}")
+    return found
+
+
+def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, rows: pa.RecordBatch) -> dict[int, str]:
+    """Why rows can't be sent, by index. ``rows``: as they are staged, their texts UTF-8; ``texts``: output schemas by
+    fingerprint; ``limit``: bytes of a record batch, if known."""
+    # Here: nearly every batch does without the Kafka client.
+    from zync_assets.kafka.writer import oversized
+
+    def schema_of(group: str) -> RowSchema:
+        name, paths = parse_group(group)
+        return less(row_schema(topic, texts[name]), paths)
+
+    made = payloads(topic, rows, schema_of)
+    errors = dict(made.errors)
+    if limit is not None:
+        sent = pa.RecordBatch.from_arrays(made.columns, names=["key", "value", "headers"])
+        for index, size in oversized(sent, limit):
+            errors.setdefault(index, f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)")
+    return errors
+
+
+def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
+    """Topic → its ``max.message.bytes``. For a missing topic, the value that ``create`` will give the topic.
+
+    Topics whose limit is unknown are left out.
+    """
+    limits = known_limits(pipeline.kafka, list(topics))
+    creates = {topic: create for topic in topics if (create := pipeline.output(topic).create) is not None}
+    # Kafka shows a topic's existence with fewer rights than the topic's configuration.
+    hidden = [topic for topic, create in creates.items() if topic not in limits and _MAX_BYTES not in create.config]
+    absent = {topic for topic, limit in limits.items() if limit is None}
+    if hidden:
+        absent |= set(hidden) - topic_states(pipeline.kafka, hidden).keys()
+    known = {topic: limit for topic, limit in limits.items() if limit is not None}
+    for topic, create in creates.items():
+        if topic in absent or (topic not in known and _MAX_BYTES in create.config):
+            known[topic] = new_topic_config(pipeline.kafka, create.config)[1]
+    return known

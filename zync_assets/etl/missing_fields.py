@@ -1,0 +1,337 @@
+"""Fields that a rule or an input's shape names and that no record of its topic has had yet: the pipeline file may be there
+before the source has the column.
+
+Asked only where Spark can't resolve a name. The registry's newest schema of the topic says a field's type; a field that it lacks
+too is null. A field of the result that is nothing but such a field is left out of the records until the field has a type.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import pyarrow as pa
+from sqlglot import exp
+
+from zync_assets.codecs.avro.types import arrow_type
+from zync_assets.codecs.fields import fields_of, in_lake, lacked_by, maybe_missing, original
+from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
+from zync_assets.etl.plan import EtlBatch, with_ids
+from zync_assets.ingest.source import Source
+from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw_files import raw_schema
+from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Shape, Stateless
+from zync_assets.pipeline_file.expressions import columns, parse
+
+_log = logging.getLogger(__name__)
+_said: set[tuple[str, str, str]] = set()
+"""Pipeline, topic and field of the warnings that this process gave: each is one for as long as it runs."""
+
+_NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
+"""The result for a shape with nothing but missing fields."""
+
+Path: TypeAlias = tuple[str, ...]
+"""``value``, ``after``, ``coupon``."""
+Sides: TypeAlias = Mapping[str, str]
+"""``in``, ``left`` or ``right`` → its topic; ``""``: of expressions that name no side."""
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A column's name in an expression, from character ``start`` to before ``end``.
+
+    ``names``: the parts of the dotted name, with the side first if the name has a side.
+    """
+
+    start: int
+    end: int
+    names: Path
+
+
+def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, EtlBatch] | None:
+    """The pipeline and the batch with the missing fields added as null; None if no field is missing.
+
+    Raises FieldMissing for a field that the newest schema lacks too, if the pipeline file says ``missing-field: fail``.
+    """
+    rules = pipeline.rules_of(batch.plan.pool)
+    states = dict(batch.plan.raw)
+    found = False
+    for topic, state in batch.plan.raw.items():
+        if state is not None and (paths := _missing(_of_rules(rules), topic, state.schema)):
+            states[topic] = _expecting(pipeline, pipeline.input(topic), state, paths)
+            found = True
+    if not found:
+        return None
+    known = {topic: state.schema for topic, state in states.items() if state is not None}
+    for rule in rules:
+        for topic in rule.topics:
+            for path in _missing(_expressions(rule), topic, known[topic]) if topic in known else ():
+                _say(pipeline, f"rule {rule.name}", topic, ".".join(path))
+    own = replace(pipeline, rules=tuple(_without(rule, known) if rule in rules else rule for rule in pipeline.rules))
+    plan = replace(batch.plan, raw=states)
+    slices = {topic: replace(part, plan=plan) for topic, part in batch.slices.items()}
+    return own, replace(batch, plan=plan, slices=slices)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An input and its source with what the input's shape names and no record has had so far. ``missing``: the fields that the
+    newest schema lacks too, which are null in the shape."""
+
+    pipeline: Pipeline
+    item: Input
+    source: Source
+    missing: tuple[str, ...]
+
+    def say(self) -> None:
+        """Warn of the missing fields; FieldMissing where the file says ``missing-field: fail``."""
+        for path in self.missing:
+            _say(self.pipeline, f"input {self.item.topic}, shape", self.item.topic, path)
+
+
+def expected_fields(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
+    """The fields that an input's shape names and no record has had; None if there is none. ``source``: with the types of the
+    records so far.
+
+    FieldMissing if a side would be nothing but such fields.
+    """
+    assert item.shape is not None
+    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    sides = {"": item.topic}
+    expressions = [(sql, sides) for sql in _leaves(item.shape.where)]
+    expressions += [(sql, sides) for shape in item.shape.sides.values() for sql in _leaves(shape)]
+    paths = _missing(expressions, item.topic, schema)
+    if not paths:
+        return None
+    schema = _with_newest(pipeline, item, schema, paths, {"key": source.key_schemas, "value": source.value_schemas})
+    known = {item.topic: schema}
+    made: dict[str, Shape] = {}
+    for side, shape in item.shape.sides.items():
+        made[side] = _filled(_shaped(shape, sides, known), shape, f"input {item.topic}, shape", side)
+    where = None if item.shape.where is None else _edited(item.shape.where, sides, known)
+    types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
+    missing = tuple(".".join(path) for path in _missing(expressions, item.topic, schema))
+    return Expected(pipeline, replace(item, shape=RecordShape(where, made)), replace(source, **types), missing)
+
+
+def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
+    where = f"{place}: no record of topic {topic} has had the field {path} so far, nor has its newest schema"
+    if pipeline.missing_field == "fail":
+        raise FieldMissing(
+            f"{where}. Nothing was committed. Correct the name, or wait for the source; or set missing-field: null, and the"
+            " field is null until then."
+        )
+    if (pipeline.name, topic, path) not in _said:
+        _said.add((pipeline.name, topic, path))
+        _log.warning("%s; it is null until then", where)
+
+
+def _missing(expressions: Iterable[tuple[str, Sides]], topic: str, schema: pa.Schema) -> list[Path]:
+    """The fields of a topic that expressions name and its table lacks, each once, down to the first name that is missing."""
+    found: dict[Path, None] = {}
+    for sql, sides in expressions:
+        for name in _names(sql):
+            if (place := _place(name, sides)) is not None and place[0] == topic:
+                found |= dict.fromkeys(_lacking(schema, place[1]))
+    return list(found)
+
+
+def _of_rules(rules: Sequence[Rule]) -> Iterator[tuple[str, Sides]]:
+    for rule in rules:
+        yield from _expressions(rule)
+
+
+def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
+    """A rule's expressions, each with the topics of its sides; a condition has one side, without a name."""
+    if isinstance(rule, Stateless):
+        sides, wheres = {"in": rule.input}, [(rule.where, rule.input)]
+    else:
+        sides = {"left": rule.left, "right": rule.right}
+        wheres = [(rule.where_left, rule.left), (rule.where_right, rule.right)]
+        yield from ((sql, sides) for pair in rule.join_on for sql in pair)
+    yield from ((sql, {"": topic}) for sql, topic in wheres if sql is not None)
+    for shape in (rule.key, rule.value, rule.headers, rule.keep):
+        yield from ((sql, sides) for sql in _leaves(shape))
+
+
+def _leaves(shape: Shape) -> Iterator[str]:
+    if isinstance(shape, str):
+        yield shape
+    elif shape is not None:
+        for part in shape.values():
+            yield from _leaves(part)
+
+
+def _names(sql: str) -> Iterator[_Name]:
+    """The names of columns with all their parts, but for variables of lambda functions."""
+    for column in parse(sql).tree.find_all(exp.Column):
+        if next(columns(column), None) is None:
+            continue
+        parts, node = list(column.parts), column
+        while isinstance(node.parent, exp.Dot) and node.parent.this is node:
+            if not isinstance(node.parent.expression, exp.Identifier):
+                break
+            parts.append(node.parent.expression)
+            node = node.parent
+        yield _Name(int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, tuple(part.name for part in parts))
+
+
+def _place(name: _Name, sides: Sides) -> tuple[str, Path] | None:
+    """The topic and the path of a name; None for what is no field of a key or a value."""
+    names = name.names if "" in sides else name.names[1:]
+    topic = sides.get("" if "" in sides else name.names[0].lower())
+    return None if topic is None or not names or names[0].lower() not in ("key", "value") else (topic, names)
+
+
+def _lacking(schema: pa.Schema, path: Path) -> list[Path]:
+    """The path down to the first name that is missing; none if all are there, or the side has no type yet."""
+    if path[0].lower() not in schema.names:
+        return []
+    kind = schema.field(path[0].lower()).type
+    for index, name in enumerate(path[1:], start=1):
+        while pa.types.is_list(kind):
+            kind = kind.value_type
+        if not pa.types.is_struct(kind):
+            return []
+        item = _field(kind, name)
+        if item is None:
+            return [(path[0].lower(), *path[1 : index + 1])]
+        kind = item.type
+    return []
+
+
+def _field(kind: pa.DataType, name: str) -> pa.Field | None:
+    """The field of a topic's name: as it is written, else without regard to case, as Spark does."""
+    fields = fields_of(kind)
+    alike = (item for item in fields if name.lower() in (original(item).lower(), item.name.lower()))
+    return next((item for item in fields if original(item) == name), next(alike, None))
+
+
+def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence[Path]) -> RawState:
+    """The table with those of some missing fields that the newest schema has. An input's shape makes other columns."""
+    schema = state.schema
+    if item.shape is None:
+        ids = {
+            side: [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
+            for side in ("key", "value")
+        }
+        schema = _with_newest(pipeline, item, schema, paths, ids)
+    return with_ids(pipeline, item.topic, replace(state, expected=schema))
+
+
+def _with_newest(
+    pipeline: Pipeline, item: Input, schema: pa.Schema, paths: Sequence[Path], ids: Mapping[str, Sequence[int]]
+) -> pa.Schema:
+    """Columns with those of some missing fields that the newest schema has. ``ids``: side → its writers' schemas so far."""
+    for side in dict.fromkeys(path[0] for path in paths):
+        newest = _newest(pipeline, item, side, ids[side])
+        if newest is None:
+            continue
+        column = schema.field(side)
+        kind = column.type
+        for path in paths:
+            if path[0] == side:
+                kind = _added(kind, newest, path[1:], ids[side])
+        schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
+    return schema
+
+
+def _newest(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> pa.DataType | None:
+    """The type of a side by the newest schema of the registry; None where it has none.
+
+    ``ids``: of the writers' schemas so far. RegistryError if the registry can't be asked.
+    """
+    if getattr(item, side).format != "avro" or pipeline.registry is None:
+        return None
+    registry = Registry(pipeline.registry)
+    subjects = [f"{item.topic}-{side}"]
+    for strategy in ("topic-record", "record") if ids else ():
+        try:
+            subjects.append(subject_name(strategy, item.topic, side, registry.schema(ids[-1])))
+        except (SchemaError, SchemaUnknown):
+            continue
+    for subject in subjects:
+        try:
+            if (found := registry.latest(subject)) is not None:
+                return arrow_type(found[1])
+        except (SchemaError, SchemaUnknown):
+            return None
+    return None
+
+
+def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int]) -> pa.DataType:
+    """``kind`` with the field at ``path`` added from the type ``newest``; ``kind`` itself if ``newest`` lacks the field.
+
+    ``ids``: the registry ids of the known writer schemas, which lack the field.
+    """
+    if pa.types.is_list(kind) and pa.types.is_list(newest):
+        return pa.list_(_added(kind.value_type, newest.value_type, path, ids))
+    if not pa.types.is_struct(kind) or not pa.types.is_struct(newest):
+        return kind
+    own, other = _field(kind, path[0]), _field(newest, path[0])
+    if other is None:
+        return kind
+    if own is None:
+        new = in_lake(maybe_missing(other), [item.name for item in fields_of(kind)])
+        return pa.struct([*fields_of(kind), lacked_by(new, ids)])
+    inner = own.with_type(_added(own.type, other.type, path[1:], ids))
+    return pa.struct([inner if item.name == own.name else item for item in fields_of(kind)])
+
+
+def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
+    """The rule with NULL for the fields that are still missing."""
+
+    def edited(sql: str, sides: Sides) -> str:
+        return _edited(sql, sides, known)
+
+    def condition(sql: str | None, topic: str) -> str | None:
+        return None if sql is None else edited(sql, {"": topic})
+
+    sides = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
+    key = _filled(_shaped(rule.key, sides, known), rule.key, f"rule {rule.name}", "key")
+    value = _filled(_shaped(rule.value, sides, known), rule.value, f"rule {rule.name}", "value")
+    keep = None if rule.keep is None else edited(rule.keep, sides)
+    headers = rule.headers
+    if headers is not None:
+        headers = (
+            edited(headers, sides)
+            if isinstance(headers, str)
+            else {name: edited(sql, sides) for name, sql in headers.items()}
+        )
+    made = replace(rule, key=key, value=value, keep=keep, headers=headers)
+    if isinstance(made, Denorm):
+        pairs = tuple((edited(one, sides), edited(other, sides)) for one, other in made.join_on)
+        where = condition(made.where_left, made.left), condition(made.where_right, made.right)
+        return replace(made, join_on=pairs, where_left=where[0], where_right=where[1])
+    return replace(made, where=condition(made.where, made.input))
+
+
+def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:
+    """The expression with NULL for the fields that no table of ``known`` (by topic) has."""
+    for name in sorted(_names(sql), key=lambda each: -each.start):
+        place = _place(name, sides)
+        if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):
+            sql = f"{sql[: name.start]}NULL{sql[name.end :]}"
+    return sql
+
+
+def _shaped(shape: Shape, sides: Sides, known: Mapping[str, pa.Schema]) -> Shape:
+    """The shape with edited expressions, without the fields that became nothing."""
+    if isinstance(shape, str) or shape is None:
+        return None if shape is None else _edited(shape, sides, known)
+    made = {name: _shaped(part, sides, known) for name, part in shape.items()}
+    return {name: part for name, part in made.items() if part == shape[name] or part not in _NOTHING}
+
+
+def _filled(shape: Shape, before: Shape, place: str, side: str) -> Shape:
+    """A side must have something: a value that is nothing but a missing field would be a tombstone."""
+    if shape != before and shape in _NOTHING:
+        raise FieldMissing(
+            f"{place}, {side}: {json.dumps(before)} is nothing but fields that no record has had so far, nor has"
+            " the newest schema. Nothing was committed. Correct the names, or wait for the source."
+        )
+    return shape

@@ -1,0 +1,415 @@
+"""A batch's result rows on their way: outputs become files of the staging table, and all rows are accounted for, in the Spark
+tasks that hold a bucket each.
+
+Parquet is written by Arrow: Spark's own writer takes four times as long for the same file, as it writes row by row.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
+from zync_assets.errors import ZyncError
+from zync_assets.etl import account, encodability
+from zync_assets.etl.account import ENTRIES, Count, Labels
+from zync_assets.etl.encodability import encoding_errors, text_problems
+from zync_assets.etl.failures import MOST_FAILURES
+from zync_assets.etl.rules.matching import LACKING
+from zync_assets.etl.rules.output_schemas import FieldPath, null_masks
+from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.lake import staging, storage
+from zync_assets.lake.tables import DataFile
+from zync_assets.spark.sql import name_sql
+from zync_assets.spark.tasks import released, settle
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records"))
+_UNMEASURED = 1_000
+"""Rows of an Arrow batch that is not measured in bytes."""
+_LOOKED_AT, _LOOKED_AT_BYTES = 20_000, 64 << 20
+"""Rows, and bytes of them, that are looked at together: each look costs a millisecond."""
+
+GROUP_BYTES = 64 << 20
+"""Bytes of the row groups that a task gathers at one time."""
+
+_REPEATED = (
+    "kafka.topic",
+    "kafka.partition",
+    "rule",
+    "schema",
+    "source.list.element.topic",
+    "source.list.element.partition",
+)
+"""Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
+
+_LEFT_OUT = "left_out"
+
+
+@dataclass(frozen=True)
+class StagedTopic:
+    """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
+    topic's own, with their types; ``schemas``: fingerprints of output schemas by the rule's index; ``texts``: output schemas
+    by fingerprint; ``limit``: bytes that a record batch may have, if that is known; ``required``: fields of
+    values that the schemas have no null for."""
+
+    topic: str
+    folder: str
+    next: int
+    columns: Mapping[str, pa.DataType]
+    schemas: Sequence[str]
+    texts: Mapping[str, str]
+    limit: int | None
+    required: Sequence[FieldPath] = ()
+
+    def rows(self, outputs: pa.RecordBatch, first: int, labels: Labels) -> pa.RecordBatch:
+        """Outputs as they are staged, numbered from ``first``."""
+        count = len(outputs)
+        kafka = {
+            "topic": pa.repeat(pa.scalar(self.topic), count),
+            "partition": pa.repeat(pa.scalar(0, pa.int32()), count),
+            "offset": pa.array(np.arange(first, first + count)),
+        }
+        made: dict[str, pa.Array] = {
+            "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
+            "rule": pa.array(labels.rules, pa.string()).take(outputs["rule"]),
+            "source": _named(outputs["source"], labels),
+            "schema": pa.array(self.schemas, pa.string()).take(outputs["rule"]),
+            "left_out": outputs[_LEFT_OUT],
+        }
+        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(self.columns)
+        made |= {name: outputs[name] for name in self.columns}
+        arrays = [
+            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
+
+
+@dataclass(frozen=True)
+class Unfitting:
+    """An output that can't be encoded, the raw record that completed the output, the index of the rule, and the error."""
+
+    topic: str
+    place: int
+    partition: int
+    offset: int
+    rule: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """The results of one task: files, output counts, outputs that can't be encoded, and required fields that were null."""
+
+    files: Sequence[DataFile]
+    counts: Sequence[Count]
+    unfitting: Sequence[Unfitting]
+    nullable: frozenset[tuple[str, FieldPath]]
+
+
+def row_sql(
+    topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None, *, lacking: bool = False
+) -> list[str]:
+    """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
+    encode; ``placeholder``: see ``unavailable``; ``lacking``: the rows have the column of that name (``matching``)."""
+    wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
+    for at, staged in enumerate(topics):
+        values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
+        value = staging.value_column(staged.topic)
+        if value in values:
+            made = encodability.left_out(values[value], spark_type(staged.columns[value]), "value", placeholder)
+            values[value], paths = made or (values[value], paths)
+            if lacking:
+                both = f"array_distinct(concat(coalesce({paths}, array()), coalesce({LACKING}, array())))"
+                paths = f"IF({name_sql(value)} IS NULL OR size({both}) = 0, NULL, {both})"
+        # Under names without dots, which mapInArrow would take for paths.
+        sides = (
+            f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"
+            for side, (name, sql) in enumerate(values.items())
+        )
+        # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
+        made = f"array(struct({', '.join([f'{paths} AS {_LEFT_OUT}', *sides])}))"
+        wanted.append(
+            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(staged.topic)}) THEN {made} END AS out{at}"
+        )
+    return wanted
+
+
+@dataclass(frozen=True)
+class BucketWriter:
+    """Writes the outputs of one Spark partition in order, and accounts for every row. The rows belong to one bucket."""
+
+    uri: str
+    topics: Sequence[StagedTopic]
+    labels: Labels
+    group: int = 50_000
+    """The most records of a row group. A row group also ends when the topics together reach GROUP_BYTES."""
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Rows of _RESULT: account entries first, then one row with the pickled results."""
+        settle()
+        files: dict[int, _File] = {}
+        counted: list[Count] = []
+        unfitting: list[Unfitting] = []
+        nullable: set[tuple[str, FieldPath]] = set()
+        try:
+            for batch in _gathered(batches):
+                sources = account.Sources(batch)
+                counted += account.counts(sources)
+                entries = account.entries(sources, self.labels)
+                if len(entries):
+                    yield _result(None, entries)
+                for at, outputs in self._outputs(batch):
+                    # More of them end the batch, and none is looked at further.
+                    if len(unfitting) <= MOST_FAILURES:
+                        unfitting += _unfitting(self.topics[at], outputs, self.labels)
+                    nullable |= {(self.topics[at].topic, path) for path in _null_fields(self.topics[at], outputs)}
+                    file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
+                    file.add(outputs)
+                    if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
+                        file.write_group()
+            found: object = Written(
+                [file.closed() for file in files.values()], account.summed(counted), unfitting, frozenset(nullable)
+            )
+        except ZyncError as error:
+            found = error
+        yield _result(found, None)
+
+    def _begun(self, staged: StagedTopic, outputs: pa.RecordBatch) -> _File:
+        """The file of a topic whose first outputs these are."""
+        path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
+        return _File(self.uri, path, staged, self.labels, staged.next + outputs["first"][0].as_py())
+
+    def _outputs(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Each topic's outputs: the rows' columns, and then LEFT_OUT and the topic's own."""
+        about = batch.select(["rule", "source", "last", "suspect", "first"])
+        for at, staged in enumerate(self.topics):
+            sides = pa.RecordBatch.from_struct_array(batch[f"out{at}"].flatten())
+            if not len(sides):
+                continue
+            own = about if len(sides) == len(batch) else about.filter(pc.is_valid(batch[f"out{at}"]))
+            for name, column in zip((_LEFT_OUT, *staged.columns), sides.columns, strict=True):
+                own = own.append_column(name, column)
+            yield at, own
+
+
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        # Not `nbytes`, which looks into arrays: an empty one of Spark's within a list has no offsets to look at.
+        rows, size = rows + len(batch), size + batch.get_total_buffer_size()
+        if rows >= _LOOKED_AT or size >= _LOOKED_AT_BYTES:
+            yield pa.concat_batches(held)
+            held, rows, size = [], 0, 0
+    if rows:
+        yield pa.concat_batches(held)
+
+
+def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[Unfitting]:
+    errors = text_problems(outputs, staged.columns)
+    marked = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
+    marked[list(errors)] = False
+    if marked.any():
+        places = np.flatnonzero(marked)
+        rows = staged.rows(outputs.take(pa.array(places)), 0, labels)
+        found = encoding_errors(staged.topic, staged.texts, staged.limit, rows)
+        errors |= {int(places[index]): text for index, text in found.items()}
+    for index, text in sorted(errors.items()):
+        row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
+        yield Unfitting(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
+
+
+def _null_fields(staged: StagedTopic, outputs: pa.RecordBatch) -> list[FieldPath]:
+    """The required fields that are null all the same: where they are in the source, what they lie in is null there."""
+    name = staging.value_column(staged.topic)
+    return list(null_masks(outputs[name], staged.required)) if staged.required and name in staged.columns else []
+
+
+@dataclass
+class _File:
+    """One file under way, its next records waiting to be a row group."""
+
+    uri: str
+    path: str
+    staged: StagedTopic
+    labels: Labels
+    first: int
+    written: int = 0
+    waiting: int = 0
+    size: int = 0
+    _group: list[pa.RecordBatch] = field(default_factory=list[pa.RecordBatch])
+    _writer: pq.ParquetWriter | None = None
+
+    def add(self, outputs: pa.RecordBatch) -> None:
+        self._group.append(self.staged.rows(outputs, self.first + self.written + self.waiting, self.labels))
+        self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.get_total_buffer_size()
+
+    def write_group(self) -> None:
+        uri = storage.join(self.uri, self.path)
+        table = pa.Table.from_batches(self._group)
+        with storage.accessed(uri, "can't be written"):
+            if self._writer is None:
+                self._writer = _writer(uri, table.schema)
+            self._writer.write_table(table)
+        self.written += len(table)
+        self._group, self.waiting, self.size = [], 0, 0
+
+    def closed(self) -> DataFile:
+        if self._group:
+            self.write_group()
+        uri = storage.join(self.uri, self.path)
+        with storage.accessed(uri, "can't be written"):
+            if self._writer is not None:
+                self._writer.close()
+            size = storage.file_size(uri)
+        last = self.first + self.written - 1
+        return DataFile(self.path, size, self.written, 0, self.first, last, group=self.staged.topic)
+
+
+def _named(source: pa.ListArray, labels: Labels) -> pa.ListArray:
+    """Sources with topics in place of the inputs' places."""
+    places, partitions, offsets = source.values.flatten()
+    topics = pa.array(labels.topics, pa.string()).take(places)
+    each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
+    return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
+
+
+def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
+    system, path = storage.filesystem(uri)
+    system.create_dir(path.rsplit("/", 1)[0], recursive=True)
+    return pq.ParquetWriter(
+        path,
+        schema,
+        filesystem=system,
+        compression="snappy",
+        use_dictionary=list(_REPEATED),  # type: ignore[arg-type]  # a list of names too
+        column_encoding={"kafka.offset": "DELTA_BINARY_PACKED"},
+        # Rows are in order of offsets: of other columns the least and the most of a row group help nobody to skip it.
+        write_statistics=["kafka.offset"],  # type: ignore[arg-type]
+    )
+
+
+_RESULT = "found binary, entries binary"
+"""Rows of tasks: what a task found (``Written``, or the error that stopped it), or some rows of ``account.ENTRIES``."""
+
+
+def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
+    row = [None if each is None else pickle.dumps(each) for each in (found, entries)]
+    return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], names=["found", "entries"])
+
+
+class Results:
+    """The results of a batch's rows. Call ``release`` at the end of the batch."""
+
+    def __init__(
+        self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, *, small: bool, measured: bool = False
+    ) -> None:
+        """Runs the batch's query. Raises what a task raised.
+
+        ``rows``: arranged, with the columns of ``row_sql``; ``small``: the account is fetched at once; ``measured``: rows
+        may be so large that a thousand of them are not to be held at once.
+        """
+        from pyspark import StorageLevel
+
+        self._spark = spark
+        self._made = rows.mapInArrow(writer.run, _RESULT)
+        self._kept = not small
+        if self._kept:
+            # Which of the entries are needed, and where, is known when all is counted.
+            self._made = self._made.persist(StorageLevel.DISK_ONLY)
+        try:
+            with nullcontext() if measured else _unmeasured(spark):
+                wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
+                fetched = wanted.collect()
+            tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
+        except BaseException:
+            self.release()
+            raise
+        self.files = sorted((file for each in tasks for file in each.files), key=lambda file: (file.group, file.first))
+        """By topic, in order of offsets."""
+        counted = account.summed(count for each in tasks for count in each.counts)
+        self.facts = [account.fact(count, writer.labels) for count in counted]
+        self.unfitting = [one for each in tasks for one in each.unfitting]
+        self.nullable = frozenset(one for each in tasks for one in each.nullable)
+        self._entries = _unpacked(fetched) if small else None
+
+    def few_entries(self) -> list[dict[str, object]]:
+        """The rows of ``account.ENTRIES``, fetched to the driver."""
+        if self._entries is not None:
+            return self._entries.to_pylist()
+        rows = self._made.collect()
+        _raise_errors(row["found"] for row in rows)
+        return _unpacked(rows).to_pylist()
+
+    def entries(self) -> DataFrame:
+        """Rows of ``account.ENTRIES``."""
+        if self._entries is not None:
+            # The entries of the query that ran. A second run of the query would write its files again.
+            return arrow_frame(self._spark, self._entries)
+        return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
+
+    def release(self) -> None:
+        if self._kept:
+            with released():
+                self._made.unpersist()
+
+
+def _written(packed: bytearray) -> Written:
+    """The unpickled results of a task. Raises the error of a failed task."""
+    found = pickle.loads(bytes(packed))
+    if isinstance(found, ZyncError):
+        raise found
+    return found
+
+
+def _unpacked(rows: Iterable[Row]) -> pa.Table:
+    return pa.Table.from_batches(
+        [pickle.loads(bytes(row["entries"])) for row in rows if row["entries"] is not None], ENTRIES
+    )
+
+
+def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    settle()
+    for batch in batches:
+        found, entries = (column.to_pylist() for column in batch.columns)
+        _raise_errors(found)
+        yield from (pickle.loads(packed) for packed in entries if packed is not None)
+
+
+def _raise_errors(found: Iterable[bytearray | None]) -> None:
+    """Raise the error of a recomputed task. Spark recomputes an evicted cache block, and a failed task has too few
+    entries."""
+    for packed in found:
+        if packed is not None:
+            _written(packed)
+
+
+@contextmanager
+def _unmeasured(spark: SparkSession) -> Generator[None]:
+    """Limit Arrow's batches by a low number of rows alone.
+
+    With a limit in bytes, Spark would measure the batch after each row. This walk over the columns takes longer than the
+    rest of the work on the row.
+    """
+    before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
+    spark.conf.set(BATCH_BYTES, str(2**31 - 1))
+    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)

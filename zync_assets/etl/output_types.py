@@ -1,0 +1,342 @@
+"""Output topics: the type of their keys and values over all rules, and each rule's own output schema.
+
+Publish encodes a record by its output schema, and not by the pipeline file, which may have changed since ETL. The output
+schema holds the formats, the Avro schema of the rule's fields for key and value, and whether headers name the raw records.
+The pool keeps an output schema under its fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.types import Outer, avro_schema, lake_type
+from zync_assets.codecs.dispatch import check_fits
+from zync_assets.codecs.fields import PLAIN, Note, topic_type_of
+from zync_assets.codecs.spark_types import has_forbidden, original_name, spark_type
+from zync_assets.errors import EtlError, SchemaError
+from zync_assets.etl.rules import matching
+from zync_assets.etl.rules.matching import Target
+from zync_assets.etl.rules.output_schemas import (
+    FieldPath,
+    lacking_sql,
+    required_fields,
+    shape_notes,
+    topic_notes,
+    with_notes,
+    written_forms,
+)
+from zync_assets.etl.rules.shapes import check_headers, own_type, shape_type, unify, void_fields
+from zync_assets.kafka.registry import subject_name
+from zync_assets.lake import staging
+from zync_assets.lake.raw_files import HEADERS_TYPE
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+
+@dataclass(frozen=True)
+class OutputType:
+    """An output topic's columns in the staging table, and the values that its rules write there."""
+
+    topic: str
+    columns: Mapping[str, pa.DataType]
+    """Column name → type. A side that is NULL in every rule has no column; neither have headers that no rule sets."""
+    targets: Mapping[str, Target]
+    texts: Mapping[str, str]
+    """Rule → its output schema, as JSON."""
+    required: Collection[FieldPath]
+    """The fields of values that every schema of this batch requires."""
+    untyped: Mapping[str, str]
+    """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
+
+    def target(self, rule: str) -> Target:
+        return self.targets[rule]
+
+
+def output_types(
+    pipeline: Pipeline,
+    pool: str,
+    state: StagingState | None,
+    frames: Mapping[str, DataFrame],
+    tables: Mapping[str, pa.Schema],
+    *,
+    lacks: bool = False,
+) -> dict[str, OutputType]:
+    """The types of a pool's outputs, from its table and from all rules whose inputs have a schema by now.
+
+    ``frames``: input topic → records (``kafka``, ``key``, ``value``, ``time``, ``old``); ``tables``: input topic → the raw
+    table's columns; ``lacks``: records have the ids of their schemas.
+
+    EtlError if two rules disagree or an expression can't be resolved.
+    """
+    written: dict[str, str] = {}
+    for item in pipeline.outputs_of(pool):
+        other = written.setdefault(item.topic.lower(), item.topic)
+        if other != item.topic:
+            raise EtlError(
+                f"pool {pool}: topics {other} and {item.topic} differ in case alone, and so would their columns. Give one of"
+                " them another pool."
+            )
+    return {
+        item.topic: _output_type(pipeline, item, state, frames, tables, lacks) for item in pipeline.outputs_of(pool)
+    }
+
+
+def _output_type(
+    pipeline: Pipeline,
+    item: Output,
+    state: StagingState | None,
+    frames: Mapping[str, DataFrame],
+    tables: Mapping[str, pa.Schema],
+    lacks: bool,
+) -> OutputType:
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    rules = {rule.name: rule for rule in pipeline.rules if rule.out == item.topic}
+    made: dict[str, tuple[DataType, DataType]] = {}
+    unknown: dict[str, str] = {}
+    for name, rule in rules.items():
+        try:
+            if (found := _rule_types(rule, frames)) is not None:
+                made[name] = found
+        except EtlError as error:
+            if matching.has_schema(frames[rule.topics[0]]):
+                raise
+            unknown[name] = (
+                f"{error} No value has come yet, only tombstones; a rule for these can use their keys alone."
+            )
+    names = (staging.key_column(item.topic), staging.value_column(item.topic))
+    have = {field.name: field.type for field in state.schema} if state else {}
+    table = [spark_type(have[column]) if column in have else None for column in names]
+    untyped: dict[str, str] = {}
+    while True:
+        whole = [
+            _side_type(item.topic, side, known, {name: kinds[index] for name, kinds in made.items()})
+            for index, (side, known) in enumerate(zip(("key", "value"), table, strict=True))
+        ]
+        own = {
+            name: [own_type(kind, all_) for kind, all_ in zip(kinds, whole, strict=True)]
+            for name, kinds in made.items()
+        }
+        wrong = {name: path for name, kinds in own.items() if (path := _untyped_field(kinds, whole)) is not None}
+        if not wrong:
+            break
+        for name, path in wrong.items():
+            untyped[name] = (
+                f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
+                " Write CAST(NULL AS <type>)."
+            )
+            del made[name]
+    if untyped and len(made) + len(untyped) == len(rules):
+        raise EtlError(next(iter(untyped.values())))
+    columns = {
+        column: to_arrow_type(kind) for column, kind in zip(names, whole, strict=True) if kind.simpleString() != "void"
+    }
+    with_headers = any(rule.headers is not None for rule in rules.values())
+    if with_headers:
+        columns[staging.HEADERS_COLUMN] = HEADERS_TYPE
+    targets: dict[str, Target] = {}
+    earlier = _Earlier.of(item.topic, state)
+    unresolved = [rule for name, rule in rules.items() if name not in made]
+    texts = _schema_texts(item, {name: (rules[name], own[name]) for name in made}, earlier, tables, unresolved)
+    for name, kinds in made.items():
+        sides = [
+            None if column not in columns else (column, kind, all_)
+            for column, kind, all_ in zip(names, kinds, whole, strict=True)
+        ]
+        shape = rules[name].value
+        lacking = lacking_sql(shape, _tables_of(rules[name], tables)) if lacks else []
+        targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
+    values = [json.loads(text)["value"]["schema"] for text in texts.values()]
+    required = {path for schema in values if schema is not None for path in required_fields(schema)}
+    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown)
+
+
+def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
+    return unify([(f"rule {name}", kind) for name, kind in rules.items()], topic, side, table)
+
+
+def _untyped_field(own: Sequence[DataType], whole: Sequence[DataType]) -> str | None:
+    """The first field that has no type; a whole side may have none, where no rule gives it one."""
+    for side, kind, all_ in zip(("key", "value"), own, whole, strict=True):
+        for path in void_fields(kind, side):
+            if path != side or all_.simpleString() != "void":
+                return path
+    return None
+
+
+def fingerprint(topic: str, text: str) -> str:
+    """The name of a topic's output schema: the first 16 hexadecimal digits of a SHA-256. Two topics may have one text."""
+    return hashlib.sha256(f"{topic}\n{text}".encode()).hexdigest()[:16]
+
+
+def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, DataType] | None:
+    """The types of a rule's key and value; None while an input has no table, or one side of a join no schema."""
+    if any(topic not in frames for topic in rule.topics):
+        return None
+    if isinstance(rule, Denorm) and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
+        return None
+    if isinstance(rule, Stateless):
+        sides = {"in": frames[rule.input]}
+    else:
+        sides = {"left": frames[rule.left], "right": frames[rule.right]}
+    if rule.headers is not None:
+        check_headers(sides, rule.headers, rule.name)
+    key, value = (
+        shape_type(sides, shape, rule.name, side) for side, shape in (("key", rule.key), ("value", rule.value))
+    )
+    for side, kind in (("key", key), ("value", value)):
+        if name := next(_unheld(kind), None):
+            raise EtlError(
+                f"rule {rule.name}, {side}: an expression makes a field called `{name}`, a name that the lake can't hold. Write"
+                " the fields as a mapping, or give the field another name."
+            )
+    return key, value
+
+
+def _unheld(kind: DataType) -> Iterator[str]:
+    """The names of fields that the lake can't hold."""
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    if isinstance(kind, StructType):
+        for item in kind:
+            if has_forbidden(item.name):
+                yield item.name
+            yield from _unheld(item.dataType)
+    elif isinstance(kind, ArrayType):
+        yield from _unheld(kind.elementType)
+    elif isinstance(kind, MapType):
+        yield from _unheld(kind.valueType)
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """The schemas of a topic's earlier records.
+
+    ``sides``: key or value → Avro schemas; ``nullable``: required fields that were null nevertheless. Fields have the
+    topic's names.
+    """
+
+    sides: Mapping[str, Sequence[Any]]
+    nullable: Collection[FieldPath]
+
+    @classmethod
+    def of(cls, topic: str, state: StagingState | None) -> _Earlier:
+        found = [json.loads(text) for of, text in state.head.schemas.values() if of == topic] if state else []
+        sides = {side: [each[side]["schema"] for each in found if each[side]["schema"]] for side in ("key", "value")}
+        return cls(sides, state.head.nullable.get(topic, ()) if state else ())
+
+    def required(self, side: str) -> set[FieldPath] | None:
+        """The fields that every schema of a side requires; None for a side without a schema."""
+        if not self.sides[side]:
+            return None
+        found = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))
+        return found - set(self.nullable) if side == "value" else found
+
+    def forms(self, side: str) -> dict[str, str]:
+        """The form of each field. Schemas have no order: of two forms, long and record are before string."""
+        found = {pair for schema in self.sides[side] for pair in written_forms(schema, side.capitalize())}
+        return dict(sorted(found, reverse=True))
+
+    def key(self, kind: pa.DataType, notes: Mapping[FieldPath, Note]) -> Any:
+        """A schema that keys of this type have had: they must go on having the same bytes. None if there is none, or one
+        requires a field that may be null by now."""
+        for schema in self.sides["key"]:
+            sure = all(notes.get(path, PLAIN).required for path in required_fields(schema))
+            if sure and lake_type(parse(json.dumps(schema))) == kind:
+                return schema
+        return None
+
+
+def _schema_texts(
+    item: Output,
+    rules: Mapping[str, tuple[Rule, list[DataType]]],
+    earlier: _Earlier,
+    tables: Mapping[str, pa.Schema],
+    unresolved: Sequence[Rule],
+) -> dict[str, str]:
+    """Rule → its output schema. ``rules``: with the types of their keys and values; ``unresolved``: those without."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    notes: dict[str, dict[FieldPath, Note]] = {}
+    for index, side in enumerate(("key", "value")):
+        parts = [
+            # Schemas have the topic's field names, which may differ from the lake's.
+            {
+                tuple(map(original_name, path)): note
+                for path, note in shape_notes(
+                    shape, to_arrow_type(own[index]), _tables_of(rule, tables), certain=side == "key"
+                ).items()
+            }
+            for rule, own in rules.values()
+            if (shape := getattr(rule, side)) is not None and own[index].simpleString() != "void"
+        ]
+        whole = all(getattr(rule, side) is None for rule in unresolved)
+        notes[side] = topic_notes(parts, earlier.required(side), whole=whole)
+    return {name: _schema_text(item, rule, own, earlier, notes) for name, (rule, own) in rules.items()}
+
+
+def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
+    if isinstance(rule, Stateless):
+        return {"in": tables[rule.input]}
+    return {"left": tables[rule.left], "right": tables[rule.right]}
+
+
+def _schema_text(
+    item: Output,
+    rule: Rule,
+    own: list[DataType],
+    earlier: _Earlier,
+    notes: Mapping[str, Mapping[FieldPath, Note]],
+) -> str:
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    sides: dict[str, Any] = {}
+    for side, shape, kind, asked in zip(
+        ("key", "value"), (rule.key, rule.value), own, (item.key, item.value), strict=True
+    ):
+        schema, renamed = None, False
+        if shape is not None and kind.simpleString() != "void":
+            space = item.namespace or namespace(item.topic)
+            staged = to_arrow_type(kind)
+            plain = topic_type_of(staged)
+            noted = asked.format in ("avro", "connect-json")
+            outer = Outer(
+                noted, notes[side].get((), PLAIN), earlier.forms(side), asked.format == "avro", asked.format != "avro"
+            )
+            try:
+                check_fits(asked.format, plain)
+                schema = earlier.key(plain, notes[side]) if side == "key" else None
+                if schema is None:
+                    schema = json.loads(avro_schema(with_notes(plain, notes[side]), side.capitalize(), space, outer))
+                renamed = plain != staged
+            except SchemaError as error:
+                raise SchemaError(f"topic {item.topic}, rule {rule.name}, {side}: {error}") from None
+        sides[side] = {"format": asked.format, "schema": schema}
+        strategy = item.key_subject if side == "key" else item.value_subject
+        if schema is not None and asked.format == "avro" and strategy != "topic":
+            # Now, not when it is published: what is staged can't be changed any more.
+            subject_name(strategy, item.topic, side, json.dumps(schema))
+            sides[side] = {"format": asked.format, "schema": schema, "subject": strategy}
+        if renamed:
+            sides[side] = {**sides[side], "renamed": True}
+    if item.provenance:
+        sides["provenance"] = True
+    return json.dumps(sides, separators=(",", ":"))
+
+
+def namespace(topic: str) -> str:
+    """An Avro namespace from a topic's name: its parts, with what Avro's names don't allow made an underscore."""
+    parts = [re.sub(r"[^A-Za-z0-9_]", "_", part) for part in topic.split(".") if part]
+    return ".".join(f"_{part}" if part[0].isdigit() else part for part in parts)

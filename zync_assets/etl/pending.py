@@ -1,0 +1,329 @@
+"""Pending records in the ledger: found by the join keys of new records, and kept in few files.
+
+Keeps the ledger short. A fold merges small files, merges neighbouring ranges, and replaces completed records by
+ranges.
+
+A batch appends a file, so that its commit never waits for history. Every FOLD_FILES batches, a commit also replaces the
+small files. A pending record in a large file may have its ``completed`` entry in another file, and readers join both. A
+fold also folds two large files if this shortens them by a quarter.
+
+Which pending records have one of some join keys' hashes, looked up without Spark, in the ledger's own few columns.
+
+A ledger file never changes. The process therefore keeps the sorted entries of the files that it has read. A batch reads
+only the file of the batch before. Spark looks up the entries of a ledger that has more than LOOKUP_ENTRIES entries.
+
+The pending records whose join key equals the key of a new record on the other side.
+
+One Spark job finds the pending records of every rule. A batch runs the job once, however often the batch is tried. Most
+batches of a close sequence find no pending record, and go on without pending records.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.cache import Recent
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.etl.plan import EtlBatch
+from zync_assets.etl.rules import matching
+from zync_assets.lake import staging, storage
+from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Denorm
+from zync_assets.spark import frames
+from zync_assets.spark.sql import text_sql
+from zync_assets.spark.tasks import released
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+FOLD_FILES = 32
+"""Ledger files in the table before a commit folds them."""
+FOLD_SMALL_ENTRIES = 200_000
+"""Entries of a file up to which it takes part."""
+FOLD_ENTRIES = 600_000
+"""Entries that are folded at once, in half a second and some 200 MB; what is left is folded with the next batch. Of two large
+files twice as many."""
+FOLD_GAIN = 0.75
+"""Share of its entries that two large files keep, at the most, to be replaced."""
+_vain: Recent[frozenset[str], bool] = Recent(10_000)
+"""The paths of two large files that are not worth a fold. A ledger file never changes."""
+
+_WAITING = ("pending", "completed")
+
+
+def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
+    """Files to add and files to remove so that the ledger is short; both empty while it is short enough.
+
+    The written file is invisible until a commit names it.
+    """
+    small = [item for item in state.ledger_files if item.records <= FOLD_SMALL_ENTRIES]
+    if len(small) < FOLD_FILES:
+        return [], []
+    # Batches in their order: what waits in one is most often completed in one of the next.
+    small.sort(key=lambda item: item.path)
+    reach = np.cumsum([item.records for item in small])
+    chosen = small[: int(np.searchsorted(reach, FOLD_ENTRIES, side="right"))]
+    added = [_written(state, fold(staging.read_entries(state, chosen)))]
+    large = _large_pair(state)
+    if large is not None:
+        rows = fold(staging.read_entries(state, large))
+        if rows.num_rows <= FOLD_GAIN * sum(item.records for item in large):
+            return [*added, _written(state, rows)], [*chosen, *large]
+        _vain.put(frozenset(item.path for item in large), True)
+    return added, chosen
+
+
+def _large_pair(state: StagingState) -> list[DataFile] | None:
+    """Two large files that may be worth a fold; None if no two are."""
+    large = [item for item in state.ledger_files if item.records > FOLD_SMALL_ENTRIES]
+    for pair in combinations(sorted(large, key=lambda item: item.records), 2):
+        if sum(item.records for item in pair) > 2 * FOLD_ENTRIES:
+            continue
+        if frozenset(item.path for item in pair) not in _vain:
+            return list(pair)
+    return None
+
+
+def _written(state: StagingState, rows: pa.Table) -> DataFile:
+    path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
+    return staging.write_entries(state.opened.uri, path, rows)
+
+
+def fold(rows: pa.Table) -> pa.Table:
+    """The same facts in fewer ledger entries (columns of the account). Pending records come first, sorted by hash."""
+    waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
+    settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
+    pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)
+    place = ["topic", "partition", "first"]
+    numbered = pending.append_column("at", pa.array(np.arange(pending.num_rows))).select([*place, "at"])
+    joined = numbered.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
+    met, became = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
+    done = pending.take(met)
+    open_pending = pending.filter(_mask(pending.num_rows, met)).sort_by("hash")
+    unmet = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
+    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", became)
+    told = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
+    ranges = _merged(pa.concat_tables([settled.filter(pc.is_null(settled["text"])), now_done]))
+    return pa.concat_tables([open_pending, unmet, told, ranges])
+
+
+def _mask(length: int, without: pa.Array) -> pa.Array:
+    keep = np.ones(length, dtype=bool)
+    keep[without.to_numpy(zero_copy_only=False)] = False
+    return pa.array(keep)
+
+
+def _merged(rows: pa.Table) -> pa.Table:
+    """Account rows where touching ranges of the same class are merged into one range."""
+    kinds = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE}).schema
+    parts: list[pa.Table] = []
+    keys = rows.group_by(["kind", "topic", "partition"]).aggregate([]).to_pylist()
+    for key in keys:
+        own = rows.filter(
+            pc.and_(
+                pc.and_(pc.equal(rows["kind"], key["kind"]), pc.equal(rows["topic"], key["topic"])),
+                pc.equal(rows["partition"], key["partition"]),
+            )
+        ).sort_by("first")
+        first, end = (own[name].to_numpy() for name in ("first", "end"))
+        count = own["count"].to_numpy(zero_copy_only=False)
+        starts = np.flatnonzero(np.concatenate([[True], first[1:] != end[:-1]]))
+        ends = np.append(starts[1:], len(first)) - 1
+        size = len(starts)
+        known = np.add.reduceat(np.nan_to_num(count.astype(float)), starts).astype(np.int64)
+        whole = np.logical_and.reduceat(~np.isnan(count.astype(float)), starts)
+        columns: dict[str, pa.Array] = {
+            "kind": pa.repeat(key["kind"], size),
+            "topic": pa.repeat(key["topic"], size),
+            "partition": pa.repeat(pa.scalar(key["partition"], pa.int32()), size),
+            "first": pa.array(first[starts], pa.int64()),
+            "end": pa.array(end[ends], pa.int64()),
+            "count": pa.array(known, pa.int64(), mask=~whole),
+        }
+        parts.append(
+            pa.table({item.name: columns.get(item.name, pa.nulls(size, item.type)) for item in kinds}, schema=kinds)
+        )
+    return pa.concat_tables(parts) if parts else kinds.empty_table()
+
+
+LOOKUP_ENTRIES = 6_000_000
+"""Entries of a ledger that is looked up here; they take some 50 bytes each."""
+
+_PLACE = ["topic", "partition", "first"]
+_PENDING = pa.schema([staging.ACCOUNT_TYPE.field(name) for name in ("rule", *_PLACE, "hash")])
+WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
+"""What is looked up."""
+_known: Recent[str, dict[str, _Waiting]] = Recent(LOOKUP_ENTRIES)
+"""Place of a staging table → its ledger files' paths → what they say."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What one ledger file says: ``pending`` (rule, topic, partition, first, hash), sorted by the hash, and ``completed``
+    (topic, partition, first)."""
+
+    hashes: npt.NDArray[np.int64]
+    pending: pa.Table
+    completed: pa.Table
+
+
+def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
+    """The places (rule, topic, partition, first) of what waits and has one of the ``wanted`` rules, topics and hashes.
+
+    None where the ledger is too long for this. LakeError for a file that can't be read.
+    """
+    files = state.ledger_files
+    entries = sum(item.records for item in files)
+    if entries > LOOKUP_ENTRIES:
+        _known.remove(state.opened.uri)
+        return None
+    before = _known.get(state.opened.uri) or {}
+    each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in files}
+    _known.put(state.opened.uri, each, entries)
+    hashes = np.unique(wanted["hash"].to_numpy())
+    found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_PENDING.empty_table()])
+    found = found.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(["rule", *_PLACE])
+    if not found.num_rows:
+        return found
+    firsts = found["first"]
+    done = [item.completed.filter(pc.is_in(item.completed["first"], firsts)) for item in each.values()]
+    return found.join(pa.concat_tables(done), _PLACE, join_type="left anti").select(["rule", *_PLACE])
+
+
+def _with_hashes(item: _Waiting, hashes: npt.NDArray[np.int64]) -> pa.Table:
+    low, high = (np.searchsorted(item.hashes, hashes, side=side) for side in ("left", "right"))
+    met = low < high
+    spans = zip(low[met].tolist(), high[met].tolist(), strict=True)
+    return item.pending.take(pa.array([at for span in spans for at in range(*span)], pa.int64()))
+
+
+def _read(uri: str) -> _Waiting:
+    system, path = storage.filesystem(uri)
+    names = ["kind", "topic", "partition", "first", "rule", "hash"]
+    with storage.accessed(uri, "can't be read"):
+        entries = pq.ParquetFile(path, filesystem=system).read([f"account.{name}" for name in names]).flatten()
+    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
+    is_kind = [pc.equal(entries["kind"], kind) for kind in ("pending", "completed")]
+    pending = entries.filter(reduce(pc.and_, [is_kind[0], pc.is_valid(entries["hash"])])).select(_PENDING.names)
+    pending = pending.cast(_PENDING).sort_by("hash").combine_chunks()
+    completed = entries.filter(is_kind[1]).select(_PLACE).cast(pa.schema([_PENDING.field(name) for name in _PLACE]))
+    return _Waiting(pending["hash"].to_numpy(), pending, completed)
+
+
+MOST_MET = 20_000
+"""Places that are handed to Spark from here."""
+
+_PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
+
+Side = tuple[str, str]
+"""A denorm rule's name and the topic of one of its sides."""
+
+
+@dataclass(frozen=True)
+class New:
+    """A batch's new records for a rule, by side (``left``, ``right``; none where the topic has no schema yet), from
+    ``matching.keyed``; ``index``: the rule's; ``kinds``: the types of the join key's parts."""
+
+    rule: Denorm
+    index: int
+    kinds: Sequence[DataType]
+    frames: Mapping[str, DataFrame]
+
+
+class Waiting:
+    """Looked up when first asked for; ``release`` when the batch is done."""
+
+    def __init__(self, batch: EtlBatch) -> None:
+        self.batch = batch
+        self._places: DataFrame | None = None
+        """rule, topic, partition, first"""
+        self._spans: dict[Side, list[OffsetRange]] | None = None
+        self._few = False
+        """Whether the places were found here, and need no release."""
+
+    def look_up(self, each: Iterable[New], *, small: bool) -> None:
+        """Find the pending records that match the batch's new records, for every rule.
+
+        ``small``: the driver fetches the hashes of the new records.
+        """
+        plan = self.batch.plan
+        if self._spans is not None:
+            return
+        hashes: list[DataFrame] = []
+        for new in each:
+            rule = new.rule
+            for topic, side, other in ((rule.left, "right", rule.right), (rule.right, "left", rule.left)):
+                counted = plan.head.waiting.get((rule.name, topic), 0)
+                # A reopened record is new for this batch, and is no longer pending.
+                again = (rule.name, topic) in plan.reopening.sides
+                if counted and side in new.frames and plan.reads(other) and not again:
+                    names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
+                    hashes.append(new.frames[side].selectExpr(*names, "hash"))
+        if not hashes or plan.state is None:
+            self._spans = {}
+            return
+        if small and self._look_up_here(plan.state, matching.union(hashes)):
+            return
+        entries = frames.ledger_frame(self.batch.spark, plan.state)
+        met = (
+            entries.where("kind = 'pending' AND hash IS NOT NULL")
+            .select("rule", "topic", "partition", "first", "hash")
+            .join(matching.union(hashes), ["rule", "topic", "hash"], "left_semi")
+            .join(
+                entries.where("kind = 'completed'").select("topic", "partition", "first"),
+                ["topic", "partition", "first"],
+                "left_anti",
+            )
+            .select("rule", "topic", "partition", "first")
+        )
+        self.release()  # of an attempt whose join keys failed
+        self._places = met.persist()
+        found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        for row, span in frames.spans(self._places, "rule", "topic"):
+            found[row["rule"], row["topic"]].append(span)
+        self._spans = dict(found)
+
+    def _look_up_here(self, state: StagingState, hashes: DataFrame) -> bool:
+        """In the ledger's files, without Spark; False where that does not do."""
+        wanted = hashes.where("hash IS NOT NULL").toArrow()
+        met = look_up(state, wanted.cast(WANTED))
+        if met is None or met.num_rows > MOST_MET:
+            return False
+        found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        rows = [tuple(row.values()) for row in met.to_pylist()]
+        for rule, topic, partition, span in sorted({(*row[:3], row[3] // frames.SPAN) for row in rows}):
+            found[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
+        if rows:
+            self._places = listed_frame(self.batch.spark, _PLACES, rows)
+        self._spans, self._few = dict(found), True
+        return True
+
+    def records(self, rule: Denorm, topic: str) -> DataFrame | None:
+        """The pending records of one side; None if the side has none."""
+        state = self.batch.plan.raw[topic]
+        spans = (self._spans or {}).get((rule.name, topic))
+        if not spans or self._places is None or state is None:
+            return None
+        mine = self._places.where(f"rule = {text_sql(rule.name)} AND topic = {text_sql(topic)}")
+        found = frames.records_at(self.batch.spark, state, mine, spans, few=self._few)
+        return found.selectExpr("*", "true AS old")
+
+    def release(self) -> None:
+        if self._places is not None and not self._few:
+            with released():
+                self._places.unpersist()

@@ -1,0 +1,319 @@
+"""Chooses the part of a backlog for one ETL batch: the oldest records in time, up to a limit.
+
+Outputs are numbered batch by batch. A batch of one topic's last week and another topic's last hour would number a recent
+event before an event of last week. The log knows the lowest and highest time of each raw file. A batch takes whole files, in
+the order of the highest time that their partition has reached so far. This order keeps the files of a partition in sequence.
+
+The batch ends within the second half of its limit, at the cut that leaves the fewest records of the same times in other
+files. The counterparts of such records would be pending until the next batch, and a pending record costs several times as
+much as a new record.
+
+The plan of an ETL batch, the slices of its inputs, the lazy batch, and the result of its commit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from zync_assets.audit.guard import check_begins, check_seen
+from zync_assets.codecs.fields import has_lacking
+from zync_assets.errors import EtlError
+from zync_assets.etl.retries import NOTHING, Reopening, Retry, reopen, with_joins
+from zync_assets.lake import publication, raw, staging
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import Head, StagingState
+from zync_assets.offsets import OffsetRange, new_ranges, normalize
+from zync_assets.pipeline import Pipeline
+from zync_assets.spark import frames
+from zync_assets.spark.session import Session, deferred
+from zync_assets.spark.sql import shape_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH_RECORDS = 5_000_000
+"""Raw records of a batch, about: a batch ends with the file that reaches it, if not before."""
+
+
+class Span(Protocol):
+    """A raw file: records of one partition, their offsets and times (milliseconds)."""
+
+    @property
+    def partition(self) -> int | None: ...
+    @property
+    def first(self) -> int | None: ...
+    @property
+    def last(self) -> int | None: ...
+    @property
+    def records(self) -> int: ...
+    @property
+    def min_time(self) -> int | None: ...
+    @property
+    def max_time(self) -> int | None: ...
+
+
+class _Next(NamedTuple):
+    """A file in the order in which files are taken. ``since``: the time from which on its records are."""
+
+    reached: int
+    topic: str
+    partition: int
+    end: int
+    since: int
+    records: int
+
+
+def first_batch(
+    ranges: Mapping[str, Sequence[OffsetRange]], files: Mapping[str, Iterable[Span]], limit: int
+) -> dict[str, tuple[OffsetRange, ...]]:
+    """As much of the new ``ranges`` (topic → one range a partition) as holds about ``limit`` records.
+
+    ``files``: topic → the files that hold records of its ranges; none overlaps another. Ranges that no file is in hold
+    no records and are taken whole, as is a range whose files are all taken.
+    """
+    queue: list[_Next] = []
+    for topic, spans in files.items():
+        reached: dict[int, int] = {}
+        for item in sorted(spans, key=lambda span: (span.partition or 0, span.first or 0)):
+            partition = item.partition or 0
+            before = reached.get(partition, 0)
+            reached[partition] = max(before, item.max_time or 0)
+            since = max(before, item.min_time or 0)
+            queue.append(_Next(reached[partition], topic, partition, (item.last or 0) + 1, since, item.records))
+    queue.sort()
+    count = _even_cut(queue, limit)
+    taken = {(item.topic, item.partition): item.end for item in queue[:count]}
+    left = {(item.topic, item.partition) for item in queue[count:]}
+    return {
+        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, taken, left)).empty)
+        for topic, parts in ranges.items()
+    }
+
+
+def _even_cut(queue: Sequence[_Next], limit: int) -> int:
+    """How many files to take: all, if they have fewer records than the limit."""
+    records = np.array([item.records for item in queue], dtype=np.int64)
+    totals = np.cumsum(records)
+    most = int(np.searchsorted(totals, limit)) + 1
+    if most >= len(queue):
+        return len(queue)
+    since, reached = (np.array([getattr(item, name) for item in queue], float) for name in ("since", "reached"))
+
+    def left_behind(count: int) -> float:
+        """Records of the files that are not taken whose times are not past those taken, if spread evenly."""
+        time = reached[count - 1]
+        share = np.clip((time - since[count:]) / np.maximum(1, reached[count:] - since[count:]), 0, 1)
+        return float(np.sum(np.where(reached[count:] <= time, 1, share) * records[count:]))
+
+    least = int(np.searchsorted(totals, limit / 2)) + 1
+    return min(range(most, least - 1, -1), key=left_behind)
+
+
+def _cut(
+    topic: str, part: OffsetRange, taken: Mapping[tuple[str, int], int], left: set[tuple[str, int]]
+) -> OffsetRange:
+    if (topic, part.partition) not in left:
+        return part
+    end = min(part.end, taken.get((topic, part.partition), part.first))
+    return OffsetRange(part.partition, part.first, end)
+
+
+_ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class EtlPlan:
+    """The new and reopened offsets of one batch for a staging pool.
+
+    The plan reads staging before raw, so that seen is never past the raw table's next offset.
+    """
+
+    pool: str
+    state: StagingState | None = field(repr=False)
+    raw: Mapping[str, RawState | None] = field(repr=False)
+    ranges: Mapping[str, tuple[OffsetRange, ...]]
+    """Input topic → new offsets of this batch, from seen on."""
+    reopening: Reopening = field(default_factory=Reopening, repr=False)
+    """The records below seen that the batch matches again."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not any(self.ranges.values()) and not self.reopening.taken
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether no record goes through the rules, and there is something to do all the same."""
+        return not any(self.reads(topic) for topic in self.ranges)
+
+    def reads(self, topic: str) -> tuple[OffsetRange, ...]:
+        """The offsets of an input that go through the rules: new ones, and what is looked at again."""
+        return tuple(normalize([*self.reopening.ranges(topic), *self.ranges[topic]]))
+
+    @property
+    def head(self) -> Head:
+        return self.state.head if self.state else Head()
+
+
+@dataclass(frozen=True)
+class RawSlice:
+    """A lazy slice of one input: the batch's new records, and the records below seen that the batch matches again."""
+
+    topic: str
+    plan: EtlPlan = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
+
+    def dataframe(self) -> DataFrame | None:
+        """The records with ``kafka``, ``key``, ``value`` and ``time``; None if the topic has no raw table yet."""
+        state = self.plan.raw[self.topic]
+        return None if state is None else frames.record_frame(self.spark, state, self.plan.reads(self.topic))
+
+
+@dataclass(frozen=True)
+class EtlBatch:
+    """A lazy batch: the plan and the slices that it was made from. Nothing has run."""
+
+    plan: EtlPlan
+    slices: Mapping[str, RawSlice] = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
+
+
+@dataclass(frozen=True)
+class EtlCommit:
+    """The result of one ETL commit. ``outputs``: topic → new output offsets; ``counts``: class → number of new records."""
+
+    pool: str
+    batch: int
+    outputs: Mapping[str, tuple[OffsetRange, ...]]
+    consumed: Mapping[str, tuple[OffsetRange, ...]]
+    counts: Mapping[str, int]
+    seconds: float
+
+
+def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int = BATCH_RECORDS) -> EtlPlan:
+    """The plan of the next batch: about ``limit`` new records of a staging pool, the earliest in time.
+
+    The plan also has every record to match again: replays, and the records that ``retry`` selects. Raises EtlError for a raw
+    table that was replaced.
+    """
+    # Reads against the flow of the data, because another process may commit meanwhile: published, staging, raw.
+    verified = publication.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
+    state = staging.open_staging(pipeline.lake, pool)
+    head = state.head if state else Head()
+    for topic, offset in verified.items():
+        position = head.outputs.get((topic, 0))
+        recreate = pipeline.command("to-kafka", "--recreate", topic)
+        gone = publication.went_back(pool, topic, offset, position.next if position else None, recreate)
+        if gone is not None:
+            raise gone
+    if state is None and pipeline.rules_of(pool):
+        check_begins(pipeline, pool)
+    topics = pipeline.inputs_of(pool)
+    states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
+    states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
+    ranges: dict[str, tuple[OffsetRange, ...]] = {}
+    for topic, found in states.items():
+        check_seen(pipeline.input(topic), head, found)
+        if found is None:
+            ranges[topic] = ()
+            continue
+        _check_table(pool, head, topic, found)
+        if _is_outdated(pipeline, pool, head, topic, found):
+            return plan_etl(pipeline, pool, retry, limit)
+        ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
+    reopening = reopen(pipeline, pool, state, states, retry)
+    if any(ranges.values()) or reopening.taken:
+        # A batch reads old records of every input that wait for a new one.
+        for found in states.values():
+            if found is not None:
+                raw.check_whole(found)
+        if state is not None:
+            staging.check_whole(state)
+    files = {
+        topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
+        for topic, found in states.items()
+        if found is not None and ranges[topic]  # a tick with nothing new lists no files
+    }
+    return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopening)
+
+
+def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
+    """The state, whose records have the ids of their writers' schemas where some schema lacks a column: a field that is the
+    column is left out then. A rule that passes all of ``kafka`` on would pass the ids on too: it has null for such a field."""
+    if not any(has_lacking(item.type) for item in state.schema if item.name in ("key", "value")):
+        return state
+    rules = [rule for rule in pipeline.rules if topic in rule.topics]
+    whole = any(_ALL_OF_KAFKA.search(shape_sql(shape)) for rule in rules for shape in (rule.key, rule.value))
+    return state if whole else replace(state, with_ids=True)
+
+
+def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) -> EtlBatch:
+    """The batch, where the pending records of ``rules`` are matched again like new records."""
+    plan = batch.plan
+    if plan.state is None:
+        return batch
+    whole = replace(plan, reopening=with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules))
+    return replace(batch, plan=whole, slices={topic: replace(part, plan=whole) for topic, part in batch.slices.items()})
+
+
+def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
+    """EtlError if an input's raw table was replaced. ETL would skip the new table's records below seen."""
+    for (name, partition), item in sorted(head.inputs.items()):
+        if name == topic and item.table not in (None, found.table_id):
+            raise EtlError(
+                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {item.seen} from another raw"
+                f" table than {found.opened.uri}, which was made since. Put the old table back, or begin anew: give this"
+                " input's outputs another staging pool and other topics."
+            )
+
+
+def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: RawState) -> bool:
+    """Whether another process committed a batch since this plan read staging, and retention removed that batch's records.
+
+    Raises EtlError if retention removed records that ETL has not seen. This happens if the pipeline file of another process,
+    without this pool, let retention remove the records.
+    """
+    for partition, seen in head.seen(topic).items():
+        kept = found.kept.get(partition, 0)
+        if seen < kept:
+            now = staging.open_staging(pipeline.lake, pool)
+            if now is not None and now.head.batch != head.batch:
+                return True
+            raise EtlError(
+                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
+                f" {found.opened.uri} begins at offset {kept}: retention removed what is between, by a pipeline file that does"
+                " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
+                " another staging pool and other topics, and let one file name all pools that read the input."
+            )
+    return False
+
+
+def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
+    """The read half for one input."""
+    pipeline.input(topic)
+    return RawSlice(topic, plan, deferred(spark))
+
+
+def transform(
+    spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]
+) -> EtlBatch:
+    """The lazy batch over the slices of one plan; EtlError if a slice is missing or belongs to another batch."""
+    for topic in plan.ranges:
+        found = slices.get(topic)
+        if found is None or found.plan.head.batch != plan.head.batch:
+            raise EtlError(
+                f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
+            )
+    return EtlBatch(plan, slices, deferred(spark))

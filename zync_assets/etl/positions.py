@@ -1,0 +1,275 @@
+"""Positions: the order and the numbers of outputs, and the account's head before and after a batch.
+
+Order and number outputs in parallel tasks.
+
+Results are divided into buckets by time. A bucket is a Spark partition, and is sorted. A row's number is the bucket's
+first number plus the row's place in the bucket. The bounds of the buckets come from the statistics of the raw files.
+``repartitionByRange`` would sample the rows instead, and so run the joins twice.
+
+A bucket's first number is the count of the rows in the earlier buckets. A subquery of the writing query counts the
+rows, over the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write
+and read the rows once more. The writing tasks report their own counts, and so show whether both queries had the same
+rows.
+
+Positions before and after an ETL batch: the arithmetic of the account's head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.errors import KafkaError, TopicMissing
+from zync_assets.etl.account import Fact
+from zync_assets.etl.output_types import OutputType
+from zync_assets.etl.plan import EtlPlan
+from zync_assets.etl.retries import Taken
+from zync_assets.kafka.topics import topic_states
+from zync_assets.lake import staging
+from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
+from zync_assets.pipeline import Output, Pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+BUCKET_RECORDS = 150_000
+"""New raw records for each bucket, about."""
+
+SMALL = 20_000
+"""The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
+
+
+@dataclass(frozen=True)
+class TimeSpan:
+    """The number of some raw records, and their lowest and highest time in milliseconds since the epoch."""
+
+    low: int
+    high: int
+    records: int
+
+
+def time_bounds(spans: Sequence[TimeSpan]) -> list[int]:
+    """Ascending times which cut the records into buckets of about BUCKET_RECORDS, taking each span as spread evenly.
+
+    Fewer bounds where many records share one time: a bound separates times, never records of one time.
+    """
+    total = sum(span.records for span in spans)
+    count = total // BUCKET_RECORDS
+    if count < 2:
+        return []
+    points, below = _reached(spans)
+    wanted = total * np.arange(1, count) / count
+    places = np.minimum(np.searchsorted(below, wanted), len(points) - 1)
+    wanted, places = wanted[places > 0], places[places > 0]
+    low, high = points[places - 1], points[places]
+    weights = (wanted - below[places - 1]) / np.maximum(1.0, below[places] - below[places - 1])
+    return sorted(set((low + (high - low) * weights).astype(np.int64).tolist()))
+
+
+def _reached(spans: Sequence[TimeSpan]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The times at which spans begin or end, ascending, and how many records lie below each (or at it, of spans that are one
+    time)."""
+    low, high, records = (np.array([getattr(span, name) for span in spans]) for name in ("low", "high", "records"))
+    points = np.unique(np.concatenate([low, high]))
+    begin, end = np.searchsorted(points, low), np.searchsorted(points, high)
+    wide = high > low
+    # Records per millisecond from each point on, and records that lie exactly at a point.
+    rates, at_once = np.zeros(len(points)), np.zeros(len(points))
+    rate = records[wide] / (high - low)[wide]
+    np.add.at(rates, begin[wide], rate)
+    np.add.at(rates, end[wide], -rate)
+    np.add.at(at_once, begin[~wide], records[~wide])
+    # Between spans the rate must be zero, but rounding errors of the sums remain.
+    under_way = np.cumsum(
+        np.bincount(begin[wide], minlength=len(points)) - np.bincount(end[wide], minlength=len(points))
+    )
+    between = np.where(under_way > 0, np.cumsum(rates), 0.0)[:-1] * np.diff(points)
+    below = np.cumsum(at_once + np.concatenate([[0.0], between]))
+    return points, np.maximum.accumulate(below)
+
+
+_ORDER = ("time", "place", "partition", "offset")
+
+
+def arranged(
+    results: DataFrame, bounds: Sequence[int], columns: Sequence[str], outs: Sequence[str], *, together: bool = False
+) -> DataFrame:
+    """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and for an output
+    ``first``: how many outputs of its topic are in the buckets before.
+
+    ``outs``: for each output topic, the indexes of its rules, as a list in SQL; ``together``: there is one bucket, and what
+    comes before is made in the same task.
+    """
+    # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
+    order = [f"ord.{name} AS ord_{name}" for name in _ORDER]
+    found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds)} AS bucket")
+    found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
+    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in _ORDER))
+    # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
+    if not bounds or not outs:
+        return rows.selectExpr(*columns, "bucket", "0L AS first")
+    firsts = _firsts(found, len(bounds) + 1, outs).scalar().alias("firsts")
+    place = f"element_at(firsts, {_topic_sql(outs)} * {len(bounds) + 1} + bucket + 1)"
+    return rows.select("*", firsts).selectExpr(*columns, "bucket", f"CASE WHEN kind = 'out' THEN {place} END AS first")
+
+
+def _firsts(found: DataFrame, buckets: int, outs: Sequence[str]) -> DataFrame:
+    """One row with an array: for each topic and bucket, how many of the topic's outputs are in the buckets before.
+
+    Spark shares the shuffle only between queries that read the same columns. This query therefore has an expression over
+    every column, which Spark never evaluates.
+    """
+    from pyspark.sql import functions as F
+
+    never = "count_if(kind = '' AND CAST(struct(*) AS string) = '')"
+    count = F.expr(f"count_if(kind = 'out') + {never} AS number")
+    each = found.groupBy(F.expr(f"{_topic_sql(outs)} * {buckets} + bucket AS place")).agg(count)
+    numbers = each.agg(F.expr("map_from_entries(collect_list(struct(coalesce(place, -1), number))) AS numbers"))
+    before = f"slice(numbers, i - i % {buckets} + 1, i % {buckets})"
+    places = f"sequence(0, {len(outs) * buckets - 1})"
+    return numbers.selectExpr(
+        f"transform({places}, i -> coalesce(try_element_at(numbers, i), 0L)) AS numbers"
+    ).selectExpr(f"transform({places}, i -> aggregate({before}, 0L, (sum, number) -> sum + number)) AS firsts")
+
+
+def _topic_sql(outs: Sequence[str]) -> str:
+    """The index of the output topic of a row's rule; null where it is none of them."""
+    cases = " ".join(f"WHEN rule IN ({rules}) THEN {at}" for at, rules in enumerate(outs))
+    return f"CASE {cases} END"
+
+
+def _bucket_sql(bounds: Sequence[int]) -> str:
+    """An SQL expression for a row's bucket: the number of reached bounds, by binary search.
+
+    Spark can't fold the index into a constant. Constant bounds would be literals in the generated code, and each batch would
+    compile its own code. Spark does not compile a lambda over the array at all.
+    """
+    array = f"array({', '.join(f'{bound}L' for bound in bounds)})"
+
+    def reached(low: int, high: int) -> str:
+        if low == high:
+            return str(low)
+        middle = (low + high) // 2
+        bound = f"element_at({array}, ord.place * 0 + {middle + 1})"
+        return f"IF({bound} <= unix_millis(ord.time), {reached(middle + 1, high)}, {reached(low, middle)})"
+
+    return reached(0, len(bounds))
+
+
+def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
+    """(output topic, partition) → position. The end of a new output's topic in Kafka fixes the output's base."""
+    fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
+    found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
+    positions = dict(head.outputs)
+    for item in fresh:
+        state = found.get(item.topic)
+        if state is None:
+            positions[item.topic, 0] = _absent(item)
+            continue
+        end = state.partitions[0].end
+        used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
+        if used and item.start_at != "end":
+            raise KafkaError(
+                f"topic {item.topic} holds records already (its ends: {', '.join(used)}), and output numbers begin at 0. Give"
+                " the output an empty topic, or set start-at: end."
+            )
+        positions[item.topic, 0] = OutputPosition(end, end, state.topic_id, len(state.partitions))
+    return positions
+
+
+def _absent(item: Output) -> OutputPosition:
+    if item.create is None:
+        raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
+    if item.start_at == "end":
+        raise TopicMissing(
+            f"topic {item.topic} is not there, and start-at: end needs it. Create it, or remove start-at."
+        )
+    return OutputPosition(0, 0, None, None)
+
+
+def next_head(
+    plan: EtlPlan,
+    found: Sequence[Fact],
+    outputs: Mapping[tuple[str, int], OutputPosition],
+    ends: Mapping[str, int],
+    types: Mapping[str, OutputType],
+    quarantined: Mapping[tuple[str, int], int],
+    failed: Sequence[Taken],
+    joins: Mapping[str, str],
+    nullable: Collection[tuple[str, tuple[str, ...]]] = (),
+) -> Head:
+    """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
+    records that waited and go into quarantine; ``joins``: of the rules, as in ``Head``; ``nullable``: topics and fields that
+    records have as null, or leave out, though their schema has no null."""
+    head = plan.head
+    counts, waiting = Counter(head.counts), Counter(head.waiting)
+    records = Counter[tuple[str, int]](quarantined)
+    records.subtract(plan.reopening.records())
+    for item in (*plan.reopening.taken, *failed):
+        counts[item.topic, item.part.partition, item.kind] -= item.records
+        if item.rule is not None:
+            waiting[item.rule, item.topic] -= item.records
+    for item in failed:
+        counts[item.topic, item.part.partition, "quarantined"] += item.records
+    for item in plan.reopening.gone:
+        counts[item.topic, item.part.partition, "expired"] += item.records
+    for (topic, partition), count in quarantined.items():
+        counts[topic, partition, "quarantined"] += count
+    for row in found:
+        name = "done" if row.kind == "out" else row.kind
+        counts[row.topic, row.partition, name] += row.entries
+        if row.old:
+            counts[row.topic, row.partition, "pending"] -= row.entries
+            waiting[row.rule or "", row.topic] -= row.entries
+        else:
+            records[row.topic, row.partition] += row.entries
+        if row.kind == "pending":
+            waiting[row.rule or "", row.topic] += row.entries
+    inputs = dict(head.inputs)
+    for topic, ranges in plan.ranges.items():
+        for part in ranges:
+            old = inputs.get((topic, part.partition), Position(part.first, part.first))
+            count = old.records + records[topic, part.partition]
+            inputs[topic, part.partition] = Position(old.first, part.end, count, _table_id(plan, topic))
+    positions = {place: replace(item, next=ends[place[0]]) for place, item in outputs.items()}
+    schemas = dict(head.schemas)
+    used = {row.rule for row in found if row.kind == "out"}
+    for topic, kind in types.items():
+        schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
+    replayed = {**head.replayed, **(plan.reopening.replays or {})}
+    fields = {topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in nullable)}}
+    for topic, path in nullable:
+        fields[topic].add(path)
+    null = {topic: frozenset(paths) for topic, paths in fields.items()}
+    known = {**head.joins, **joins}
+    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null, known)
+
+
+def _table_id(plan: EtlPlan, topic: str) -> str | None:
+    state = plan.raw[topic]
+    return None if state is None else state.table_id
+
+
+def new_counts(found: Sequence[Fact]) -> dict[str, int]:
+    counts = Counter[str]()
+    for row in found:
+        if row.kind == "out":
+            counts["outputs"] += row.rows
+            counts["done"] += row.entries
+        else:
+            counts[row.kind] += row.entries
+    return dict(counts)
+
+
+def table_schema(state: StagingState | None, types: Mapping[str, OutputType]) -> pa.Schema:
+    """The staging table's columns, old ones first, with those of the outputs widened."""
+    fields = {item.name: item for item in (state.schema if state else staging.BASE_SCHEMA)}
+    for kind in types.values():
+        fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
+    return pa.schema(list(fields.values()))

@@ -1,0 +1,291 @@
+"""Retries: records below *seen* that an ETL batch takes out of their class of the account.
+
+Take offsets out of their class of the account, so that an ETL batch can match them again like new records.
+
+An offset is in exactly one entry of the ledger at any time. The batch that gives an offset its new class writes the
+files with the old entry again, without that entry, in the same commit. No entry cancels another entry.
+
+The records below *seen* that an ETL batch matches again. The records leave their class of the account, and pass
+through the rules like new records.
+
+    replays          records that could not be decoded, were quarantined, and are in the raw table now
+    Retry.failed     records that were quarantined because a rule failed on them
+    Retry.unmatched  records that no rule took, or that wait for a rule that was removed
+    Retry.waiting    records that wait for a changed rule
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.lake import raw, staging
+from zync_assets.lake.quarantine import Selection
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange, subtract
+from zync_assets.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Offsets of one partition that leave a class: unmatched, quarantined or pending. Each offset is a record.
+
+    ``rule``: the rule that pending records waited for; None for the other classes.
+    """
+
+    topic: str
+    kind: str
+    rule: str | None
+    part: OffsetRange
+
+    @property
+    def records(self) -> int:
+        return self.part.end - self.part.first
+
+    def entry(self, kind: str) -> dict[str, object]:
+        """The ledger row that puts the offsets into class ``kind``."""
+        place = {"topic": self.topic, "partition": self.part.partition}
+        return {"kind": kind, **place, "first": self.part.first, "end": self.part.end, "count": self.records}
+
+
+def carve(state: StagingState, taken: Sequence[Taken]) -> tuple[list[DataFile], list[DataFile]]:
+    """Files to add and files to remove so that the ledger is without ``taken``. The written files are invisible until a
+    commit names them."""
+    added: list[DataFile] = []
+    removed: list[DataFile] = []
+    spans = spans_of(taken)
+    for item in state.ledger_files:
+        rows = staging.read_entries(state, [item])
+        left = without(rows, spans)
+        if left is rows:
+            continue
+        removed.append(item)
+        if left.num_rows:
+            path = f"{ACCOUNT_FOLDER}/carved-{uuid.uuid4().hex}.parquet"
+            added.append(staging.write_entries(state.opened.uri, path, left))
+    return added, removed
+
+
+Spans = Mapping[tuple[str, int, str], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+"""(topic, partition, class) → firsts and ends of disjoint ranges, sorted."""
+
+
+def spans_of(taken: Sequence[Taken]) -> Spans:
+    """What is taken, to be looked up."""
+    found: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
+    for item in taken:
+        found.setdefault((item.topic, item.part.partition, item.kind), []).append((item.part.first, item.part.end))
+    return {
+        place: (np.array([a for a, _ in sorted(parts)]), np.array([b for _, b in sorted(parts)]))
+        for place, parts in found.items()
+    }
+
+
+def without(rows: pa.Table, spans: Spans) -> pa.Table:
+    """Ledger entries without the offsets of ``spans``, in their order; the same object where that changes nothing."""
+    keep = np.ones(rows.num_rows, dtype=np.bool_)
+    pieces: list[dict[str, object]] = []
+    for (topic, partition, kind), (firsts, ends) in spans.items():
+        own = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["partition"], partition))
+        at = np.flatnonzero(np.asarray(pc.and_(own, pc.equal(rows["kind"], kind)).to_numpy()))
+        low = rows["first"].take(pa.array(at)).to_numpy()
+        high = rows["end"].take(pa.array(at)).to_numpy()
+        # The ranges that share an offset with an entry are those from ``one`` to before ``other``.
+        one, other = np.searchsorted(ends, low, side="right"), np.searchsorted(firsts, high, side="left")
+        for index in np.flatnonzero(one < other).tolist():
+            keep[at[index]] = False
+            whole = (
+                one[index] + 1 == other[index] and firsts[one[index]] <= low[index] and high[index] <= ends[one[index]]
+            )
+            if not whole:
+                entry = rows.slice(int(at[index]), 1).to_pylist()[0]
+                edges = [(int(firsts[n]), int(ends[n])) for n in range(one[index], other[index])]
+                pieces += _cut(entry, edges)
+    if keep.all():
+        return rows
+    left = rows.filter(pa.array(keep))
+    if not pieces:
+        return left
+    made = pa.StructArray.from_arrays(
+        [pa.array([piece[item.name] for piece in pieces], item.type) for item in ACCOUNT_TYPE],
+        fields=list(ACCOUNT_TYPE),
+    )
+    return pa.concat_tables([left, pa.table(made.flatten(), names=ACCOUNT_TYPE.names).cast(left.schema)])
+
+
+def _cut(entry: Mapping[str, object], edges: Sequence[tuple[int, int]]) -> list[dict[str, object]]:
+    """The parts of a ledger entry that remain when the ranges ``edges`` (first offset, end) are cut out."""
+    first, end = int(str(entry["first"])), int(str(entry["end"]))
+    starts = [first, *(min(stop, end) for _, stop in edges)]
+    stops = [*(max(start, first) for start, _ in edges), end]
+    return [
+        {**entry, "first": start, "end": stop, "count": stop - start}
+        for start, stop in zip(starts, stops, strict=True)
+        if start < stop
+    ]
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The user's request to match records again. Replayed records need no request."""
+
+    unmatched: bool = False
+    waiting: tuple[str, ...] = ()
+    """Rules."""
+    failed: Selection | None = None
+
+
+NOTHING = Retry()
+
+
+@dataclass(frozen=True)
+class Reopening:
+    """The records that leave their class of the account.
+
+    ``again``: records that the batch matches again; ``gone``: records that the raw table no longer holds, and that expire.
+    ``replays``: input topic → the number of the table's replays that the batch takes up. ``joins``: the rules with a changed
+    join, whose pending records are among ``again`` and ``gone``.
+    """
+
+    again: tuple[Taken, ...] = ()
+    gone: tuple[Taken, ...] = ()
+    replays: Mapping[str, int] | None = None
+    joins: frozenset[str] = frozenset()
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        return (*self.again, *self.gone)
+
+    def ranges(self, topic: str) -> list[OffsetRange]:
+        """The offsets of a topic that are looked at again, sorted."""
+        return sorted(item.part for item in self.again if item.topic == topic)
+
+    @property
+    def sides(self) -> frozenset[tuple[str, str]]:
+        """(rule, input topic) of the records that waited for the rule: all of that topic are looked at again."""
+        return frozenset((item.rule, item.topic) for item in self.taken if item.rule is not None)
+
+    def records(self) -> Counter[tuple[str, int]]:
+        """(topic, partition) → records that are looked at again."""
+        found = Counter[tuple[str, int]]()
+        for item in self.again:
+            found[item.topic, item.part.partition] += item.records
+        return found
+
+
+def reopen(
+    pipeline: Pipeline, pool: str, state: StagingState | None, tables: Mapping[str, RawState | None], retry: Retry
+) -> Reopening:
+    """The records to match again, for one state of the account and of the raw tables.
+
+    Reads the ledger only if the account or ``retry`` names such records.
+    """
+    if state is None:
+        return Reopening()
+    seen = {topic: state.head.seen(topic) for topic in tables}
+    replays = {
+        topic: table.replays
+        for topic, table in tables.items()
+        if table is not None and table.replays > state.head.replayed.get(topic, 0)
+    }
+    brought: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+    for topic in replays:
+        table = tables[topic]
+        assert table is not None
+        for partition, offsets in raw.replayed_offsets(table, state.head.replayed.get(topic, 0)).items():
+            below = offsets[offsets < seen[topic].get(partition, 0)]
+            if len(below):
+                brought[topic, partition] = below
+    if not brought and retry == NOTHING:
+        return Reopening(replays=replays)
+    kinds = ["quarantined", *(["unmatched"] if retry.unmatched else [])]
+    if retry.unmatched or retry.waiting:
+        kinds += ["pending", "completed"]
+    entries = staging.read_ledger(state, kinds).to_pylist()
+    again: list[Taken] = []
+    gone: list[Taken] = []
+    for item in _chosen(pipeline, pool, entries, brought, retry):
+        table = tables.get(item.topic)
+        if table is None:
+            continue
+        held = raw.held_ranges(table, item.part, state.released(item.topic, item.part.partition))
+        for into, parts in ((again, held), (gone, subtract([item.part], held))):
+            into += [Taken(item.topic, item.kind, item.rule, part) for part in parts]
+    for topic in sorted({item.topic for item in gone}):
+        count = sum(item.records for item in gone if item.topic == topic)
+        _log.warning(
+            "pool %s: %d records of %s can't be transformed again: retention removed them from the raw pool, and they count"
+            " as expired now",
+            pool,
+            count,
+            topic,
+        )
+    return Reopening(tuple(again), tuple(gone), replays)
+
+
+def with_joins(
+    pipeline: Pipeline,
+    pool: str,
+    state: StagingState,
+    tables: Mapping[str, RawState | None],
+    before: Reopening,
+    rules: frozenset[str],
+) -> Reopening:
+    """``before``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
+    _log.warning(
+        "pool %s: the join of %s changed since records began to wait for it; these records go through the rules again",
+        pool,
+        ", ".join(sorted(rules)),
+    )
+    more = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
+    known = {*before.again, *before.gone}
+    again, gone = (
+        tuple(item for item in items if item.rule in rules and item not in known) for items in (more.again, more.gone)
+    )
+    return replace(before, again=(*before.again, *again), gone=(*before.gone, *gone), joins=before.joins | rules)
+
+
+def _chosen(
+    pipeline: Pipeline,
+    pool: str,
+    entries: Sequence[Mapping[str, Any]],
+    brought: Mapping[tuple[str, int], npt.NDArray[np.int64]],
+    retry: Retry,
+) -> Iterator[Taken]:
+    joins = pipeline.joins_of(pool)
+    done = {(entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"}
+    for entry in entries:
+        topic, partition, kind = entry["topic"], entry["partition"], entry["kind"]
+        whole = OffsetRange(partition, entry["first"], entry["end"])
+        if kind == "unmatched":
+            yield Taken(topic, kind, None, whole)
+        elif kind == "pending" and (topic, partition, entry["first"]) not in done:
+            if entry["rule"] in retry.waiting or (retry.unmatched and (entry["rule"], topic) not in joins):
+                yield Taken(topic, kind, entry["rule"], whole)
+        elif kind == "quarantined" and entry["text"] is not None:
+            if retry.failed is not None and retry.failed.takes(topic, partition, entry["first"]):
+                yield Taken(topic, kind, None, whole)
+        elif kind == "quarantined":
+            yield from (Taken(topic, kind, None, part) for part in met(whole, brought.get((topic, partition))))
+
+
+def met(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[OffsetRange]:
+    """The given sorted offsets that lie in the range ``whole``, as ranges of consecutive offsets."""
+    if offsets is None:
+        return ()
+    one, other = np.searchsorted(offsets, [whole.first, whole.end])
+    return raw.runs(whole.partition, offsets[one:other])

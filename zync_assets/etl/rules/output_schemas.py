@@ -1,0 +1,325 @@
+"""Output schemas: the notes of their fields, and the fields that single rows leave out.
+
+The notes of an output's schema (``codecs.fields``), which say more about a field than its type.
+
+A field that is a bare column of an input has the column's note. A field has the same note in every rule of its topic.
+
+A path is the names of the fields down to a field; ``[]`` stands for an array's items, and ``{}`` for a map's values.
+
+Output schemas of single rows: without the fields that a row leaves out, and with null for those that it has none
+for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, reduce
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import Mask, pc
+from zync_assets.codecs.fields import PLAIN, Note, agreed, connect_note_of, fields_of, lacking, noted, original
+from zync_assets.codecs.spark_types import original_name
+from zync_assets.pipeline import Shape
+from zync_assets.spark.sql import dotted, name_sql, text_sql
+
+FieldPath: TypeAlias = tuple[str, ...]
+Notes: TypeAlias = Mapping[FieldPath, "Note | None"]
+"""By path; None: the field is null in all records, and has no say."""
+
+_NAME = re.compile(r"\s*(?:`((?:[^`]|``)+)`|([A-Za-z0-9_]+))\s*(\.|$)")
+_NULL = re.compile(r"\s*(?:NULL|CAST\s*\(\s*NULL\s+AS\b.*\))\s*", re.IGNORECASE | re.DOTALL)
+
+
+def shape_notes(
+    shape: Shape, kind: pa.DataType, sides: Mapping[str, pa.Schema], *, certain: bool
+) -> dict[FieldPath, Note | None]:
+    """The notes of what a shape makes. ``kind``: its type; ``sides``: ``in``, ``left``, ``right`` → the raw table's columns, or
+    ``""`` → the columns that an input's shape has.
+
+    A field that is never null may lie in a struct that is: ``certain`` says that only fields are required for which this
+    can't be.
+    """
+    return dict(_of_shape(shape, kind, sides, (), certain=certain))
+
+
+def _of_shape(
+    shape: Shape, kind: pa.DataType, sides: Mapping[str, pa.Schema], path: FieldPath, *, certain: bool
+) -> Iterator[tuple[FieldPath, Note | None]]:
+    if isinstance(shape, Mapping):
+        yield path, PLAIN
+        for item in fields_of(kind) if pa.types.is_struct(kind) else ():
+            yield from _of_shape(shape.get(item.name), item.type, sides, (*path, item.name), certain=certain)
+        return
+    if shape is None or _NULL.fullmatch(shape):
+        yield path, None
+        return
+    columns = _columns(shape, sides)
+    if not columns:
+        yield path, PLAIN
+        yield from ((inner, PLAIN) for inner, _ in type_notes(kind, path))
+        return
+    note = connect_note_of(columns[-1])
+    if certain and not all(connect_note_of(column).required for column in columns):
+        note = replace(note, required=False)
+    yield path, note
+    of_column = dict(type_notes(columns[-1].type, path))
+    yield from ((inner, of_column.get(inner, PLAIN)) for inner, _ in type_notes(kind, path))
+
+
+def lacking_sql(shape: Shape, sides: Mapping[str, pa.Schema]) -> list[str]:
+    """SQL expressions for the fields that a value omits, because the raw record's own schema lacks the field's column.
+
+    An expression gives a path such as ``value.address.street``, or null if the record has the field. The expressions use the
+    schema ids in ``kafka`` (``spark.frames``). A column with a value is never omitted: a new registry may give the id of such
+    a schema to another schema.
+    """
+    return list(_lacking(shape, sides, ("value",)))
+
+
+def _lacking(shape: Shape, sides: Mapping[str, pa.Schema], path: FieldPath) -> Iterator[str]:
+    if isinstance(shape, Mapping):
+        for name, part in shape.items():
+            yield from _lacking(part, sides, (*path, name))
+    elif shape is not None and (columns := _columns(shape, sides)) and columns[0].name in ("key", "value"):
+        side = name_sql(_names(shape)[0])
+        number = f"{side}.kafka.{columns[0].name}_schema_id"
+        own = ".".join([side, *(name_sql(column.name) for column in columns)])
+        # A field of a struct that is missing is missing too.
+        ids = {number for column in columns for number in lacking(column)} if len(path) > 1 else set[int]()
+        if ids:
+            yield _unless(number, ids, own, path)
+        yield from _lacking_inside(columns[-1].type, number, own, path, ids)
+
+
+def _lacking_inside(
+    kind: pa.DataType, number: str, column: str, path: FieldPath, known: Collection[int]
+) -> Iterator[str]:
+    for item in fields_of(kind) if pa.types.is_struct(kind) else ():
+        inner, ids = f"{column}.{name_sql(item.name)}", {*lacking(item)} - {*known}
+        if ids:
+            yield _unless(number, ids, inner, (*path, item.name))
+        yield from _lacking_inside(item.type, number, inner, (*path, item.name), {*known, *ids})
+
+
+def _unless(number: str, ids: Collection[int], column: str, path: FieldPath) -> str:
+    numbers = ", ".join(map(str, sorted(ids)))
+    return f"IF({number} IN ({numbers}) AND {column} IS NULL, {text_sql(dotted(path))}, NULL)"
+
+
+def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:
+    """The notes of all fields inside a type."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        for item in fields_of(kind):
+            inner = (*path, item.name)
+            yield inner, connect_note_of(item)
+            yield from type_notes(item.type, inner)
+    elif kinds.is_list(kind):
+        yield from type_notes(kind.value_type, (*path, "[]"))
+    elif kinds.is_map(kind):
+        yield from type_notes(kind.item_type, (*path, "{}"))
+
+
+def _columns(sql: str, sides: Mapping[str, pa.Schema]) -> list[pa.Field]:
+    """The columns from a record's side down to the field, if the expression is nothing but the field's name."""
+    names = ["", *_names(sql)] if "" in sides else _names(sql)
+    if len(names) < 2 or names[0].lower() not in sides:
+        return []
+    found: list[pa.Field] = []
+    fields: Sequence[pa.Field] = list(sides[names[0].lower()])
+    for name in names[1:]:
+        here = [item for item in fields if item.name.lower() == name.lower()]
+        if not here:
+            return []
+        found.append(here[0])
+        fields = fields_of(here[0].type) if pa.types.is_struct(here[0].type) else []
+    return found
+
+
+def _names(sql: str) -> list[str]:
+    """``left.value.`a b` `` as its names; empty if the text is something else."""
+    sql = sql.strip()
+    while sql.startswith("(") and sql.endswith(")"):
+        sql = sql[1:-1].strip()
+    names: list[str] = []
+    at = 0
+    while at < len(sql):
+        part = _NAME.match(sql, at)
+        if part is None or (part[3] == "." and part.end() == len(sql)):
+            return []
+        names.append(part[1].replace("``", "`") if part[1] is not None else part[2])
+        at = part.end()
+    return names
+
+
+def topic_notes(
+    rules: Iterable[Notes], required: Collection[FieldPath] | None, *, whole: bool
+) -> dict[FieldPath, Note]:
+    """Path → the common note of a field in every rule of a topic.
+
+    A field is required only if every rule makes the field, and no rule may make it null. A consumer of one rule's records
+    must be able to read another rule's records. ``whole``: the types of every rule are known. ``required``: the fields that
+    earlier records have as required, None without earlier records.
+    """
+    parts = list(rules)
+    found: dict[FieldPath, Note] = {}
+    for path in dict.fromkeys(path for part in parts for path in part):
+        notes = [note for part in parts if (note := part.get(path)) is not None]
+        note = reduce(agreed, notes) if notes else PLAIN
+        sure = whole and len(notes) == len(parts) and not {"[]", "{}"} & set(path)
+        if not sure or (required is not None and path not in required):
+            note = replace(note, required=False)
+        found[path] = note
+    return found
+
+
+def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.DataType:
+    """The type with its fields' notes."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        made: list[pa.Field] = []
+        for item in fields_of(kind):
+            inner = (*path, item.name)
+            note = notes.get(inner) or PLAIN
+            made.append(noted(item.name, with_notes(item.type, notes, inner), connect=note, topic_name=original(item)))
+        return pa.struct(made)
+    if kinds.is_list(kind):
+        return pa.list_(with_notes(kind.value_type, notes, (*path, "[]")))
+    if kinds.is_map(kind):
+        return pa.map_(kind.key_type, with_notes(kind.item_type, notes, (*path, "{}")))
+    return kind
+
+
+def required_fields(schema: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
+    """The paths of the fields, in structs alone, that an Avro schema (as JSON has it) has no null for."""
+    for field, kind in _fields(schema):
+        inner = (*path, field)
+        if not isinstance(kind, list):
+            yield inner
+        yield from required_fields(kind, inner)
+
+
+def written_forms(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The fields of an Avro schema that are long, string or record, by paths as ``codecs.avro.types.avro_schema`` has them: a
+    type of the lake may have two of these forms."""
+    for field, kind in _fields(schema):
+        yield from written_forms(kind, f"{path}.{field}")
+    for branch in schema if isinstance(schema, list) else [schema]:
+        form = branch.get("type") if isinstance(branch, dict) else branch
+        if form in ("long", "string", "record"):
+            yield path, form
+        if form == "array":
+            yield from written_forms(branch["items"], f"{path}[]")
+        if form == "map":
+            yield from written_forms(branch["values"], f"{path}{{}}")
+
+
+def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, dict) and branch.get("type") == "record":
+            yield from ((field["name"], field["type"]) for field in branch["fields"])
+
+
+_NULLABLE = "?"
+
+
+def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
+    """One text per row that identifies the row's schema: the fingerprint, then each left-out path on a line."""
+    if left_out.null_count == len(left_out):
+        return prints
+    # Spark writes lists whose items can't be null, and pyarrow joins only those whose items can.
+    paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
+    return pc.if_else(pc.equal(paths, ""), prints, pc.binary_join_element_wise(prints, paths, "\n"))
+
+
+def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldPath, Mask]:
+    """For each of some fields of a struct that are null in a row where the struct that they are in is not, in which.
+
+    ``values`` have the lake's names, and paths the topic's.
+    """
+    found: dict[FieldPath, Mask] = {}
+    for path in required:
+        column, there = values, values.is_valid()
+        for name in path:
+            index = _place(column.type, name) if pa.types.is_struct(column.type) else -1
+            if index < 0:
+                break
+            there = column.is_valid()
+            column = column.flatten()[index]
+        else:
+            if column.null_count and (mask := pc.and_(there, column.is_null())).true_count:
+                found[path] = mask.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _place(type: pa.DataType, name: str) -> int:
+    """The index of a struct's field by its name in the topic; -1: there is none."""
+    names = [type.field(at).name for at in range(type.num_fields)]
+    originals = [original_name(each) for each in names]
+    # Tables from before fields were renamed may have a name that looks encoded.
+    return originals.index(name) if name in originals else names.index(name) if name in names else -1
+
+
+def nullable_groups(
+    groups: pa.Array, group: str, values: pa.Array, required: Collection[FieldPath], side: str
+) -> pa.Array:
+    """The groups, where ``group`` stands with the fields that the row has as null though its schema has no null for them:
+    behind a question mark."""
+    inside = pc.equal(groups, group)
+    for path, mask in null_masks(values, required).items():
+        marked = pc.binary_join_element_wise(groups, f"{_NULLABLE}{dotted((side, *path))}", "\n")
+        groups = pc.if_else(pc.and_(inside, pa.array(mask)), marked, groups)
+    return groups
+
+
+def parse_group(group: str) -> tuple[str, tuple[str, ...]]:
+    """Fingerprint and paths."""
+    name, *paths = group.split("\n")
+    return name, tuple(paths)
+
+
+def without(schema: str, side: str, paths: Collection[str], *, renamed: bool = False) -> str:
+    """An output schema (Avro JSON) without the fields at ``paths`` (``value.address.street``); ``side``: key or value. Those
+    behind a question mark stay, and may be null. ``renamed``: the others have the lake's names, which differ from the schema's.
+
+    A record inside it that would have no field left is left out itself; the whole one stays, even without fields.
+    """
+    document = json.loads(schema)
+    if renamed:
+        paths = {path if path.startswith(_NULLABLE) else original_name(path) for path in paths}
+    return json.dumps(_without(document, (side,), frozenset(paths)))
+
+
+def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
+    if isinstance(schema, list):
+        return [_without(branch, path, paths) for branch in schema]
+    if not isinstance(schema, dict) or schema.get("type") != "record":
+        return schema
+    kept: list[Any] = []
+    for field in schema["fields"]:
+        inner = (*path, field["name"])
+        if dotted(inner) in paths:
+            continue
+        made = _without(field["type"], inner, paths)
+        if _NULLABLE + dotted(inner) in paths and not isinstance(made, list):
+            kept.append({**field, "type": ["null", made], "default": None})
+            continue
+        if made == field["type"] or not _is_empty(made):
+            kept.append({**field, "type": made})
+    return {**schema, "fields": kept}
+
+
+def _is_empty(schema: Any) -> bool:
+    branches = schema if isinstance(schema, list) else [schema]
+    return any(isinstance(one, dict) and one.get("type") == "record" and not one["fields"] for one in branches)
+
+
+@lru_cache(maxsize=256)
+def is_empty(schema: str) -> bool:
+    """Whether no field is left."""
+    return _is_empty(json.loads(schema))

@@ -1,0 +1,342 @@
+"""A rule's shapes as Spark SQL, the types of shapes, and the common type of an output topic's rules.
+
+The headers that a rule gives its records, as Spark SQL: an array of structs of ``key`` (string) and ``value`` (binary).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from zync_assets.cache import Recent
+from zync_assets.codecs.evolution import wider_type
+from zync_assets.codecs.spark_types import spark_type
+from zync_assets.errors import EtlError, FieldMissing
+from zync_assets.pipeline import Headers, Shape
+from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
+from zync_assets.spark.tasks import short
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
+
+Question = tuple[Mapping[str, "DataFrame"], str]
+"""An expression over the record frames of some sides, as ``expression_type`` takes them."""
+_MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
+"""Conditions of Spark's errors for a name that a record does not have."""
+_SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
+_TYPES: Recent[tuple[object, ...], DataType] = Recent(10_000)
+"""The known types of expressions, by the types of their sides. A question to Spark takes longer than a small batch."""
+
+
+def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: str) -> DataType:
+    """The type of an expression over record frames, each under its side's name, or one frame's own columns (side "").
+
+    Every field of the type may be null. Raises EtlError with Spark's text if Spark can't resolve the expression, and
+    FieldMissing for a missing field.
+    """
+    from pyspark.errors import AnalysisException, ParseException
+
+    place = _place(sides, sql)
+    found = _TYPES.get(place)
+    if found is None:
+        try:
+            found = _asked(sides, [f"{sql} AS `it`"]).schema["it"].dataType
+        except (AnalysisException, ParseException) as error:
+            kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
+            raise kind(f"rule {rule}, {key}: {sql}: {short(error)}") from error
+        found = _nullable(found)
+        _TYPES.put(place, found)
+    return found
+
+
+def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str) -> DataType:
+    """The type of a whole shape. Raises EtlError, with the field's name, if Spark can't resolve the field's expression."""
+    try:
+        return expression_type(sides, shape_sql(shape), rule, key)
+    except EtlError:
+        for path, sql in leaves(shape, key):
+            expression_type(sides, f"({sql})", rule, path)
+        raise
+
+
+def learn_types(questions: Iterable[Question]) -> None:
+    """Ask Spark for the types of many expressions at once, because every question to a Spark server is a request.
+
+    If Spark can't resolve an expression, no type is learned. ``expression_type`` then finds the failing expression.
+    """
+    from pyspark.errors import AnalysisException, ParseException
+
+    groups: dict[tuple[tuple[str, int], ...], list[Question]] = {}
+    unknown = {_place(sides, sql): (sides, sql) for sides, sql in questions}
+    for place, (sides, sql) in unknown.items():
+        if place not in _TYPES:
+            same = tuple((side, id(frame)) for side, frame in sides.items())
+            groups.setdefault(same, []).append((sides, sql))
+    asked = [question for group in groups.values() for question in group]
+    if len(asked) < 2:
+        return
+    numbers = iter(range(len(asked)))
+    try:
+        frames = [
+            _asked(group[0][0], [f"{sql} AS `it{next(numbers)}`" for _, sql in group]) for group in groups.values()
+        ]
+        found = reduce(lambda one, other: one.crossJoin(other), frames).schema
+    except (AnalysisException, ParseException):
+        return
+    if found.names == [f"it{number}" for number in range(len(asked))]:
+        for each, item in zip(asked, found, strict=True):
+            _TYPES.put(_place(*each), _nullable(item.dataType))
+
+
+def schema_of(frame: DataFrame) -> StructType:
+    """A record frame's schema, asked for once."""
+    found = _SCHEMAS.get(frame)
+    if found is None:
+        found = _SCHEMAS[frame] = frame.schema
+    return found
+
+
+def note_schema(frame: DataFrame, schema: StructType) -> DataFrame:
+    """The frame, its schema known without asking: of ``kafka``, ``key`` and ``value`` at the least."""
+    _SCHEMAS[frame] = schema
+    return frame
+
+
+def _place(sides: Mapping[str, DataFrame], sql: str) -> tuple[object, ...]:
+    return (sql, *((side, schema_of(frame)) for side, frame in sides.items()))
+
+
+def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
+    frames = [
+        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side else frame for side, frame in sides.items()
+    ]
+    whole = frames[0] if len(frames) == 1 else frames[0].crossJoin(frames[1])
+    return whole.selectExpr(*columns)
+
+
+def _nullable(kind: DataType) -> DataType:
+    """The type with every field one that may be null: a literal's can't, but the column is null for other rules' records,
+    and readers stumble over a required field of a null struct."""
+    from pyspark.sql.types import ArrayType, MapType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        return StructType([StructField(item.name, _nullable(item.dataType)) for item in kind])
+    if isinstance(kind, ArrayType):
+        return ArrayType(_nullable(kind.elementType))
+    if isinstance(kind, MapType):
+        return MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+    return kind
+
+
+def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: DataType | None = None) -> DataType:
+    """One type with the fields of every rule, in the order of their appearance.
+
+    ``parts``: (rule, its type); ``table``: the type in the staging pool, whose fields come first. A field's type in the pool
+    may be narrower or wider than in the rules. Raises EtlError if a field has two types in the rules, or a type to which the
+    pool's type can't be widened.
+    """
+    from pyspark.sql.types import NullType
+
+    path = f"topic {topic}, {side}"
+    merged: DataType = NullType()
+    owners: dict[str, str] = {}
+    for who, kind in parts:
+        merged = _unify(merged, kind, path, owners, defaultdict(lambda who=who: who), wide=False)
+        _claim(kind, path, owners, who)
+    if table is None:
+        return merged
+    return _unify(table, merged, path, defaultdict(lambda: "the staging pool"), owners, wide=True)
+
+
+def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
+    """Note who was the first to give each field a type."""
+    from pyspark.sql.types import NullType, StructType
+
+    if not isinstance(kind, NullType):
+        owners.setdefault(path, who)
+    if isinstance(kind, StructType):
+        for item in kind:
+            _claim(item.dataType, f"{path}.{item.name}", owners, who)
+
+
+def _unify(
+    have: DataType, more: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
+) -> DataType:
+    """``first`` and ``second`` say by path who gives a field its type; ``wide``: two types may become a wider one."""
+    from pyspark.sql.types import NullType, StructField, StructType
+
+    if isinstance(have, NullType):
+        return more
+    if isinstance(more, NullType) or have.simpleString() == more.simpleString():
+        return have
+    if isinstance(have, StructType) and isinstance(more, StructType):
+        fields = {item.name: item.dataType for item in have}
+        written = {name.lower(): name for name in fields}
+        for item in more:
+            other = written.get(item.name.lower(), item.name)
+            below = f"{path}.{item.name}"
+            if other != item.name:
+                raise EtlError(
+                    f"{path}: {item.name} in {second[below]} and {other} differ in case alone; the lake can't tell them"
+                    " apart. Write them alike."
+                )
+            known = fields.get(item.name, NullType())
+            fields[item.name] = _unify(known, item.dataType, below, first, second, wide=wide)
+        return StructType([StructField(name, kind) for name, kind in fields.items()])
+    found = wider(have, more) if wide else None
+    if found is None:
+        raise EtlError(
+            f"{path} is {more.simpleString()} in {second[path]} and {have.simpleString()} in {first[path]}. A field of an"
+            " output topic has one type in all rules: CAST one of them."
+        )
+    return found
+
+
+def wider(one: DataType, other: DataType) -> DataType | None:
+    """The narrowest type that holds the numbers of both, inside arrays, maps and structs of the same fields too."""
+    from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
+
+    if one.simpleString() == other.simpleString():
+        return one
+    if isinstance(one, ArrayType) and isinstance(other, ArrayType):
+        inner = wider(one.elementType, other.elementType)
+        return None if inner is None else ArrayType(inner)
+    if isinstance(one, MapType) and isinstance(other, MapType):
+        key, inner = wider(one.keyType, other.keyType), wider(one.valueType, other.valueType)
+        return None if key is None or inner is None else MapType(key, inner)
+    if isinstance(one, StructType) and isinstance(other, StructType):
+        kinds = [wider(a.dataType, b.dataType) for a, b in zip(one, other, strict=False) if a.name == b.name]
+        whole = len(one) == len(other) == len(kinds)
+        named = zip(one.names, kinds, strict=False)
+        fields = [StructField(name, kind) for name, kind in named if kind is not None]
+        return StructType(fields) if whole and len(fields) == len(kinds) else None
+    if isinstance(one, StringType) or isinstance(other, StringType):
+        return None
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    found = wider_type(to_arrow_type(one), to_arrow_type(other))
+    return None if found is None else spark_type(found)
+
+
+def void_fields(kind: DataType, path: str = "") -> list[str]:
+    """The paths of the fields that have no type, since every rule makes them NULL."""
+    from pyspark.sql.types import NullType, StructType
+
+    if isinstance(kind, NullType):
+        return [path]
+    if isinstance(kind, StructType):
+        return [found for item in kind for found in void_fields(item.dataType, f"{path}.{item.name}".strip("."))]
+    return []
+
+
+def own_type(kind: DataType, whole: DataType) -> DataType:
+    """A rule's type, with the fields that it has and no others; a field that it makes NULL has the topic's type."""
+    from pyspark.sql.types import NullType, StructField, StructType
+
+    if isinstance(kind, NullType):
+        return whole
+    if isinstance(kind, StructType) and isinstance(whole, StructType):
+        return StructType([StructField(item.name, own_type(item.dataType, whole[item.name].dataType)) for item in kind])
+    return kind
+
+
+def made_sql(shape: Shape, have: DataType, want: DataType) -> str:
+    """A shape as an SQL expression of the topic's wider type ``want``. Fields that the rule lacks are null.
+
+    ``have``: the type of the shape itself.
+    """
+    from pyspark.sql.types import NullType, StructType
+
+    if isinstance(have, NullType):
+        return f"CAST(NULL AS {type_sql(want)})"
+    if isinstance(shape, Mapping) and isinstance(have, StructType) and isinstance(want, StructType):
+        kinds = {item.name: item.dataType for item in have}
+        parts = [
+            (item.name, made_sql(shape.get(item.name), kinds.get(item.name, NullType()), item.dataType))
+            for item in want
+        ]
+        return _struct_sql(parts)
+    return _widened(shape_sql(shape), have, want)
+
+
+def _widened(sql: str, have: DataType, want: DataType) -> str:
+    """An expression that is a struct itself, with the fields of ``want``."""
+    from pyspark.sql.types import NullType, StructType
+
+    if isinstance(have, NullType):
+        return f"CAST(NULL AS {type_sql(want)})"
+    if have.simpleString() == want.simpleString():
+        return sql
+    if not isinstance(want, StructType):
+        return f"CAST({sql} AS {type_sql(want)})"
+    kinds = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
+    parts = [
+        (item.name, _widened(f"{sql}.{name_sql(item.name)}", kinds.get(item.name, NullType()), item.dataType))
+        for item in want
+    ]
+    return f"CASE WHEN {sql} IS NOT NULL THEN {_struct_sql(parts)} END"
+
+
+def _struct_sql(parts: Sequence[tuple[str, str]]) -> str:
+    return f"named_struct({', '.join(f'{text_sql(name)}, {made}' for name, made in parts)})"
+
+
+def type_sql(kind: DataType) -> str:
+    """A type as Spark SQL writes it, with every field's name quoted."""
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    if isinstance(kind, StructType):
+        return f"struct<{', '.join(f'{name_sql(item.name)}: {type_sql(item.dataType)}' for item in kind)}>"
+    if isinstance(kind, ArrayType):
+        return f"array<{type_sql(kind.elementType)}>"
+    if isinstance(kind, MapType):
+        return f"map<{type_sql(kind.keyType)}, {type_sql(kind.valueType)}>"
+    return kind.simpleString()
+
+
+COLUMN = "array<struct<key:string,value:binary>>"
+"""The type of the column, as Spark writes it."""
+
+
+def headers_sql(headers: Headers) -> str:
+    """One expression for all headers. Of a mapping, those that are null are left out."""
+    if isinstance(headers, str):
+        kept = f"filter({headers}, header -> header.key IS NOT NULL)"
+        each = "named_struct('key', header.key, 'value', CAST(header.value AS BINARY))"
+        return f"transform({kept}, header -> {each})"
+    each = ", ".join(
+        f"named_struct('key', {text_sql(name)}, 'value', CAST(({sql}) AS BINARY))" for name, sql in headers.items()
+    )
+    return f"filter(array({each}), header -> header.value IS NOT NULL)"
+
+
+def check_headers(sides: Mapping[str, DataFrame], headers: Headers, rule: str) -> None:
+    """EtlError if an expression can't be resolved over the record frames of a rule's sides, or has a type that headers
+    don't have."""
+    if isinstance(headers, str):
+        kind = expression_type(sides, f"({headers})", rule, "headers")
+        if not _is_array_of_headers(kind):
+            raise EtlError(
+                f"rule {rule}, headers: {headers} is {kind.simpleString()}; write a mapping of names to expressions, or an"
+                " array of structs of key and value such as in.kafka.headers"
+            )
+        return
+    for name, sql in headers.items():
+        kind = expression_type(sides, f"({sql})", rule, f"headers.{name}")
+        if kind.simpleString() not in ("string", "binary", "void"):
+            raise EtlError(
+                f"rule {rule}, headers.{name}: {sql} is {kind.simpleString()}; a header is text or bytes. CAST it AS STRING."
+            )
+
+
+def _is_array_of_headers(kind: DataType) -> bool:
+    from pyspark.sql.types import ArrayType, StructType
+
+    if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, StructType):
+        return False
+    fields = {item.name.lower(): item.dataType.simpleString() for item in kind.elementType}
+    return fields.get("key") == "string" and fields.get("value") in ("string", "binary")

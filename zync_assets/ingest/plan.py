@@ -1,0 +1,253 @@
+"""The plan and the read half of ingest: source topic → raw table.
+
+plan_ingest   the new offsets, by comparing watermarks with the table's next offsets (no JVM)
+read_input    the lazy batch: Spark reads and decodes the ranges when it is asked to
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.audit.guard import check_before_ingest
+from zync_assets.codecs.spark_types import spark_schema
+from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated
+from zync_assets.ingest import source
+from zync_assets.ingest.files import Reading
+from zync_assets.ingest.shape import looks_at_time, shaped_records
+from zync_assets.ingest.shape_task import known_types
+from zync_assets.ingest.source import Source, read_chunks
+from zync_assets.kafka.topics import TopicState, led_state, offsets_at
+from zync_assets.lake import raw
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw_files import raw_schema
+from zync_assets.offsets import LEAST, OffsetRange, new_ranges, shares
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.spark.session import Session, deferred
+from zync_assets.spark.tasks import indexes, slots, task_frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH_OFFSETS = 8_000_000
+"""Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
+LEADER_SECONDS = 1.0
+"""Seconds that ingest waits for a partition's leader before it goes on with the other partitions."""
+FEW_OFFSETS = 200_000
+"""Offsets that are cut into tasks without asking how many Spark would run at one time."""
+
+
+@dataclass(frozen=True)
+class IngestPlan:
+    """The offsets of one topic to ingest. ``state``: the raw table at the time of the plan, None before the first ingest."""
+
+    input: Input
+    topic_state: TopicState
+    state: RawState | None = field(repr=False)
+    ranges: tuple[OffsetRange, ...]
+    first: Mapping[int, int]
+    """New partition → its first offset."""
+    lost: tuple[OffsetRange, ...]
+    """Offsets that Kafka's retention removed before ingest. Empty unless the pipeline file accepts the loss."""
+    lag: int
+    """Offsets from the next offsets to the topic's end, over all partitions: at least as many as there are records."""
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not self.ranges and not self.first and not self.lost
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """A lazy batch of one topic. The offsets are fixed; no record has been read.
+
+    ``dataframe()`` returns the decoded records. The commit reads and writes in the same Spark tasks.
+    """
+
+    plan: IngestPlan
+    source: Source = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
+
+    @property
+    def topic(self) -> str:
+        return self.plan.input.topic
+
+    def dataframe(self) -> DataFrame:
+        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table. ``kafka.time`` begins anew
+        in each Spark task: only committed records have the carried time."""
+        source, parts, now = self.source, task_ranges(self.spark, self.plan), now_millis()
+        if self.plan.input.shape is not None:
+            reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
+            return shaped_records(reading)
+        if source.key_type is None and source.value_type is None:
+            raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
+        schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+
+        def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for index in indexes(batches):
+                for chunk in read_chunks(source, parts[index], now):
+                    yield pa.RecordBatch.from_arrays(
+                        [chunk.records.column(item.name).cast(item.type) for item in schema], schema=schema
+                    )
+
+        return task_frame(self.spark, len(parts)).mapInArrow(read, spark_schema(schema))
+
+
+def plan_ingest(
+    pipeline: Pipeline,
+    topic: str,
+    *,
+    within: Sequence[OffsetRange] | None = None,
+    limit: int = BATCH_OFFSETS,
+    known: Mapping[str, TopicState] | None = None,
+) -> IngestPlan:
+    """The plan of the next ingest batch: at most ``limit`` new offsets of a topic.
+
+    ``within`` narrows the plan to ranges that begin at the partitions' next offsets. The plan omits a partition without a
+    leader, except before the first ingest, because the partition's first offset is unknown then. Raises TopicMissing,
+    TopicRecreated, DataLoss (unless the input says ``on-data-loss: continue``), BrokerUnavailable.
+    """
+    item = pipeline.input(topic)
+    # The table before the topic: another writer may be ahead of what was known of the topic, never of the topic.
+    state = raw.open_raw(pipeline.lake, item.pool, topic)
+    found = known.get(topic) if known is not None else None
+    if known is None or _is_behind(found, state):
+        found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
+    if found is None:
+        raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
+    if state is None:
+        for error in found.away.values():
+            raise error
+    if state is not None and not state.made_from(found.topic_id):
+        raise recreated(item, found)
+    first = _first_offsets(pipeline, item, found, state)
+    position = dict(state.next if state else {}) | first
+    lost = _lost(item, found, state, position)
+    position |= {part.partition: part.end for part in lost}
+    ends = {p.partition: p.end for p in found.partitions}
+    ranges = new_ranges(position, ends)
+    lag = sum(part.end - part.first for part in ranges)
+    if within is not None:
+        ranges = [
+            OffsetRange(part.partition, part.first, min(part.end, limit_.end))
+            for part in ranges
+            for limit_ in within
+            if limit_.partition == part.partition and limit_.first <= part.first < limit_.end
+        ]
+    if ranges:
+        check_before_ingest(pipeline, item, state)
+    return IngestPlan(item, found, state, tuple(_limited(ranges, limit)), first, lost, lag)
+
+
+def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
+    """The read half: a lazy batch over the plan's ranges."""
+    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), deferred(spark))
+
+
+def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:
+    """The connections, formats and column types that a Spark task needs to read a topic into its raw table."""
+    names = state.schema.names if state else []
+
+    def present(side: str) -> pa.DataType | None:
+        return state.schema.field(side).type if state and side in names else None
+
+    key, value = present("key"), present("value")
+    if item.shape is not None:
+        key, value = known_types(pipeline.lake, item) or (None, None)
+    return Source(
+        pipeline.kafka,
+        pipeline.registry,
+        item.topic,
+        item.key,
+        item.value,
+        key,
+        value,
+        *source.known_ids(state),
+        closed=item.on_schema_change != "merge",
+    )
+
+
+def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
+    """New partition → its first offset.
+
+    The first ingest records every partition of the topic, also empty partitions. A partition that the table does not know was
+    therefore added later. Ingest reads such a partition from offset 0, whatever ``from`` says.
+    """
+    if state is not None:
+        return {part.partition: 0 for part in found.partitions if part.partition not in state.next}
+    fresh = found.partitions
+    if item.start == "earliest":
+        return {part.partition: part.low for part in fresh}
+    if item.start == "latest":
+        return {part.partition: part.end for part in fresh}
+    at = offsets_at(pipeline.kafka, item.topic, item.start)
+    return {part.partition: at.get(part.partition, part.end) for part in fresh}
+
+
+def recreated(item: Input, found: TopicState) -> TopicRecreated:
+    return TopicRecreated(
+        f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
+        f" {found.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
+        " and its outputs another staging pool and other topics."
+    )
+
+
+def _is_behind(known: TopicState | None, state: RawState | None) -> bool:
+    """Whether the table is past the ends that were known of the topic."""
+    if known is None or state is None:
+        return False
+    return any(part.end < state.next.get(part.partition, 0) for part in known.partitions)
+
+
+def _lost(
+    item: Input, found: TopicState, state: RawState | None, position: Mapping[int, int]
+) -> tuple[OffsetRange, ...]:
+    lost: list[OffsetRange] = []
+    for part in found.partitions:
+        upcoming = position.get(part.partition, part.low)
+        new = state is not None and part.partition not in state.next
+        if part.end < upcoming:
+            raise DataLoss(
+                f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
+                " the topic has lost records that were ingested. Restore the topic. To begin anew, give the input another pool,"
+                " and its outputs another staging pool and other topics."
+            )
+        if part.low > upcoming:
+            if item.on_data_loss == "fail":
+                added = (
+                    " The partition was added after the pipeline began, so all its records are expected." if new else ""
+                )
+                raise DataLoss(
+                    f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
+                    f" {part.low}; {part.low - upcoming} offsets are gone by retention, {upcoming} to {part.low - 1}.{added}"
+                    " Set on-data-loss: continue to accept that."
+                )
+            lost.append(OffsetRange(part.partition, upcoming, part.low))
+    return tuple(lost)
+
+
+def _limited(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
+    """At most ``limit`` offsets in all, shared evenly so that no partition holds back the rest."""
+    share = max(1, limit // max(1, len(ranges)))
+    return [replace(part, end=min(part.end, part.first + share)) for part in ranges]
+
+
+def task_ranges(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:
+    """The plan's ranges in pieces, a Spark task each."""
+    ranges = plan.ranges
+    if looks_at_time(plan.input):
+        return list(ranges)
+    total = sum(part.end - part.first for part in ranges)
+    return shares(ranges, slots(spark) if total > FEW_OFFSETS else FEW_OFFSETS // LEAST)
+
+
+def now_millis() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,438 @@
+"""Ingest of an input with a ``shape``: every record is filtered and mapped before it reaches the lake.
+
+A Spark task reads and decodes a range, Spark SQL shapes it, and the same task writes the shaped records. No decoded record
+is stored on the way. The column types come from earlier batches (the table ``~decoded``, without rows) or from a first read
+of the records. A task that finds a wider type stops, and the batch starts again with types that hold both.
+
+The side table keeps the records that the shape excludes, as offset ranges. A record that the shape fails on goes into
+quarantine with its bytes from Kafka. A further Spark job finds the failing records (``etl.failures``).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import arrow_type, spark_schema
+from zync_assets.errors import SchemaError, ZyncError
+from zync_assets.etl.missing_fields import Expected, expected_fields
+from zync_assets.ingest import source as ingest_source
+from zync_assets.ingest.files import BatchFiles, Reading
+from zync_assets.ingest.shape_task import (
+    CONTROL,
+    KEPT,
+    Reader,
+    TaskEnd,
+    Types,
+    Writer,
+    decoded_schema,
+    known_types,
+    remember,
+    shaped_notes,
+    shaped_schema,
+    with_types,
+)
+from zync_assets.ingest.source import Arrived, Source, read_chunks
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Input, Pipeline, Shape
+from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
+from zync_assets.pipeline_file.references import shape_in_lake_names
+from zync_assets.spark.sql import shape_sql
+from zync_assets.spark.tasks import (
+    MOST,
+    TEXT,
+    culprits,
+    fails,
+    is_of_data,
+    is_overflow,
+    looking,
+    run_tasks,
+    said,
+    short,
+    spark_failures,
+    task_frame,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+T = TypeVar("T")
+
+MOST_FAILURES = 10_000
+"""The most records of one batch that a shape may fail on. More failures mean a bad shape instead of bad records."""
+TEXTS = 8
+"""The most failures of one search that quote Spark's error text. Each text takes a Spark job."""
+
+
+def looks_at_time(item: Input) -> bool:
+    """Whether an input's shape names the carried time of a record, which a task knows of one part of a partition alone."""
+
+    def texts(shape: Shape) -> Iterator[str]:
+        if isinstance(shape, str):
+            yield shape
+        for part in shape.values() if isinstance(shape, Mapping) else ():
+            yield from texts(part)
+
+    shape = item.shape
+    if shape is None:
+        return False
+    named = [shape.where or "true", *(text for side in shape.sides.values() for text in texts(side))]
+    found = (column for sql in named for column in columns(parse(sql).tree))
+    return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in found)
+
+
+def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
+    """Decoded records (columns of ``decoded_schema``) with KEPT, and for those that are kept the shaped sides. Lazy.
+
+    SchemaError if Spark can't resolve an expression, or the condition is none.
+    """
+    void, where, sides = _expressions(frame, item)
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
+    shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
+    return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id")
+
+
+def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
+    """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
+    ``failing.looking``. Lazy."""
+    void, where, sides = _expressions(frame, item)
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    made = " OR ".join(fails(sql) for sql in sides.values())
+    wrong = f"CASE WHEN {fails(where)} THEN true WHEN {where} THEN {made} ELSE false END"
+    return whole.where(f"CASE WHEN {CONTROL} IS NOT NULL THEN true ELSE {wrong} END").selectExpr(
+        CONTROL, "kafka.partition AS partition", "kafka.offset AS offset"
+    )
+
+
+def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[str, str]]:
+    """The sides that have no type yet, the condition, and what becomes of each side."""
+    assert item.shape is not None
+    void = [side for side in ("key", "value") if side not in frame.columns]
+    place = f"input {item.topic}, shape"
+    types = [pa.null() if side in void else arrow_type(frame.schema[side].dataType) for side in ("key", "value")]
+    try:
+        shape = shape_in_lake_names(item.shape, *types)
+    except SqlProblem as problem:
+        raise SchemaError(f"{place}: {problem}") from None
+    where = "true" if shape.where is None else f"({_without(shape.where, void)})"
+    kind = _kind(frame, where, f"{place}.where", item.shape.where)
+    if kind not in ("boolean", "void"):
+        raise SchemaError(f"{place}.where: {item.shape.where} is {kind}; it must be a condition")
+    whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
+    sides: dict[str, str] = {}
+    for side in ("key", "value"):
+        made = side
+        if side in shape.sides and not (side == "value" and "value" in void):
+            made = shape_sql(_shape_without(shape.sides[side], void))
+            _kind(whole, made, f"{place}.{side}", made)
+        sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
+    return void, where, sides
+
+
+def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
+    """Read, decode, shape and write. The source has the types of ``known_types``.
+
+    Raises SchemaError if the shape does not fit the records or its result the table, FieldMissing for a field that no record
+    has had where the file says so, and what reading raises.
+    """
+    item, strict = reading.item, pipeline.missing_field == "fail"
+    expected: Expected | None = None
+    assumed: list[Arrived] = []
+    first_met: list[Arrived] = []
+    looked = known_types(reading.lake, item) is None
+    if looked:
+        reading, assumed, first_met = _looked_at(reading)
+    job = _Job(reading, {})
+    while True:
+        try:
+            ends = job.run()
+        except SchemaError:
+            found = expected_fields(pipeline, job.reading.item, job.reading.source)
+            if found is not None and (looked or not strict or not found.missing):
+                expected = found
+                if strict:
+                    expected.say()
+                job = replace(job, reading=replace(job.reading, item=expected.item, source=expected.source))
+                continue
+            if looked:
+                raise
+            # The shape may need a field that comes with this batch.
+            looked = True
+            reading, assumed, first_met = _looked_at(reading)
+            job = _Job(reading, {})
+            continue
+        except _FailsOnData as error:
+            failing = _failing(job)
+            if not failing:
+                raise SchemaError(f"input {item.topic}: its shape fails: {error} Nothing was committed.") from error
+            job = replace(job, refused={**job.refused, **failing})
+            continue
+        source = job.reading.source
+        wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
+        arrived = [found for end in ends for found in end.read.arrived]
+        if wider:
+            # With the shape as the file has it: these records may have what was missing.
+            job, expected = job.anew(with_types(source, wider), item), None
+        elif firsts := ingest_source.first_schemas(source, item, arrived):
+            assumed += firsts
+            job, expected = job.anew(ingest_source.assuming(source, firsts), item), None
+        else:
+            break
+    if expected is not None:
+        expected.say()
+    decoded = remember(reading.lake, item, source, ingest_source.notes_of(first_met or [*assumed, *arrived]))
+    schema = job.schema()
+    left_out: dict[int, int] = {}
+    for part, end in zip(reading.parts, ends, strict=True):
+        left_out[part.partition] = left_out.get(part.partition, 0) + end.left_out
+    files = [found for end in ends for found in end.files]
+    files.sort(key=lambda found: (found.partition or 0, found.first or 0))
+    return BatchFiles(
+        files,
+        [found for end in ends for found in end.read.bad],
+        schema,
+        source,
+        first_met or [*assumed, *arrived],
+        [found for end in ends for found in end.dropped],
+        {partition: count for partition, count in left_out.items() if count},
+        [end.read.reached for end in ends],
+        shaped_notes(job.reading.item, source, decoded, schema),
+    )
+
+
+def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]:
+    """Look at the first records of a reading. Returns three values.
+
+    The reading with the types of these records; the writer schemas that the batch assumes as known; and, if no schema is
+    assumed, every writer schema of these records. The batch would not report the latter as changes, because the types hold
+    them already.
+    """
+    types, arrived = _first_look(reading)
+    firsts = ingest_source.first_schemas(reading.source, reading.item, arrived)
+    source = ingest_source.assuming(reading.source, firsts)
+    settled = {first.side for first in firsts}
+    met = [(None if "key" in settled else key, None if "value" in settled else value) for key, value in types]
+    return replace(reading, source=with_types(source, met)), firsts, [] if firsts else arrived
+
+
+class _FailsOnData(Exception):
+    """An expression failed on a record. The text is Spark's error."""
+
+
+class _Overflows(_FailsOnData):
+    """An expression overflowed Java's stack on a record."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One attempt at a batch, or at a part of it."""
+
+    reading: Reading
+    refused: Mapping[tuple[int, int], str]
+
+    def anew(self, source: Source, item: Input) -> _Job:
+        return replace(self, reading=replace(self.reading, source=source, item=item))
+
+    def run(self) -> list[TaskEnd]:
+        """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
+        reading = self.reading
+        writer = Writer(reading.uri, reading.side_uri, reading.side_name, self.schema())
+        rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
+        ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
+        for end in ends:
+            for error in (end.read.error, end.error):
+                if error is not None:
+                    raise error
+        return ends
+
+    def failing(self) -> list[tuple[int, int]]:
+        """Partition and offset of the records that the shape fails on, in one Spark job that writes nothing.
+
+        Returns at most MOST_FAILURES + 1 places, the lowest. A task that stops early reports only the places before its stop.
+        """
+        most = MOST_FAILURES + 1
+        with looking(self.reading.spark):
+            frame = failing_frame(_decoded(self.reading, self.refused, None), self.reading.item)
+            rows = self._collected(frame.limit(most + len(self.reading.parts)))
+        for row in rows:
+            if row[CONTROL] is not None and (end := pickle.loads(bytes(row[CONTROL]))).error is not None:
+                raise end.error
+        return sorted((row["partition"], row["offset"]) for row in rows if row[CONTROL] is None)[:most]
+
+    def fails(self, part: OffsetRange) -> str | None:
+        """Spark's error for a failing expression in this part; None if no expression fails. Writes nothing."""
+        alone = replace(self, reading=replace(self.reading, parts=[part]))
+        try:
+            alone._collected(alone._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary"))
+        except _FailsOnData as error:
+            return str(error)
+        return None
+
+    def overflows(self, part: OffsetRange) -> bool:
+        """Whether an expression overflows Java's stack on a record of this part. Nothing is written."""
+        try:
+            replace(self, reading=replace(self.reading, parts=[part])).failing()
+        except _Overflows:
+            return True
+        return False
+
+    def schema(self) -> pa.Schema:
+        """The raw table's columns, with what the shape makes."""
+        empty = replace(self.reading, parts=[])
+        made = shaped_frame(_decoded(empty, {}, None), self.reading.item)
+        return shaped_schema(self.reading.item, self.reading.source, self.reading.table, made)
+
+    def _frame(self, side_uri: str | None) -> DataFrame:
+        return shaped_frame(_decoded(self.reading, self.refused, side_uri), self.reading.item)
+
+    def _collected(self, frame: DataFrame) -> list[Mapping[str, Any]]:
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        with spark_failures(self._failed):
+            try:
+                return frame.collect()  # type: ignore[return-value]
+            except (PySparkException, Py4JError) as error:
+                if is_overflow(error):
+                    raise _Overflows(TEXT) from error
+                if is_of_data(error):
+                    raise _FailsOnData(said(error)) from error
+                raise
+
+    def _failed(self, text: str) -> ZyncError:
+        return ZyncError(
+            f"input {self.reading.item.topic}: a Spark task failed: {text}. Nothing was committed; run it again."
+        )
+
+
+def resolvable(
+    pipeline: Pipeline, item: Input, source: Source, frame: Callable[[Source], DataFrame]
+) -> tuple[Input, Source]:
+    """The input and the source of decoded records, with what the input's shape names and no record has had.
+
+    SchemaError or FieldMissing if Spark can't resolve the shape.
+    """
+    try:
+        shaped_frame(frame(source), item)
+    except SchemaError:
+        expected = expected_fields(pipeline, item, source)
+        if expected is None:
+            raise
+        expected.say()
+        return expected.item, expected.source
+    return item, source
+
+
+def _failing(job: _Job) -> dict[tuple[int, int], str]:
+    """(partition, offset) of every record that the shape fails on, with what Spark says of the first TEXTS.
+
+    SchemaError if there are more than MOST_FAILURES; it tells of the first alone.
+    """
+    found: dict[tuple[int, int], str] = {}
+    try:
+        failing = job.failing()
+    except _Overflows:
+        return _overflowing(job)
+    told = TEXTS if len(failing) <= MOST_FAILURES else 1
+    for partition, offset in failing:
+        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < told else None
+        found[partition, offset] = words or "an expression fails on this record."
+    if len(found) > MOST_FAILURES:
+        (partition, offset), text = min(found.items())
+        raise SchemaError(
+            f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
+            f" {offset}: {text} Nothing was committed; correct the shape (try_cast gives NULL where cast fails)."
+        )
+    return found
+
+
+def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
+    """(partition, offset) of the records on which the shape overflows Java's stack, with the reason. SchemaError if there are
+    more than MOST."""
+    found: dict[tuple[int, int], str] = {}
+    for part in job.reading.parts:
+        for one in islice(culprits(part, job.overflows), MOST + 1):
+            found[one.partition, one.first] = TEXT
+        if len(found) > MOST:
+            partition, offset = min(found)
+            raise SchemaError(
+                f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition},"
+                f" offset {offset}: {TEXT} Nothing was committed; correct the shape."
+            )
+    return found
+
+
+def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The pickled results of the reading ends, without the evaluated records."""
+    for batch in batches:
+        said = batch.column(0).drop_null()
+        if len(said):
+            yield pa.RecordBatch.from_arrays([said], names=["found"])
+
+
+def shaped_records(reading: Reading) -> DataFrame:
+    """The records of some ranges, shaped, as a lazy frame with the columns of a raw table; their types are looked at first."""
+    types, _ = _first_look(reading)
+    decoded = _decoded(replace(reading, source=with_types(reading.source, types)), {}, None)
+    frame = shaped_frame(decoded, reading.item).filter(KEPT)
+    sides = [side for side in ("key", "value") if frame.schema[side].dataType.simpleString() != "void"]
+    return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
+
+
+def _decoded(reading: Reading, refused: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
+    reader = Reader(reading.source, reading.parts, reading.now, reading.reached, refused, side_uri, reading.side_name)
+    schema = spark_schema(decoded_schema(reading.source))
+    return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
+
+
+def _first_look(reading: Reading) -> tuple[list[Types], list[Arrived]]:
+    """The types of all records, by decoding them once for that alone, and the writer schemas that come."""
+    source, parts, now = reading.source, reading.parts, reading.now
+
+    def work(index: int) -> tuple[Types, list[Arrived]]:
+        types: Types = (None, None)
+        arrived: list[Arrived] = []
+        for chunk in read_chunks(source, parts[index], now):
+            schema = chunk.records.schema
+            key, value = (schema.field(side).type if side in schema.names else None for side in ("key", "value"))
+            types = (key, value)
+            arrived += chunk.arrivals
+        return types, arrived
+
+    found = run_tasks(reading.spark, len(parts), work)
+    return [types for types, _ in _in_order(parts, found)], [one for _, arrived in found for one in arrived]
+
+
+def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:
+    """The results of the parts, sorted by partition and offset. The order of types must not depend on Spark's division of
+    the work."""
+    return [each for _, each in sorted(zip(parts, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _kind(frame: DataFrame, sql: str, place: str, shown: str | None) -> str:
+    from pyspark.errors import AnalysisException, ParseException
+
+    try:
+        return frame.selectExpr(f"{sql} AS `it`").schema["it"].dataType.simpleString()
+    except (AnalysisException, ParseException) as error:
+        raise SchemaError(f"{place}: {shown}: {short(error)}") from error
+
+
+def _without(sql: str, void: Sequence[str]) -> str:
+    for side in void:
+        sql = without_root(sql, side)
+    return sql
+
+
+def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
+    if shape is None or not void:
+        return shape
+    if isinstance(shape, str):
+        return _without(shape, void)
+    return {name: _shape_without(part, void) for name, part in shape.items()}

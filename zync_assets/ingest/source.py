@@ -1,0 +1,407 @@
+"""The source of ingest: ranges of offsets as typed columns, and the writer schemas that come for the first time.
+
+The read half of ingest: a range of offsets becomes typed columns. Runs inside a Spark task.
+
+New writer schemas: which of them change a topic's columns, and which action the pipeline file demands.
+
+The raw table keeps a topic's *known* schemas, each with its first record. A schema is a *change* if no known schema has
+the same columns: names, types, aliases, units. A topic's first schema is no change. Connect's JSON has no schema ids: a
+schema of Connect is a change if the table's columns lack a field or type of the schema.
+
+``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and quarantines the records; ``error``
+commits nothing of the batch. A schema whose records are in quarantine stays a change until it is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.avro.types import arrow_type
+from zync_assets.codecs.dispatch import BadRecord, Decoded, Decoder, make_decoder
+from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
+from zync_assets.codecs.fields import Note, agreed, connect_note_of, optional, with_connect_note, with_lacking
+from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.registry import Registry
+from zync_assets.lake.raw import RawState, WriterSchema
+from zync_assets.lake.raw_files import BAD_SCHEMA, HEADERS_TYPE, KAFKA_TYPE, raw_schema
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Input, RegistryConfig, SideFormat
+
+_TIME = pa.timestamp("us", "UTC")
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that a task needs to read a topic. ``key_type`` and ``value_type`` are the raw table's present types, if any."""
+
+    kafka: Mapping[str, str] = field(repr=False)
+    registry: RegistryConfig | None
+    topic: str
+    key: SideFormat
+    value: SideFormat
+    key_type: pa.DataType | None
+    value_type: pa.DataType | None
+    key_schemas: tuple[int, ...] = ()
+    value_schemas: tuple[int, ...] = ()
+    """The registry ids that came before, in that order."""
+    closed: bool = False
+    """Whether records of a schema with other columns go into quarantine."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A writer schema that came for the first time, and the first record that has it."""
+
+    side: str
+    partition: int
+    offset: int
+    schema: Arrival
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some records of one partition, in offset order: those that could be decoded (columns of ``lake.raw_files.raw_schema``),
+    and those that could not (``lake.raw_files.BAD_SCHEMA``). ``reached``: the time of the last record, milliseconds since the
+    epoch."""
+
+    records: pa.RecordBatch
+    bad: pa.RecordBatch
+    reached: int
+    arrivals: tuple[Arrived, ...] = ()
+
+
+def read_chunks(
+    source: Source, part: OffsetRange, now: int, refused: Mapping[int, str] | None = None, *, reached: int = 0
+) -> Iterator[Chunk]:
+    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``refused``: offset →
+    why that record counts as bad (stage ``shape``); ``reached``: the time of the record before the range, so that times
+    run on from there.
+
+    Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
+    """
+    key, value = make_decoders(source)
+    for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
+        chunk = _decode(source.topic, part.partition, batch, key, value, reached, now, refused or {})
+        reached = chunk.reached
+        yield chunk
+
+
+def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
+    """The decoders of keys and of values. SchemaError if the pipeline file's types don't fit the raw table's."""
+    registry = Registry(source.registry) if source.registry else None
+    schema_of = registry.schema if registry else _no_registry
+
+    def decoder(side: str, form: SideFormat, type: pa.DataType | None, known: tuple[int, ...]) -> Decoder:
+        try:
+            return make_decoder(form, schema_of, type, known=known, closed=source.closed)
+        except SchemaError as error:
+            raise SchemaError(
+                f"topic {source.topic}: the pipeline file's format and schema of the {side} do not fit the raw table that is"
+                f" there: {error}. Nothing was ingested. Give {side}-format and {side}-schema back the types of the table, or"
+                " wider ones; or begin anew: give the input another pool, and its outputs another staging pool and other"
+                " topics."
+            ) from None
+
+    return (
+        decoder("key", source.key, source.key_type, source.key_schemas),
+        decoder("value", source.value, source.value_type, source.value_schemas),
+    )
+
+
+def _no_registry(schema_id: int) -> str:
+    raise ValueError(f"schema id {schema_id} needs a registry")
+
+
+def running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
+    """The prefix maximum of the timestamps in milliseconds, from ``highest``, none later than ``now``. A missing timestamp
+    counts as the one before it."""
+    millis = pc.fill_null(timestamps, 0).to_numpy(zero_copy_only=False)
+    return np.maximum(np.maximum.accumulate(np.minimum(millis, now)), highest)
+
+
+def _decode(
+    topic: str,
+    partition: int,
+    batch: pa.RecordBatch,
+    key: Decoder,
+    value: Decoder,
+    highest: int,
+    now: int,
+    refused: Mapping[int, str],
+) -> Chunk:
+    rows = batch.num_rows
+    keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
+    errors = bad_sides(keys, values)
+    if refused:
+        for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(refused))).tolist():
+            error = BadRecord(index, refused[batch.column("offset")[index].as_py()])
+            errors.setdefault(index, ("shape", error))
+    good = np.ones(rows, dtype=bool)
+    good[list(errors)] = False
+    times = running_times(batch.column("timestamp"), highest, now)
+    kafka = pa.StructArray.from_arrays(
+        [
+            pa.repeat(pa.scalar(topic), rows),
+            pa.repeat(pa.scalar(partition, pa.int32()), rows),
+            batch.column("offset"),
+            _timestamps(batch.column("timestamp")),
+            _timestamps(pa.array(times, pa.int64())),
+            batch.column("headers").cast(HEADERS_TYPE),
+        ],
+        fields=list(KAFKA_TYPE),
+    )
+    records = record_batch(kafka, keys, values)
+    reached = int(times[-1])
+    arrivals = arrived(partition, batch.column("offset"), keys, values)
+    if not errors:
+        return Chunk(records, _no_rows(), reached, arrivals)
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), reached, arrivals)
+
+
+def arrived(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[Arrived, ...]:
+    """The writer schemas that came for the first time, with their places."""
+    return tuple(
+        Arrived(side, partition, offsets[found.index].as_py(), found)
+        for side, decoded in (("key", keys), ("value", values))
+        for found in decoded.arrivals
+    )
+
+
+def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:
+    """Row index → the side that could not be decoded, and the error. Only the key is named if both sides fail."""
+    return {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
+
+
+def record_batch(kafka: pa.Array, keys: Decoded, values: Decoded) -> pa.RecordBatch:
+    """The columns of ``lake.raw_files.raw_schema``, bad records among them."""
+    schema = raw_schema(keys.values.type, values.values.type)
+    columns = {
+        "kafka": kafka,
+        "key": keys.values,
+        "value": values.values,
+        "key_schema_id": keys.schema_ids,
+        "value_schema_id": values.schema_ids,
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _no_rows() -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], item.type) for item in BAD_SCHEMA], schema=BAD_SCHEMA)
+
+
+def _bad_rows(kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadRecord]]) -> pa.RecordBatch:
+    index = pa.array(sorted(errors), pa.int64())
+    return pa.RecordBatch.from_arrays(
+        [
+            kafka.take(index),
+            batch.column("key").take(index),
+            batch.column("value").take(index),
+            pa.array([errors[i][0] for i in sorted(errors)], pa.string()),
+            pa.array([errors[i][1].error for i in sorted(errors)], pa.string()),
+            pc.add(batch.column("offset").take(index), pa.scalar(1, pa.int64())),
+        ],
+        schema=BAD_SCHEMA,
+    )
+
+
+def _timestamps(millis: pa.Array) -> pa.Array:
+    return pc.multiply(millis, pa.scalar(1000, pa.int64())).cast(_TIME)
+
+
+_SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class SchemaChange:
+    """A writer schema with other columns than those before. ``schema_id`` is None for Connect's JSON; ``diff`` has a line
+    a field; ``taken``: its records are in the table (else in quarantine)."""
+
+    side: str
+    schema_id: int | None
+    partition: int
+    offset: int
+    diff: tuple[str, ...]
+    taken: bool
+
+    def __str__(self) -> str:
+        name = f"{self.side} schema" + ("" if self.schema_id is None else f" id {self.schema_id}")
+        said = "; ".join(self.diff)
+        return f"{name}, from partition {self.partition}, offset {self.offset}: {said}{'' if self.taken else ' (quarantined)'}"
+
+
+def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The registry ids of a raw table's keys and values, in the order in which they came."""
+    writers = state.writers if state else ()
+    keys, values = (tuple(item.id for item in writers if item.side == side and item.id is not None) for side in _SIDES)
+    return keys, values
+
+
+def first_schemas(source: Source, item: Input, arrived: Sequence[Arrived]) -> list[Arrived]:
+    """The first schema, by partition and offset, of each side without a known schema. Only for ``quarantine``, else empty.
+
+    The caller must read the batch again with these schemas as known, because a change needs a schema to compare with.
+    """
+    if item.on_schema_change != "quarantine":
+        return []
+    firsts: list[Arrived] = []
+    for side in _SIDES:
+        ordered = _ordered(arrived, side)
+        ids, type = getattr(source, f"{side}_schemas"), getattr(source, f"{side}_type")
+        if not ordered or ids or (ordered[0].schema.schema_id is None and type is not None):
+            continue
+        if any(diff for _, diff, _ in _judged(item, ordered, side, None)):
+            firsts.append(ordered[0])
+    return firsts
+
+
+def assuming(source: Source, firsts: Sequence[Arrived]) -> Source:
+    """The source with these schemas as known."""
+    for first in firsts:
+        side, schema = first.side, first.schema
+        ids = () if schema.schema_id is None else (schema.schema_id,)
+        type = merge_types(getattr(source, f"{side}_type"), schema.type, side)
+        source = replace(source, **{f"{side}_type": type, f"{side}_schemas": ids})
+    return source
+
+
+def settled(
+    item: Input, source: Source, arrived: Sequence[Arrived]
+) -> tuple[tuple[WriterSchema, ...], tuple[SchemaChange, ...]]:
+    """A batch's new known schemas, and its schema changes. ``source`` has the columns' types after the batch.
+
+    Raises SchemaChanged if there is a change and the pipeline file says ``error``.
+    """
+    writers: list[WriterSchema] = []
+    changes: list[SchemaChange] = []
+    for side in _SIDES:
+        column = getattr(source, f"{side}_type")
+        for each, diff, taken in _judged(item, _ordered(arrived, side), side, column):
+            number, partition, offset = each.schema.schema_id, each.partition, each.offset
+            if diff:
+                changes.append(SchemaChange(side, number, partition, offset, diff, taken))
+            if taken:
+                writers.append(WriterSchema(side, number, partition, offset, bool(diff)))
+    if changes and item.on_schema_change == "error":
+        first = min(changes, key=lambda change: (change.partition, change.offset))
+        name = "" if first.schema_id is None else f" (id {first.schema_id})"
+        raise SchemaChanged(
+            f"topic {item.topic}, partition {first.partition}, offset {first.offset}: the writer's schema of the"
+            f" {first.side}{name} is new: {'; '.join(first.diff)}. Nothing of this batch was committed. To take it, set"
+            " on-schema-change: merge for this input (or quarantine, to put its records aside) and run again."
+        )
+    return tuple(writers), tuple(changes)
+
+
+def with_lacking_fields(
+    schema: pa.Schema, source: Source, state: RawState | None, writers: Sequence[WriterSchema]
+) -> pa.Schema:
+    """A raw table's columns, each field with the writers' schemas that lack it, where one of ``writers`` is new to the table.
+
+    A schema that the registry no longer has is passed over. RegistryError if the registry can't be asked.
+    """
+    if source.registry is None:
+        return schema
+    registry = Registry(source.registry)
+    for side in {each.side for each in writers if each.id is not None} & set(schema.names):
+        ids = [
+            each.id
+            for each in (*(state.writers if state else ()), *writers)
+            if each.side == side and each.id is not None
+        ]
+        column = schema.field(side)
+        if len(ids) > 1:
+            types = {number: type for number in ids if (type := _type_of(registry, number)) is not None}
+            kind = with_lacking(column.type, types)
+            schema = schema.set(schema.get_field_index(side), column.with_type(kind))
+    return schema
+
+
+def notes_of(arrived: Sequence[Arrived]) -> dict[str, Note]:
+    """Side → what all schemas that came say of the whole key or value."""
+    found: dict[str, Note] = {}
+    for each in arrived:
+        note = optional(each.schema.note)
+        found[each.side] = agreed(found[each.side], note) if each.side in found else note
+    return found
+
+
+def with_side_notes(schema: pa.Schema, known: pa.Schema | None, notes: Mapping[str, Note]) -> pa.Schema:
+    """A raw table's columns; ``key`` and ``value`` have the notes, as far as the table says the same of the records before.
+
+    ``known``: the table's columns before the batch; None if there is no table.
+    """
+    for side in _SIDES:
+        if side in schema.names:
+            column = schema.field(side)
+            said = [notes[side]] if side in notes else []
+            if known is not None and side in known.names:
+                column = column.with_metadata(known.field(side).metadata)
+                said.append(connect_note_of(column))
+            if said:
+                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(agreed, said)))
+    return schema
+
+
+def _type_of(registry: Registry, number: int) -> pa.DataType | None:
+    """The type of a schema; None if the registry no longer has the schema, or has no Avro schema by that id."""
+    try:
+        return arrow_type(registry.schema(number))
+    except (SchemaError, SchemaUnknown):
+        return None
+
+
+def _judged(
+    item: Input, ordered: Sequence[Arrived], side: str, column: pa.DataType | None
+) -> Iterator[tuple[Arrived, tuple[str, ...], bool]]:
+    """Each new schema of a side once, in order, with its differences from the known schemas, and whether it becomes known.
+
+    ``column``: the column's type after the batch.
+    """
+    known = ordered[0].schema.before if ordered else ()
+    met: set[int] = set()
+    for each in ordered:
+        schema = each.schema
+        if schema.schema_id in met:
+            continue
+        type, diff = _change(known, schema.type, side, of_table=schema.schema_id is None)
+        if schema.schema_id is not None:
+            met.add(schema.schema_id)
+        elif known and not diff:
+            continue
+        taken = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
+        if taken:
+            known = (*known, type)
+        yield each, diff, taken
+
+
+def _change(
+    known: tuple[pa.DataType, ...], type: pa.DataType, side: str, *, of_table: bool
+) -> tuple[pa.DataType, tuple[str, ...]]:
+    """The type to know from now on, and what it changes. ``of_table``: types are the table's, not a writer's."""
+    if not of_table or not known:
+        return type, tuple(differences(known[-1], type, side)) if is_change(known, type) else ()
+    if not _merges(known[-1], type):
+        return known[-1], tuple(differences(known[-1], type, side))
+    merged = merge_types(known[-1], type, side)
+    return merged, tuple(differences(known[-1], merged, side))
+
+
+def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
+    try:
+        merge_types(column, type)
+    except SchemaError:
+        return False
+    return True
+
+
+def _ordered(arrived: Sequence[Arrived], side: str) -> list[Arrived]:
+    """A side's new schemas by partition and offset."""
+    new = (each for each in arrived if each.side == side and each.schema.is_new)
+    return sorted(new, key=lambda each: (each.partition, each.offset))

@@ -1,0 +1,306 @@
+"""Single JSON values as records, and back: for people and their small files.
+
+Converts one JSON value to one Avro datum, and back, for small files that people write.
+
+Avro types that JSON lacks are JSON strings: bytes and fixed in base64, decimals in digits, dates and times in ISO 8601.
+A date or time may also be the plain number that Avro holds.
+
+An Avro schema for JSON values that come without one.
+
+One JSON value as one Connect JSON record, and back: for people and their small files.
+
+Types that JSON lacks are strings for people: bytes in base64, decimals in digits, dates and times in ISO 8601.
+Connect's own JSON has numbers for them (JsonConverter of Apache Kafka).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+from fastavro.schema import SchemaParseException, UnknownType
+from fastavro.validation import ValidationError
+
+from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.types import is_avro_name
+from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
+from zync_assets.codecs.connect.schema import Connect, from_avro, lake_type, parse_connect
+from zync_assets.codecs.json.values import json_reader
+from zync_assets.errors import SchemaError
+
+
+@lru_cache(maxsize=256)
+def _parsed(schema: str) -> tuple[Any, dict[str, Any]]:
+    """fastavro's form of a schema, and its named types."""
+    named: dict[str, Any] = {}
+    try:
+        return fastavro.parse_schema(json.loads(schema), named_schemas=named), named
+    except (ValueError, SchemaParseException, UnknownType) as error:
+        raise SchemaError(f"no Avro schema: {error}") from None
+
+
+def datum(schema: str, value: Any) -> bytes:
+    """``value`` as Avro binary; SchemaError says where it does not fit ``schema`` (JSON)."""
+    parsed, named = _parsed(schema)
+    stream = io.BytesIO()
+    typed = _typed(parsed, value, named, "value")
+    try:
+        fastavro.validate(typed, parsed)
+        fastavro.schemaless_writer(stream, parsed, typed, strict_allow_default=True)
+    except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
+        raise SchemaError(f"a value does not fit its schema: {error}") from None
+    return stream.getvalue()
+
+
+def value_of(schema: str, payload: bytes) -> Any:
+    """The value of an Avro datum as fastavro has it; SchemaError for bytes that are not of that schema."""
+    stream = io.BytesIO(payload)
+    try:
+        value = fastavro.schemaless_reader(stream, _parsed(schema)[0], None)
+    except (ValueError, EOFError, IndexError, TypeError, OverflowError, MemoryError) as error:
+        raise SchemaError(f"bytes that do not fit their schema: {error or type(error).__name__}") from None
+    if stream.tell() != len(payload):
+        raise SchemaError(f"{len(payload) - stream.tell()} bytes more than the schema says")
+    return value
+
+
+def _typed(schema: Any, value: Any, named: Mapping[str, Any], path: str) -> Any:
+    """``value`` with the strings of a JSON document turned into what fastavro writes."""
+    if isinstance(schema, list):
+        return _branch(schema, value, named, path)
+    if isinstance(schema, str):
+        return _typed(named[schema], value, named, path) if schema in named else _plain(schema, None, value, path)
+    kind = schema["type"]
+    if kind in ("record", "error") and isinstance(value, Mapping):
+        fields = {field["name"]: field["type"] for field in schema["fields"]}
+        unknown = [str(name) for name in value if name not in fields]
+        if unknown:
+            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown)}; add it, or leave it out")
+        return {name: _typed(fields[name], item, named, f"{path}.{name}") for name, item in value.items()}
+    if kind == "array" and isinstance(value, list):
+        return [_typed(schema["items"], item, named, f"{path}[]") for item in value]
+    if kind == "map" and isinstance(value, Mapping):
+        return {name: _typed(schema["values"], item, named, f"{path}.{name}") for name, item in value.items()}
+    if isinstance(kind, (dict, list)):
+        return _typed(kind, value, named, path)
+    return _plain(kind, schema.get("logicalType"), value, path)
+
+
+def _branch(schema: list[Any], value: Any, named: Mapping[str, Any], path: str) -> Any:
+    failure: SchemaError | None = None
+    for branch in schema:
+        try:
+            typed = _typed(branch, value, named, path)
+        except SchemaError as error:
+            failure = error
+            continue
+        if fastavro.validate(typed, _standing_alone(branch, named), raise_errors=False):
+            return typed
+    raise failure or SchemaError(f"{path}: {json.dumps(value)} fits no branch of its union")
+
+
+def _standing_alone(branch: Any, named: Mapping[str, Any]) -> Any:
+    return named.get(branch, branch) if isinstance(branch, str) else branch
+
+
+def _plain(kind: str, logical: str | None, value: Any, path: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    convert = _OF_TEXT.get(logical or "") or (_OF_TEXT["bytes"] if kind in ("bytes", "fixed") else None)
+    if convert is None:
+        return value
+    try:
+        return convert(value)
+    except (ValueError, InvalidOperation, binascii.Error):
+        raise SchemaError(f"{path}: {value!r} is no {logical or kind}") from None
+
+
+def _utc(text: str) -> datetime.datetime:
+    time = datetime.datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
+
+
+_OF_TEXT: Mapping[str, Callable[[str], Any]] = {
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "decimal": Decimal,
+    "date": datetime.date.fromisoformat,
+    "time-millis": datetime.time.fromisoformat,
+    "time-micros": datetime.time.fromisoformat,
+    "timestamp-millis": _utc,
+    "timestamp-micros": _utc,
+    "local-timestamp-millis": datetime.datetime.fromisoformat,
+    "local-timestamp-micros": datetime.datetime.fromisoformat,
+}
+
+
+@dataclass
+class _Seen:
+    """The values found at one path. ``kinds``: a subset of boolean, long, double, string, record, array."""
+
+    kinds: set[str] = field(default_factory=set)
+    null: bool = False
+    records: int = 0
+    fields: dict[str, _Seen] = field(default_factory=dict)
+    times: int = 0
+    items: _Seen | None = None
+
+
+def infer_schema(values: Iterable[object], name: str) -> str:
+    """The Avro schema (JSON) of JSON values, as ``json.loads`` gives them.
+
+    Whole numbers are long; other numbers, and mixtures of both, are double. Objects are records: the outermost record is
+    ``name``, and an inner record is ``name_field``. A field that is null or missing in a value is ``["null", T]`` with
+    default null. A field that is null in every value is null or a string. SchemaError names a path with different types, or
+    a name that breaks Avro's rules.
+    """
+    seen = _Seen()
+    for value in values:
+        _look(seen, value, name)
+    if not seen.kinds and not seen.null:
+        raise SchemaError(f"{name}: no value to infer a schema from")
+    return json.dumps(_schema(seen, name, seen.null))
+
+
+def _look(seen: _Seen, value: Any, path: str) -> None:
+    seen.times += 1
+    if value is None:
+        seen.null = True
+        return
+    kind = _kind(value, path)
+    if kind == "long" and not -(1 << 63) <= value < 1 << 63:
+        raise SchemaError(f"{path}: {value} is out of the range of Avro's long")
+    others = seen.kinds - {kind}
+    if others and not {kind, *others} <= {"long", "double"}:
+        raise SchemaError(f"{path}: {kind} here, {others.pop()} in another value; make them one type, or give a schema")
+    seen.kinds.add(kind)
+    if kind == "record":
+        seen.records += 1
+        for key, item in value.items():
+            if not key or not is_avro_name(key):
+                raise SchemaError(f"{path}.{key}: Avro names are letters, digits and _, not starting with a digit")
+            _look(seen.fields.setdefault(key, _Seen()), item, f"{path}.{key}")
+    elif kind == "array":
+        seen.items = seen.items or _Seen()
+        for item in value:
+            _look(seen.items, item, f"{path}[]")
+
+
+def _kind(value: Any, path: str) -> str:
+    # bool before int: True is an int in Python.
+    for kind, type in _KINDS:
+        if isinstance(value, type):
+            return kind
+    raise SchemaError(f"{path}: {value!r} is no JSON value")
+
+
+_KINDS: tuple[tuple[str, type], ...] = (
+    ("boolean", bool),
+    ("long", int),
+    ("double", float),
+    ("string", str),
+    ("record", dict),
+    ("array", list),
+)
+
+
+def _schema(seen: _Seen, name: str, nullable: bool) -> Any:
+    made = _type(seen, name)
+    return ["null", made] if nullable else made
+
+
+def _type(seen: _Seen, name: str) -> Any:
+    if seen.kinds == {"long", "double"}:
+        return "double"
+    if not seen.kinds:
+        return "string"
+    kind = next(iter(seen.kinds))
+    if kind == "array":
+        items = seen.items or _Seen()
+        return {"type": "array", "items": _schema(items, f"{name}_item", items.null or not items.kinds)}
+    if kind != "record":
+        return kind
+    fields: list[dict[str, Any]] = []
+    for key, inner in seen.fields.items():
+        if inner.null or inner.times < seen.records:
+            fields.append({"name": key, "type": _schema(inner, f"{name}_{key}", True), "default": None})
+        else:
+            fields.append({"name": key, "type": _schema(inner, f"{name}_{key}", False)})
+    return {"type": "record", "name": name, "fields": fields}
+
+
+def connect_value(payload: bytes) -> Any:
+    """The value of a Connect JSON record, typed by the record's own schema; a record without a schema is plain JSON.
+
+    >>> connect_value(b'{"schema":{"type":"int32","name":"org.apache.kafka.connect.data.Date"},"payload":1}')
+    datetime.date(1970, 1, 2)
+
+    Raises SchemaError for bytes that are no such record.
+    """
+    try:
+        document = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"bytes that are no JSON: {error}") from None
+    if not isinstance(document, dict) or set(document) != {"schema", "payload"}:
+        return document
+    if document["schema"] is None:
+        return document["payload"]
+    decoded = ConnectDecoder(None, None).decode(pa.array([payload], pa.binary()))
+    if decoded.bad:
+        raise SchemaError(decoded.bad[0].error)
+    return decoded.values.to_pylist(maps_as_pydicts="lossy")[0]
+
+
+def connect_encoder(schema: str) -> Callable[[Any], bytes]:
+    """Encodes a JSON value with a Connect schema (JSON, as JsonConverter writes the schema) beside it.
+
+    Raises SchemaError for a schema that is none; the encoder raises SchemaError for a value that does not fit.
+    """
+    node = parse_connect(schema)
+    read = json_reader(lake_type(node))
+    encoder = ConnectEncoder(json.dumps(json.loads(schema), separators=(",", ":")))
+
+    def encode(value: Any) -> bytes:
+        _check(node, value, "value")
+        column, bad = read(pa.array([json.dumps(value).encode()], pa.binary()))
+        if not bad:
+            encoded = encoder.encode(column)
+            bad = {item.index: item.error for item in encoded.bad}
+            if not bad and (payload := encoded.payloads[0].as_py()) is not None:
+                return payload
+        raise SchemaError(f"a value does not fit its schema: {bad.get(0, 'it is null')}")
+
+    return encode
+
+
+def inferred_connect_schema(values: Sequence[Any], name: str) -> str:
+    """The Connect schema, as JSON, that all of the values fit. SchemaError where there is none."""
+    return json.dumps(from_avro(parse(infer_schema(values, name))), separators=(",", ":"))
+
+
+def _check(node: Connect, value: Any, path: str) -> None:
+    """SchemaError for a field that the schema lacks, which would not be sent, and for a required field without a value."""
+    if node.kind == "struct" and isinstance(value, dict):
+        fields = dict(node.fields)
+        if unknown := [name for name in value if name not in fields]:
+            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown)}; add it, or leave it out")
+        for name, kind in fields.items():
+            if value.get(name) is not None:
+                _check(kind, value[name], f"{path}.{name}")
+            elif not kind.optional:
+                raise SchemaError(f"{path}: the field {name} is required and has no value; give one")
+    elif node.kind == "array" and isinstance(value, list):
+        for item in value:
+            _check(node.item, item, f"{path}[]")
+    elif node.kind == "map" and isinstance(value, dict):
+        for name, item in value.items():
+            _check(node.item, item, f"{path}.{name}")

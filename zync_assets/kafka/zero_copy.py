@@ -1,0 +1,338 @@
+"""Records between librdkafka's memory and Arrow's, without a Python object for each record.
+
+The messages of one consumer call: records as columns, and the errors among the messages.
+
+Reads one partition from librdkafka's memory into Arrow's, with no Python object for a record.
+
+Writes records of one partition from Arrow's memory into librdkafka's, with no Python object for a record.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError as ClientError
+
+from zync_assets.codecs.arrays import pays, pc, validity_buffer
+from zync_assets.errors import KafkaError as ZyncKafkaError
+from zync_assets.kafka.librdkafka import MESSAGE, Client, quick_library
+
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+RECORD_SCHEMA = pa.schema(
+    [
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("timestamp", pa.int64()),
+        pa.field("headers", HEADERS),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+    ]
+)
+"""``timestamp``: milliseconds since the epoch, null where the record has none (see ``timestamps``). ``headers``: null where there
+are none. ``key`` and ``value`` are the record's bytes; null and empty differ, and a null value is a
+tombstone."""
+
+LATEST = 253_402_300_799_999
+"""The last millisecond of the year 9999."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """An error that came in place of a record, or a partition's end. ``topic``: None where it is of the connection."""
+
+    error: ClientError
+    topic: str | None
+    partition: int | None
+    offset: int | None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """``records``: of RECORD_SCHEMA."""
+
+    records: pa.RecordBatch
+    troubles: Sequence[Trouble]
+
+
+def troubles_of(messages: Iterable[Message]) -> list[Trouble]:
+    """The errors among messages."""
+    return [
+        Trouble(error, message.topic(), message.partition(), message.offset())
+        for message in messages
+        if (error := message.error()) is not None
+    ]
+
+
+def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
+    """Milliseconds since the epoch, int64. ``pairs``: librdkafka's (type, milliseconds), an array of shape (records, 2).
+
+    A time is null if its type is "not available", or if it is before 1970 (librdkafka's -1) or past the year 9999. Few
+    readers of a table know later years.
+    """
+    kinds, times = pairs[:, 0], pairs[:, 1]
+    return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
+
+
+Longs = npt.NDArray[np.int64]
+
+
+class Intake(Client):
+    """A consumer of one partition, which is in no group and commits nothing."""
+
+    def __init__(self, properties: Mapping[str, Any], topic: str, partition: int) -> None:
+        """``properties`` as for Client."""
+        super().__init__("consumer", properties)
+        self._topic, self._partition = topic, partition
+        self._queue = 0
+
+    def watermarks(self, timeout: float) -> tuple[int, int]:
+        """The partition's low watermark and end. Raises KafkaException without an answer in ``timeout`` seconds."""
+        low, high = ctypes.c_int64(), ctypes.c_int64()
+        code = self.library.rd_kafka_query_watermark_offsets(
+            self.handle, self._topic.encode(), self._partition, low, high, int(timeout * 1000)
+        )
+        if code:
+            raise KafkaException(ClientError(code))
+        return low.value, high.value
+
+    def start(self, first: int, count: int) -> None:
+        """Begin at offset ``first``. ``count``: how many records are expected, roughly."""
+        if pays(count):
+            from zync_assets.kafka import zero_copy_loops as loops
+        else:
+            from zync_assets.kafka import zero_copy_plain as loops
+        self._loops: Any = loops
+        topic, at = self._topic.encode(), self._partition
+        self._queue = self.library.rd_kafka_queue_get_partition(self.handle, topic, at)
+        # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
+        self.library.rd_kafka_queue_forward(self._queue, None)
+        places = self.library.rd_kafka_topic_partition_list_new(1)
+        try:
+            self.library.rd_kafka_topic_partition_list_add(places, topic, at)
+            self.library.rd_kafka_topic_partition_list_set_offset(places, topic, at, first)
+            code = self.library.rd_kafka_assign(self.handle, places)
+        finally:
+            self.library.rd_kafka_topic_partition_list_destroy(places)
+        if code:
+            raise KafkaException(ClientError(code))
+
+    def close(self) -> None:
+        """End the consumer."""
+        if self._queue:
+            self.library.rd_kafka_queue_destroy(self._queue)
+            self._queue = 0
+        super().close()
+
+    def take(self, count: int, timeout: float) -> Taken:
+        """The messages that arrive within ``timeout`` seconds, at most ``count``. Raises the errors of ``poll``."""
+        messages = np.zeros(count, np.int64)
+        found = self.library.rd_kafka_consume_batch_queue(
+            self._queue, int(timeout * 1000), messages.ctypes.data, len(messages)
+        )
+        messages = messages[: max(0, found)]
+        try:
+            records, troubles = self._look(messages)
+        finally:
+            self._loops.release(messages)
+        # Handles trouble with connections and rights.
+        self.poll(0)
+        return Taken(records, troubles)
+
+    def _look(self, messages: Longs) -> tuple[pa.RecordBatch, list[Trouble]]:
+        count = len(messages)
+        errors, offsets, headers = np.empty(count, np.int32), np.empty(count, np.int64), np.empty(count, np.int64)
+        values, keys = np.empty((count, 2), np.int64), np.empty((count, 2), np.int64)
+        self._loops.look(messages, errors, offsets, values, keys, headers)
+        troubles: list[Trouble] = []
+        if errors.any():
+            for index in np.flatnonzero(errors).tolist():
+                address, size = values[index].tolist()
+                text = ctypes.string_at(address, size).decode(errors="replace") if address else None
+                error = ClientError(int(errors[index]), text)
+                troubles.append(Trouble(error, self._topic, self._partition, int(offsets[index])))
+            good = errors == 0
+            messages, offsets, headers = messages[good], offsets[good], headers[good]
+            values, keys = values[good], keys[good]
+        pairs = np.empty((len(messages), 2), np.int64)
+        self._loops.times(messages, pairs)
+        columns = [
+            pa.array(offsets),
+            timestamps(pairs),
+            self._headers(messages, headers),
+            self._binary(keys),
+            self._binary(values),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=RECORD_SCHEMA), troubles
+
+    def _binary(self, parts: Longs) -> pa.Array:
+        """The bytes at these addresses (0: null), of these sizes."""
+        there = parts[:, 0] != 0
+        size = int(parts[:, 1].sum(where=there))
+        if size > np.iinfo(np.int32).max:
+            raise ZyncKafkaError(
+                f"{len(parts)} records of {self._topic}/{self._partition} came at once with {size} bytes, more than 2 GiB."
+            )
+        ends, data = np.empty(len(parts) + 1, np.int32), np.empty(size, np.uint8)
+        self._loops.gather(parts, ends, data)
+        buffers = [validity_buffer(there), pa.py_buffer(ends), pa.py_buffer(data)]
+        return pa.Array.from_buffers(pa.binary(), len(parts), buffers)
+
+    def _headers(self, messages: Longs, counts: Longs) -> pa.Array:
+        total = int(counts.sum())
+        if total == 0:
+            return pa.nulls(len(messages), HEADERS)
+        names, values = np.empty((total, 2), np.int64), np.empty((total, 2), np.int64)
+        self._loops.look_headers(messages, names, values)
+        each = pa.StructArray.from_arrays(
+            [_text(self._binary(names)), self._binary(values)], fields=list(HEADERS.value_type)
+        )
+        ends: Any = np.zeros(len(messages) + 1, np.int32)
+        np.cumsum(counts, out=ends[1:])
+        return pa.ListArray.from_arrays(pa.array(ends), each, HEADERS, mask=pa.array(counts == 0))
+
+
+def _text(names: pa.Array) -> pa.Array:
+    try:
+        return names.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([name.decode(errors="replace") for name in names.to_pylist()], pa.string())
+
+
+_COPY = 0x2
+"""RD_KAFKA_MSG_F_COPY: librdkafka copies the value; it always copies the key."""
+_QUEUED, _IN_FLIGHT = 0x1, 0x2
+"""Which messages ``rd_kafka_purge`` drops."""
+
+_PART = np.dtype(
+    {
+        "names": ["type", "number", "address", "size"],
+        "formats": ["<i4", "<i4", "u8", "u8"],
+        "offsets": [0, 8, 8, 16],
+        "itemsize": 72,
+    }
+)
+"""``rd_kafka_vu_t``: a part of one message."""
+_PARTS = ("topic", "partition", "flags", "key", "value", "headers")
+_PART_TYPES = (2, 3, 7, 5, 4, 10)
+
+
+@dataclass(frozen=True)
+class Report:
+    """How ``count`` records fared, which follow those of the report before. ``last``: the offset of the last of them, where
+    the broker said it."""
+
+    count: int
+    error: KafkaError | None
+    last: int | None
+
+
+class Handover(Client):
+    """A producer of one partition. ``hand_over`` keeps the order; reports come in that order, each for many records."""
+
+    def __init__(self, properties: Mapping[str, Any], topic: str, partition: int) -> None:
+        """``properties`` as for Client."""
+        self._reports: list[Report] = []
+        self._topic = 0
+        super().__init__("producer", properties)
+        self._partition = partition
+        self._topic = self.library.rd_kafka_topic_new(self.handle, topic.encode(), None)
+
+    def hand_over(self, records: pa.RecordBatch) -> KafkaError | None:
+        """Queue the records (columns ``key`` and ``value``, binary, and perhaps ``headers``) in order; the error of the first
+        that was refused."""
+        messages = np.zeros(len(records), MESSAGE)
+        messages["partition"] = self._partition
+        # Held until librdkafka has copied what lies in them.
+        columns = {name: records[name].cast(pa.binary()) for name in ("key", "value")}
+        for name, column in columns.items():
+            messages[name], messages[f"{name}_size"] = _places(column)
+        if has_headers(records):
+            return self._hand_over_each(messages, records["headers"])
+        self.library.rd_kafka_produce_batch(self._topic, self._partition, _COPY, messages.ctypes.data, len(messages))
+        refused = np.flatnonzero(messages["err"])
+        return KafkaError(int(messages["err"][refused[0]])) if len(refused) else None
+
+    def _hand_over_each(self, messages: Any, headers: pa.Array) -> KafkaError | None:
+        """librdkafka takes headers a record at a time."""
+        parts = np.zeros((len(messages), len(_PARTS)), _PART)
+        parts["type"] = _PART_TYPES
+        of = dict(zip(_PARTS, parts.T, strict=True))
+        of["topic"]["address"], of["partition"]["number"], of["flags"]["number"] = self._topic, self._partition, _COPY
+        for side in ("key", "value"):
+            of[side]["address"], of[side]["size"] = messages[side], messages[f"{side}_size"]
+        first, step = parts.ctypes.data, _PART.itemsize * len(_PARTS)
+        names, values = (column.to_pylist() for column in headers.flatten().flatten())
+        names = [name.encode() for name in names]
+        counts = pc.fill_null(pc.list_value_length(headers), 0).to_pylist()
+        produce, place = self.library.rd_kafka_produceva, 0
+        for index, count in enumerate(counts):
+            end = place + count
+            made = self._headers(names[place:end], values[place:end]) if count else None
+            place = end
+            if made:
+                of["headers"]["address"][index] = made
+            error = produce(self.handle, first + index * step, len(_PARTS) if made else len(_PARTS) - 1)
+            if error:
+                # Headers belong to librdkafka only with a message that it took.
+                if made:
+                    self.library.rd_kafka_headers_destroy(made)
+                code = self.library.rd_kafka_error_code(error)
+                self.library.rd_kafka_error_destroy(error)
+                return KafkaError(code)
+        return None
+
+    def _headers(self, names: list[bytes], values: list[bytes | None]) -> int:
+        functions = quick_library()
+        made: int = functions.rd_kafka_headers_new(len(names))
+        add = functions.rd_kafka_header_add
+        for name, value in zip(names, values, strict=True):
+            add(made, name, len(name), value, 0 if value is None else len(value))
+        return made
+
+    def reports(self, timeout: float) -> list[Report]:
+        """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""
+        self.poll(timeout)
+        found, self._reports = self._reports, []
+        return found
+
+    def on_delivery(self, event: int) -> None:
+        """Note what the broker said of some messages."""
+        addresses = np.zeros(self.library.rd_kafka_event_message_count(event), np.uint64)
+        count = self.library.rd_kafka_event_message_array(event, addresses.ctypes.data, len(addresses))
+        if count:
+            (last,) = np.frombuffer(ctypes.string_at(int(addresses[count - 1]), MESSAGE.itemsize), MESSAGE)
+            offset = int(last["offset"])
+            code = self.library.rd_kafka_event_error(event) or int(last["err"])
+            self._reports.append(Report(count, KafkaError(code) if code else None, offset if offset >= 0 else None))
+
+    def close(self) -> None:
+        """End the producer and drop what waits to be sent. What is on its way may still arrive, as a prefix."""
+        if self._topic:
+            self.library.rd_kafka_purge(self.handle, _QUEUED | _IN_FLIGHT)
+            self.library.rd_kafka_topic_destroy(self._topic)
+            self._topic = 0
+        super().close()
+
+
+def has_headers(records: pa.RecordBatch) -> bool:
+    """Whether any of the records may have headers."""
+    return "headers" in records.schema.names and records["headers"].null_count < len(records)
+
+
+def _places(column: pa.Array) -> tuple[Any, Any]:
+    """Addresses and sizes of the values of a binary column; the address of a null is 0, that of an empty value is not."""
+    _, starts, data = column.buffers()
+    ends = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4).astype(np.uint64)
+    base = starts.address if data is None or not data.address else data.address
+    addresses, sizes = ends[:-1] + np.uint64(base), np.diff(ends)
+    if column.null_count:
+        there = column.is_valid().to_numpy(zero_copy_only=False)
+        addresses, sizes = addresses * there, sizes * there
+    return addresses, sizes

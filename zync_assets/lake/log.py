@@ -1,0 +1,378 @@
+"""The Delta log of a table: its entries, and the table's files at one version.
+
+Reads the entries of a Delta log: whether a version is still the newest, and the numbers and tombstones of versions.
+
+delta-rs reads the log from the last checkpoint on to open a table, and reads the log again for each number. A table has
+several numbers for each partition of its topic. Here one read returns every number of the table.
+
+Delta protocol: "Delta Log Entries", "Checkpoints", "Last Checkpoint File", "Transaction Identifiers".
+
+A table at one version: its files, and the numbers that commits set.
+
+Delta protocol: "Add File and Remove File", "Per-file Statistics", "Transaction Identifiers".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import DeltaTable, Metadata, Schema
+from pyarrow import fs
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import LakeError
+from zync_assets.lake import storage
+
+Mark = tuple[int | None, int | None]
+"""Identifies a log entry: its size in bytes, and its modification time in nanoseconds."""
+CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.\d{10}\.\d{10})?\.parquet")
+"""The names of a checkpoint's files: one file, or several parts."""
+_READERS = 16
+"""Entries that are read at the same time from a store, where each of them is a round trip."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set, ``added`` its
+    ``add`` actions, and ``removed`` the paths of its ``remove`` actions."""
+
+    info: Mapping[str, Any]
+    numbers: Mapping[str, int]
+    added: Sequence[Mapping[str, Any]]
+    removed: Sequence[str]
+
+
+def newest_mark(uri: str, version: int) -> Mark | None:
+    """The mark of a version; None if it is not the newest, or has no entry (any more)."""
+    system, path = _log(uri)
+    entry, following = system.get_file_info([storage.join(path, name(n)) for n in (version, version + 1)])
+    if not entry.is_file or following.is_file:
+        return None
+    return entry.size, entry.mtime_ns
+
+
+def mark(uri: str, version: int) -> Mark | None:
+    """The mark of a version; None if it has no entry (any more)."""
+    system, path = _log(uri)
+    entry = system.get_file_info(storage.join(path, name(version)))
+    return (entry.size, entry.mtime_ns) if entry.is_file else None
+
+
+def numbers(uri: str, version: int) -> dict[str, int]:
+    """Application id → its last number, as of a version. LakeError where the log does not reach back to that version."""
+    with _reaching(uri, version):
+        checkpoint = _checkpoint(uri, version)
+        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "txn", "appId", "version")
+        return found | numbers_set(uri, 0 if checkpoint is None else checkpoint[0] + 1, version)
+
+
+def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
+    """Application ids that the versions from ``first`` to ``last`` set, each with its last number. FileNotFoundError if one
+    of them has no entry (any more)."""
+    found: dict[str, int] = {}
+    for action in _actions(uri, "txn", first, last):
+        found[action["appId"]] = action["version"]
+    return found
+
+
+def entry(uri: str, version: int) -> Entry | None:
+    """The commit of a version; None if it has no entry (any more)."""
+    with suppress(FileNotFoundError):
+        return next(entries(uri, version, version))
+    return None
+
+
+def entries(uri: str, first: int, last: int) -> Iterator[Entry]:
+    """The commits of some versions. FileNotFoundError if one of them has no entry (any more)."""
+    for actions in _read(uri, first, last, lambda line: True):
+        info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
+        numbers = {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action}
+        added = [action["add"] for action in actions if "add" in action]
+        yield Entry(info, numbers, added, [action["remove"]["path"] for action in actions if "remove" in action])
+
+
+def are_whole(uri: str, first: int, last: int) -> bool:
+    """Whether every version from ``first`` to ``last`` still has its entry. Lists the log."""
+    system, path = _log(uri)
+    names = {info.base_name for info in system.get_file_info(fs.FileSelector(path))}
+    return all(name(version) in names for version in range(first, last + 1))
+
+
+def removed(uri: str, version: int) -> dict[str, int]:
+    """Path → when a commit removed the file, in milliseconds since the epoch, of the tombstones that the log still has.
+    LakeError where the log does not reach back to that version."""
+    with _reaching(uri, version):
+        checkpoint = _checkpoint(uri, version)
+        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
+        for action in _actions(uri, "remove", 0 if checkpoint is None else checkpoint[0] + 1, version):
+            found[action["path"]] = action.get("deletionTimestamp") or 0
+    return {unquote(path): at or 0 for path, at in found.items()}
+
+
+def name(version: int) -> str:
+    """The name of a version's entry."""
+    return f"{version:020d}.json"
+
+
+def _actions(uri: str, kind: str, first: int, last: int) -> Iterator[Any]:
+    """The actions of a kind of some versions' entries, in their order."""
+    for actions in _read(uri, first, last, lambda line: f'"{kind}"' in line):
+        yield from (action[kind] for action in actions if kind in action)
+
+
+def _read(uri: str, first: int, last: int, wanted: Callable[[str], bool]) -> Iterator[list[dict[str, Any]]]:
+    """The actions of each version's entry, of ``wanted`` lines only."""
+    system, path = _log(uri)
+
+    def read(version: int) -> list[dict[str, Any]]:
+        with system.open_input_file(storage.join(path, name(version))) as file:
+            lines = file.read().decode().splitlines()
+        return [json.loads(line) for line in lines if line and wanted(line)]
+
+    versions = range(first, last + 1)
+    if not storage.is_store(uri) or len(versions) < 2:
+        yield from map(read, versions)
+        return
+    with ThreadPoolExecutor(_READERS) as pool:
+        yield from pool.map(read, versions)
+
+
+@contextmanager
+def _reaching(uri: str, version: int) -> Generator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise LakeError(
+            f"table {uri}: the Delta log lacks an entry that version {version} needs ({error}). Run again: the table may have"
+            " newer versions. If the error comes again, restore the log's files from a copy."
+        ) from None
+
+
+def _checkpoint(uri: str, version: int) -> tuple[int, list[str]] | None:
+    """The newest checkpoint at or before a version, and the names of its files; None where there is none."""
+    system, path = _log(uri)
+    # Without a listing, which takes the longer the more entries there are.
+    with suppress(FileNotFoundError, ValueError, KeyError):
+        with system.open_input_file(storage.join(path, "_last_checkpoint")) as file:
+            told = json.loads(file.read())
+        single = f"{int(told['version']):020d}.checkpoint.parquet"
+        usable = told["version"] <= version and not told.get("parts")
+        if usable and system.get_file_info(storage.join(path, single)).is_file:
+            return int(told["version"]), [single]
+    found: dict[int, list[str]] = {}
+    for info in system.get_file_info(fs.FileSelector(path)):
+        match = CHECKPOINT.fullmatch(info.base_name)
+        if match is not None and int(match[1]) <= version:
+            found.setdefault(int(match[1]), []).append(info.base_name)
+    return max(found.items(), default=None)
+
+
+def _in_checkpoint(uri: str, names: Iterable[str], kind: str, key: str, number: str) -> dict[str, int]:
+    system, path = _log(uri)
+    found: dict[str, int] = {}
+    for each in names:
+        table = pq.ParquetFile(storage.join(path, each), filesystem=system).read(
+            columns=[f"{kind}.{key}", f"{kind}.{number}"]
+        )
+        if kind in table.column_names:
+            rows = table[kind].filter(pc.is_valid(pc.struct_field(table[kind], key)))
+            found |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))
+    return found
+
+
+def _log(uri: str) -> tuple[fs.FileSystem, str]:
+    return storage.filesystem(storage.join(uri, "_delta_log"))
+
+
+TOKEN = "zync.commit"
+"""The key of a commit's own mark in its log entry. A writer finds its commit by the mark. The mark is no state."""
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_CARRIED = 100
+"""Versions from one opened table to the next over which numbers and files are carried; as many lie between two
+checkpoints."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One Parquet file of a table, with the statistics that its log entry carries.
+
+    ``path`` is relative to the table; ``first`` and ``last`` are the lowest and highest offset in it; times are
+    milliseconds since the epoch. ``partition``, ``first``, ``last`` and the times are None where the log has none.
+    """
+
+    path: str
+    size: int
+    records: int
+    partition: int | None = None
+    first: int | None = None
+    last: int | None = None
+    min_time: int | None = None
+    max_time: int | None = None
+    group: str | None = None
+    """The value of the table's partition column ``topic``; None for a table without one."""
+    made: float = field(default_factory=time.time, compare=False, repr=False)
+    """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
+    added: int | None = field(default=None, compare=False, repr=False)
+    """When the file was committed, by its log entry: milliseconds since the epoch; None for a file that is not committed."""
+
+
+class Opened:
+    """A table at one version. A commit on this object conflicts with every commit since that version.
+
+    It may have several holders, and the version never changes. delta-rs's own object, ``table``, goes on to the next
+    version once a commit was made on it, which is cheaper than to read the log again. It is read again for a holder that
+    still needs it.
+    """
+
+    def __init__(self, uri: str, table: DeltaTable) -> None:
+        self.uri = uri
+        self.version = table.version()
+        self.lock = threading.RLock()
+        """Whoever uses ``table`` while another thread may commit holds the lock: the table is not given away meanwhile."""
+        self._table: DeltaTable | None = table
+
+    @property
+    def table(self) -> DeltaTable:
+        """delta-rs's object for this version. DeltaError if it was given away and the log lacks this version by now."""
+        with self.lock:
+            if self._table is None:
+                options = storage.delta_options(self.uri)
+                self._table = DeltaTable(self.uri, version=self.version, storage_options=options)
+            return self._table
+
+    def give_away(self) -> DeltaTable:
+        """delta-rs's object, for a newer version of the table. Nobody else has it then."""
+        with self.lock:
+            # Holders ask for these after a commit too.
+            _ = self.delta_schema, self.metadata, self.files
+            table, self._table = self.table, None
+            return table
+
+    @cached_property
+    def delta_schema(self) -> Schema:
+        with self.lock:
+            return self.table.schema()
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self.delta_schema.to_arrow())
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        with self.lock:
+            return self.table.metadata()
+
+    @cached_property
+    def files(self) -> tuple[DataFile, ...]:
+        """Every file of this version, in no particular order; the log is asked once."""
+        with self.lock:
+            return tuple(list_files(self))
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """Application id → the last version that was committed with it. The log is replayed once for all of them."""
+        return numbers(self.uri, self.version)
+
+    def number(self, name: str) -> int | None:
+        """The last version that was committed with an application id, or None."""
+        return self.numbers.get(name)
+
+    def carry(self, before: Opened) -> None:
+        """Take over the numbers and files of an older version of the same table, with the changes of the commits since.
+
+        The files are taken over if all these commits are zync's own. The statistics of other programs are for delta-rs.
+        """
+        if not 0 <= self.version - before.version <= _CARRIED:
+            return
+        with suppress(FileNotFoundError):
+            since = list(entries(self.uri, before.version + 1, self.version))
+            known = before.__dict__.get("numbers")
+            if known is not None:
+                self.__dict__["numbers"] = {**known, **{name: n for each in since for name, n in each.numbers.items()}}
+            files = before.__dict__.get("files")
+            if files is not None and all(TOKEN in each.info for each in since):
+                self.__dict__["files"] = _changed(files, since)
+
+
+def _changed(files: Iterable[DataFile], since: Iterable[Entry]) -> tuple[DataFile, ...]:
+    """The files of a table after some commits of zync."""
+    found = {item.path: item for item in files}
+    for each in since:
+        for path in each.removed:
+            found.pop(unquote(path), None)
+        for action in each.added:
+            item = _added(action)
+            found[item.path] = item
+    return tuple(found.values())
+
+
+def _added(action: Mapping[str, Any]) -> DataFile:
+    """The file of an ``add`` action that zync wrote."""
+    stats = json.loads(action["stats"])
+    low, high = (stats.get(name, {}).get("kafka", {}) for name in ("minValues", "maxValues"))
+    return DataFile(
+        unquote(action["path"]),
+        action["size"],
+        stats["numRecords"],
+        low.get("partition"),
+        low.get("offset"),
+        high.get("offset"),
+        _since_epoch(low.get("time")),
+        _since_epoch(high.get("time")),
+        action["partitionValues"].get("topic"),
+        added=action["modificationTime"],
+    )
+
+
+def _since_epoch(text: str | None) -> int | None:
+    """Milliseconds, of a time in a log entry's statistics."""
+    return None if text is None else (datetime.fromisoformat(text) - EPOCH) // timedelta(milliseconds=1)
+
+
+def list_files(opened: Opened) -> list[DataFile]:
+    """Every file of the table as of the opened version, in no particular order."""
+    # Not by pa.table, which imports pandas to see whether it is given one of its frames: a quarter of what a command takes.
+    actions = pa.RecordBatchReader.from_stream(opened.table.get_add_actions(flatten=True)).read_all()
+    count = actions.num_rows
+
+    def column(name: str) -> list[Any]:
+        if name not in actions.column_names:
+            return [None] * count
+        found = actions[name]
+        return (_millis(found) if pa.types.is_timestamp(found.type) else found).to_pylist()
+
+    now = time.time()
+    return [
+        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, now, added)
+        for path, size, records, partition, first, last, low, high, group, added in zip(
+            column("path"),
+            column("size_bytes"),
+            column("num_records"),
+            column("min.kafka.partition"),
+            column("min.kafka.offset"),
+            column("max.kafka.offset"),
+            column("min.kafka.time"),
+            column("max.kafka.time"),
+            column("partition.topic"),
+            column("modification_time"),
+            strict=True,
+        )
+    ]
+
+
+def _millis(moments: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Since the epoch. A thousand of them as Python's times take as long as all else of a thousand files."""
+    return pc.floor_temporal(moments, unit="millisecond").cast(pa.timestamp("ms", "UTC")).cast(pa.int64())

@@ -1,0 +1,293 @@
+"""The files of raw tables: their columns, their writer, and the carried time of their records.
+
+The columns of a raw record and of a quarantined one, as Arrow schemas.
+
+The write half of ingest inside a Spark task: record batches become Parquet files that a later commit names.
+
+The carried time of raw records: ``kafka.time`` never decreases within a partition, across files and batches.
+
+Ingest writes the carried time. A batch begins with the partition's highest time so far (``highest_times``). The tasks
+of a batch do not know each other's times, and ``lift`` corrects their files before the commit. Tables of older versions
+have a running maximum within each file only. Readers take the maximum of that time and of ``carried_times``, from the
+log.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import is_valid, pc, struct_of
+from zync_assets.lake import storage
+from zync_assets.lake.raw import RawState, is_replay
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+
+HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+KAFKA_TYPE = pa.struct(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("us", "UTC")),
+        ("time", pa.timestamp("us", "UTC")),
+        ("headers", HEADERS_TYPE),
+    ]
+)
+"""Where a record comes from. ``timestamp`` is the record's own; ``time`` never runs back within a partition: the highest
+timestamp up to the record, a missing one taken from the record before, a future one cut to the time of ingest."""
+
+BAD_SCHEMA = pa.schema(
+    [
+        ("kafka", KAFKA_TYPE),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("stage", pa.string()),
+        ("error", pa.string()),
+        ("end", pa.int64()),
+    ]
+)
+"""A quarantined record, whole: its bytes and headers as Kafka had them, and why it is here.
+``stage``: ``key`` or ``value`` (could not be decoded), ``shape`` (the input's shape fails on it), or one of RANGE_STAGES.
+``end`` is the offset after the entry."""
+
+LOST, DROPPED = "lost", "dropped"
+RANGE_STAGES = (LOST, DROPPED)
+"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention removed
+them before they were ingested; or the input's shape left out these records."""
+
+
+def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
+    """The columns of a raw table. A side of which only nulls were seen has no type yet, and no column."""
+    sides = [pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)]
+    ids = [pa.field("key_schema_id", pa.int32()), pa.field("value_schema_id", pa.int32())]
+    return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])
+
+
+def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
+    """Side-table rows for offset ranges that retention removed, one batch per range. ``now``: milliseconds since the epoch."""
+    return [
+        pa.RecordBatch.from_pylist(
+            [
+                {
+                    "kafka": {"topic": topic, "partition": part.partition, "offset": part.first, "time": now * 1000},
+                    "stage": LOST,
+                    "end": part.end,
+                    "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
+                }
+            ],
+            schema=BAD_SCHEMA,
+        )
+        for part in lost
+    ]
+
+
+def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.RecordBatch:
+    """Side-table rows for records that the input's shape excludes, one row per range of consecutive records.
+
+    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept.
+    """
+    count = len(firsts)
+    columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
+    columns |= {"offset": firsts, "timestamp": pa.nulls(count, KAFKA_TYPE.field("timestamp").type)}
+    columns["headers"] = pa.nulls(count, HEADERS_TYPE)
+    place = pa.StructArray.from_arrays([columns[name] for name in KAFKA_TYPE.names], fields=list(KAFKA_TYPE))
+    nothing = pa.nulls(count, pa.binary())
+    stages = pa.repeat(pa.scalar(DROPPED), count)
+    return pa.RecordBatch.from_arrays(
+        [place, nothing, nothing, stages, pa.nulls(count, pa.string()), ends], schema=BAD_SCHEMA
+    )
+
+
+MAX_RECORDS = 1_000_000
+"""The most records in one file. The limit keeps a batch cheap if the batch needs one record of the file."""
+
+
+_CONSTANT = ["kafka.topic", "kafka.partition", "key_schema_id", "value_schema_id"]
+_ASCENDING = ("kafka.offset", "kafka.timestamp", "kafka.time")
+"""Parquet's dictionary suits the columns with few values, and its delta encoding (DELTA_BINARY_PACKED) suits the ascending
+columns. A trial dictionary for every column would double the time of a write."""
+
+
+_WRITTEN = "can't be written"
+
+
+class RangeWriter:
+    """Writes the batches of one Kafka partition, in offset order, as sorted files of a table.
+
+    A file has one schema: when a batch is wider than the one before (a record with a newer writer schema came), the next
+    file begins. Files that no commit names are invisible; nothing is removed on failure.
+    """
+
+    def __init__(self, table_uri: str, partition: int, name: str = "part") -> None:
+        """``name``: what the files' names begin with."""
+        self._uri = table_uri
+        self._partition = partition
+        self._name = name
+        self._open: _OpenFile | None = None
+        self._done: list[tuple[DataFile, pa.Schema]] = []
+
+    def __enter__(self) -> RangeWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        current = self._open
+        if current is not None and (not current.schema.equals(batch.schema) or current.records >= MAX_RECORDS):
+            self.close()
+            current = None
+        if current is None:
+            current = self._open = _OpenFile(self._uri, self._partition, batch.schema, self._name)
+        current.write(batch)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._done.append((self._open.finish(), self._open.schema))
+            self._open = None
+
+    @property
+    def files(self) -> list[tuple[DataFile, pa.Schema]]:
+        """The finished files, each with its own Arrow schema."""
+        return self._done
+
+
+class _OpenFile:
+    def __init__(self, table_uri: str, partition: int, schema: pa.Schema, name: str) -> None:
+        self.schema = schema
+        self.records = 0
+        self._partition = partition
+        self._path = f"{name}-{partition:05d}-{uuid.uuid4().hex}.parquet"
+        self._uri = storage.join(table_uri, self._path)
+        self._first: int | None = None
+        self._last = 0
+        self._low: int | None = None
+        self._high = 0
+        system, path = storage.filesystem(self._uri)
+        with storage.accessed(self._uri, _WRITTEN):
+            system.create_dir(path.rsplit("/", 1)[0], recursive=True)
+            self._writer = pq.ParquetWriter(
+                path,
+                schema,
+                filesystem=system,
+                compression="snappy",
+                use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
+                column_encoding=dict.fromkeys(_ASCENDING, "DELTA_BINARY_PACKED"),
+                # Of other columns the least and the most of a row group, in order of offsets, help no reader to skip one.
+                write_statistics=_ASCENDING,  # type: ignore[arg-type]
+            )
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        kafka = batch.column("kafka")
+        offsets, times = pc.struct_field(kafka, "offset"), pc.struct_field(kafka, "time")
+        if self._first is None:
+            self._first, self._low = offsets[0].as_py(), times[0].value // 1000
+        self._last, self._high = offsets[-1].as_py(), times[-1].value // 1000
+        self.records += batch.num_rows
+        with storage.accessed(self._uri, _WRITTEN):
+            self._writer.write_batch(batch)
+
+    def finish(self) -> DataFile:
+        with storage.accessed(self._uri, _WRITTEN):
+            self._writer.close()
+        return DataFile(
+            self._path,
+            storage.file_size(self._uri),
+            self.records,
+            self._partition,
+            self._first,
+            self._last,
+            self._low,
+            self._high,
+        )
+
+
+_ROWS = 50_000
+
+
+def highest_times(state: RawState | None) -> dict[int, int]:
+    """Partition → the highest time of all records before its next offset, in milliseconds since the epoch.
+
+    Quarantined and left-out records count, and records that retention removed. A table of an older version knows the times
+    of the records that it holds or held.
+    """
+    if state is None:
+        return {}
+    found = dict(state.reached)
+    for known in (state.times, _of_files(state.files)):
+        for partition, time in known.items():
+            found[partition] = max(found.get(partition, 0), time)
+    return found
+
+
+def _of_files(files: Sequence[DataFile]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for item in files:
+        if item.max_time is not None and item.partition is not None and not is_replay(item):
+            found[item.partition] = max(found.get(item.partition, 0), item.max_time)
+    return found
+
+
+def carried_times(files: Sequence[DataFile], reached: Mapping[int, int] | None = None) -> dict[str, int]:
+    """File path → the highest record time of its partition before it, only where that is above the file's lowest.
+
+    ``files`` are all files of the table, sorted by partition and offset; ``reached``: partition → the highest time of
+    the records that retention removed. A replay's records have their final time.
+    """
+    carried: dict[str, int] = {}
+    partition, highest = None, None
+    for item in files:
+        if is_replay(item):
+            continue
+        if item.partition != partition:
+            partition, highest = item.partition, (reached or {}).get(item.partition or 0)
+        if highest is not None and item.min_time is not None and item.min_time < highest:
+            carried[item.path] = highest
+        if item.max_time is not None:
+            highest = item.max_time if highest is None else max(highest, item.max_time)
+    return carried
+
+
+def carried(kafka: pa.StructArray, reached: int | None) -> pa.StructArray:
+    """Places of one partition in the order of their offsets, with times that begin at ``reached`` (microseconds since the
+    epoch; None: at their own) and never run back."""
+    at = kafka.type.get_field_index("time")
+    if at < 0:
+        return kafka
+    parts = kafka.flatten()
+    times = pc.max_element_wise(parts[at].cast(pa.int64()), pa.scalar(reached, pa.int64()))
+    parts[at] = pc.cumulative_max(times).cast(parts[at].type)
+    return struct_of(kafka.type, parts, len(kafka), is_valid(kafka))
+
+
+def last_time(kafka: pa.StructArray) -> int | None:
+    """The carried time that some places end with, in microseconds since the epoch."""
+    return None if kafka.type.get_field_index("time") < 0 else pc.struct_field(kafka, "time")[-1].value
+
+
+def lift(table_uri: str, item: DataFile, reached: int, name: str) -> list[DataFile]:
+    """Write the records of a file that no commit names yet into another one, with times that begin at ``reached``
+    (milliseconds). The file itself stays: Spark may run the task again.
+
+    ``name``: the beginning of the new file's name. LakeError if a file can't be read or written.
+    """
+    uri = storage.join(table_uri, item.path)
+    system, path = storage.filesystem(uri)
+    writer = RangeWriter(table_uri, item.partition or 0, name)
+    with storage.accessed(uri, "can't be read"), writer, pq.ParquetFile(path, filesystem=system) as file:
+        for batch in storage.read_batches(file, _ROWS):
+            place = batch.schema.get_field_index("kafka")
+            kafka = carried(batch.column(place), reached * 1000)
+            writer.write(batch.set_column(place, batch.schema.field(place), kafka))
+    return [made for made, _ in writer.files]

@@ -1,0 +1,223 @@
+"""The conditions of rules: ``join-on`` as pairs of expressions, and a ``where`` that leaves a later rule nothing.
+
+``join-on``: equalities joined by AND, each of a left-only and a right-only expression.
+
+Whether an earlier rule plainly leaves a later one nothing: where its ``where`` is implied by the later rule's.
+
+``None`` stands for a rule without ``where``: it takes everything but tombstones. Only what is plain in the text counts;
+where this module says nothing, a rule may still never match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+from sqlglot import exp
+from sqlglot.tokenizer_core import Token, TokenType
+
+from zync_assets.pipeline_file.expressions import Expression, SqlProblem, check_expression, columns, parse, roots
+
+JoinPair: TypeAlias = tuple[str, str]
+"""(left-only expression, right-only expression), as the file spells them."""
+
+_OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET, TokenType.CASE)
+_CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET, TokenType.END)
+_SHAPE = "must be equalities joined by AND, such as left.value.a = right.value.b"
+
+
+def split_join(sql: str, left_root: str = "left", right_root: str = "right") -> tuple[tuple[JoinPair, ...], list[str]]:
+    """The pairs of a ``join-on``, and what is wrong with it; no pairs when something is.
+
+    The texts are cut out of ``sql``, not written anew, so Spark parses what the user wrote.
+    """
+    problems = check_expression(sql, (left_root, right_root))
+    if problems:
+        return (), problems
+    expression = parse(sql)
+    pairs: list[JoinPair] = []
+    try:
+        for conjunct in _conjuncts(expression.tokens, expression):
+            pairs.append(_pair(conjunct, expression, left_root, right_root))
+    except SqlProblem as problem:
+        return (), [str(problem)]
+    return tuple(pairs), []
+
+
+def _conjuncts(tokens: Sequence[Token], whole: Expression) -> list[Sequence[Token]]:
+    tokens = _unwrapped(tokens)
+    tree = parse(_text(tokens, whole)).tree
+    if isinstance(tree, exp.Or):
+        raise SqlProblem(f"{_SHAPE}; OR is not supported: write a rule for each")
+    if not isinstance(tree, exp.And):
+        return [tokens]
+    pieces = _cut(tokens, TokenType.AND)
+    if len(pieces) < 2 or not all(pieces):
+        raise SqlProblem(_SHAPE)
+    return [found for piece in pieces for found in _conjuncts(piece, whole)]
+
+
+def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root: str) -> JoinPair:
+    text = _text(tokens, whole)
+    tree = parse(text).tree
+    if isinstance(tree, exp.NullSafeEQ):
+        raise SqlProblem(f"`{text}`: use `=`; a null join key matches nothing")
+    sides = _cut(tokens, TokenType.EQ)
+    if not isinstance(tree, exp.EQ) or len(sides) != 2 or not all(sides):
+        raise SqlProblem(f"`{text}` is no equality of the two sides; {_SHAPE}")
+    texts = [_text(side, whole) for side in sides]
+    parsed = [parse(side).tree for side in texts]
+    # Spark and sqlglot bind `a between 1 and 2 = b` differently; parentheses leave no doubt.
+    doubtful = any(isinstance(side, exp.Predicate | exp.Not | exp.RegexpLike) for side in parsed)
+    if doubtful or (tree.this, tree.expression) != tuple(parsed):
+        raise SqlProblem(f"`{text}` can be read in two ways; put each side in parentheses")
+    used = [roots(side) for side in parsed]
+    if used == [{left_root}, {right_root}]:
+        return texts[0], texts[1]
+    if used == [{right_root}, {left_root}]:
+        return texts[1], texts[0]
+    for side, names in zip(texts, used, strict=True):
+        if len(names) > 1:
+            raise SqlProblem(f"`{side}` mixes {left_root} and {right_root}; each side of `=` must be of one of them")
+        if not names:
+            raise SqlProblem(
+                f"`{side}` is of neither {left_root} nor {right_root}; put a condition on one side into where"
+            )
+    only = next(iter(used[0]))
+    raise SqlProblem(f"`{text}` compares {only} with itself; put a condition on one side into where")
+
+
+def _unwrapped(tokens: Sequence[Token]) -> Sequence[Token]:
+    """Without the parentheses around the whole."""
+    while len(tokens) > 2 and tokens[0].token_type == TokenType.L_PAREN and _closes(tokens) == len(tokens) - 1:
+        tokens = tokens[1:-1]
+    return tokens
+
+
+def _closes(tokens: Sequence[Token]) -> int:
+    depth = 0
+    for index, token in enumerate(tokens):
+        depth += _step(tokens, index, token)
+        if depth == 0:
+            return index
+    return -1
+
+
+def _step(tokens: Sequence[Token], index: int, token: Token) -> int:
+    if index and tokens[index - 1].token_type == TokenType.DOT:
+        return 0  # a field that is called like a keyword
+    return (token.token_type in _OPENING) - (token.token_type in _CLOSING)
+
+
+def _cut(tokens: Sequence[Token], separator: TokenType) -> list[Sequence[Token]]:
+    """The stretches between separators that stand outside parentheses, brackets and CASE."""
+    depth, begin = 0, 0
+    pieces: list[Sequence[Token]] = []
+    for index, token in enumerate(tokens):
+        field = index > 0 and tokens[index - 1].token_type == TokenType.DOT
+        depth += _step(tokens, index, token)
+        if depth == 0 and not field and token.token_type == separator:
+            pieces.append(tokens[begin:index])
+            begin = index + 1
+    return [*pieces, tokens[begin:]]
+
+
+def _text(tokens: Sequence[Token], whole: Expression) -> str:
+    return whole.sql[tokens[0].start : tokens[-1].end + 1]
+
+
+def leaves_nothing(earlier: str | None, later: str | None) -> bool:
+    """True when every record that ``later`` would take is taken by ``earlier``. Both are conditions that parse."""
+    if earlier is None:
+        return later is None or _never_takes_tombstones(_tree(later))
+    earlier_tree = _tree(earlier)
+    if _is_true(earlier_tree):
+        return True
+    if later is None:
+        return False
+    conjuncts = list(_joined_by_and(_tree(later)))
+    return all(any(_implies(given, wanted) for given in conjuncts) for wanted in _joined_by_and(earlier_tree))
+
+
+# A rule is compared with every earlier one of its topic.
+@lru_cache(maxsize=4096)
+def _tree(sql: str) -> exp.Expr:
+    tree = parse(sql).tree.unnest()
+    for paren in list(tree.find_all(exp.Paren)):
+        paren.replace(paren.this)
+    for name in tree.find_all(exp.Identifier):
+        name.set("this", name.name.lower())
+        name.set("quoted", False)
+    return tree
+
+
+def _is_true(tree: exp.Expr) -> bool:
+    return isinstance(tree, exp.Boolean) and bool(tree.this)
+
+
+def _joined_by_and(tree: exp.Expr) -> Iterator[exp.Expr]:
+    if isinstance(tree, exp.And):
+        yield from _joined_by_and(tree.left)
+        yield from _joined_by_and(tree.right)
+    else:
+        yield tree
+
+
+def _implies(given: exp.Expr, wanted: exp.Expr) -> bool:
+    if given == wanted:
+        return True
+    given_values, wanted_values = _one_of(given), _one_of(wanted)
+    if given_values is None or wanted_values is None or given_values[0] != wanted_values[0]:
+        return False
+    return given_values[1] <= wanted_values[1]
+
+
+def _one_of(tree: exp.Expr) -> tuple[exp.Expr, frozenset[exp.Expr]] | None:
+    """``column = literal`` and ``column IN (literals)`` as the column and its values."""
+    if isinstance(tree, exp.EQ):
+        sides = (tree.left, tree.right)
+        for column, literal in (sides, sides[::-1]):
+            if isinstance(column, exp.Column) and isinstance(literal, exp.Literal):
+                return column, frozenset([literal])
+    if isinstance(tree, exp.In) and isinstance(tree.this, exp.Column):
+        literals = frozenset(item for item in tree.expressions if isinstance(item, exp.Literal))
+        if literals and len(literals) == len(set(tree.expressions)):
+            return tree.this, literals
+    return None
+
+
+_NULL_IN_NULL_OUT = (
+    exp.EQ,
+    exp.NEQ,
+    exp.GT,
+    exp.GTE,
+    exp.LT,
+    exp.LTE,
+    exp.In,
+    exp.Like,
+    exp.ILike,
+    exp.Between,
+)
+
+
+def _never_takes_tombstones(tree: exp.Expr) -> bool:
+    """True when the condition is plainly null or false where ``value`` is null."""
+    if isinstance(tree, exp.And):
+        return _never_takes_tombstones(tree.left) or _never_takes_tombstones(tree.right)
+    if isinstance(tree, exp.Or):
+        return _never_takes_tombstones(tree.left) and _never_takes_tombstones(tree.right)
+    if isinstance(tree, exp.Not):
+        inner = tree.this
+        if isinstance(inner, exp.Is):
+            return isinstance(inner.expression, exp.Null) and _of_value(inner.this)
+        # NOT of null is null; but NOT of an AND or an OR that is false is true.
+        return isinstance(inner, _NULL_IN_NULL_OUT) and _never_takes_tombstones(inner)
+    if isinstance(tree, _NULL_IN_NULL_OUT):
+        return _of_value(tree.this) or (isinstance(tree, exp.Binary) and _of_value(tree.expression))
+    return _of_value(tree)
+
+
+def _of_value(tree: object) -> bool:
+    """A field of ``value``, or ``value`` itself: null in a tombstone."""
+    return isinstance(tree, exp.Column) and any(parts[0].lower() == "value" for parts in columns(tree))

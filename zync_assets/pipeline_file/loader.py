@@ -1,0 +1,391 @@
+"""The key ``lake``: a folder, an object store's URI, or a mapping of ``uri`` and what opens that store.
+
+The connections of the ``zync`` command of brimdata: ``~/.zync/kafka.json`` and ``~/.zync/schema_registry.json``.
+
+They are read where a pipeline file has no ``kafka:`` or no ``registry:``. Their keys are zync's own (``cli/flags.go`` of
+github.com/brimdata/zync); those with a dot are librdkafka's, or those of Confluent's registry client, as they are.
+
+Loads and checks a pipeline file. Reports every problem of the file at once, with its line, key and cure.
+
+Needs no JVM and no network. Other steps check the properties that only data or a broker shows: fields of records, and types
+of join keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from zync_assets.errors import PipelineFileError, Problem
+from zync_assets.lake.stores import GENERAL, KINDS, Kind, with_environment
+from zync_assets.pipeline import (
+    SHARED,
+    UNAVAILABLE_VALUE,
+    Input,
+    LakeUri,
+    MissingField,
+    Output,
+    Pipeline,
+    RegistryConfig,
+    Rule,
+)
+from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.grammar import FILE
+from zync_assets.pipeline_file.keys import known_names
+from zync_assets.pipeline_file.rules import read_rules
+from zync_assets.pipeline_file.source import Items, Scalar, Table, read
+from zync_assets.pipeline_file.topics import read_inputs, read_outputs
+from zync_assets.spark.sql import contradictions
+
+DEFAULT_LAKE = "./lake"
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
+    """An absolute path, or a ``LakeUri`` with its settings."""
+    node = fields.node("lake")
+    if isinstance(node, Table):
+        return _of_mapping(Fields(node, "lake", fields.problems, None), path, env)
+    if node is not None and not isinstance(node, Scalar):
+        fields.problem("lake", f"must be a folder, a URI or a mapping with uri:, not {kind(node)}")
+        return ""
+    text = fields.text("lake") if node is not None else DEFAULT_LAKE
+    return "" if text is None else _place(fields, "lake", text, {}, path, env)
+
+
+def _of_mapping(lake: Fields, path: Path, env: Mapping[str, str]) -> str:
+    settings = lake.flat()
+    uri = settings.pop("uri", None)
+    if uri is None:
+        if "uri" not in lake:
+            lake.problem("uri", "is missing; write the URI of the bucket and folder, as in s3://bucket/folder")
+        return ""
+    return _place(lake, "uri", uri, settings, path, env)
+
+
+def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], path: Path, env: Mapping[str, str]) -> str:
+    found = _URI.match(text)
+    if found is None or found[1].lower() == "file":
+        for name in settings:
+            fields.problem(name, "is a setting of an object store, and the lake is a folder; remove it")
+        return _folder(fields, key, text, path)
+    store = KINDS.get(found[1].lower())
+    if store is None:
+        known = listed(f"{name}://" for name in KINDS)
+        fields.problem(key, f"is in no kind of store that is known here; known are {known}, or write a folder")
+        return ""
+    if not text[found.end() :].strip("/"):
+        fields.problem(key, "names no bucket or folder; write it as in s3://bucket/folder")
+        return ""
+    _check(fields, store, settings)
+    uri = text.rstrip("/")
+    return LakeUri(uri, with_environment(uri, settings, env))
+
+
+def _check(fields: Fields, store: Kind, settings: Mapping[str, str]) -> None:
+    for name in settings:
+        if name not in store.settings and name not in GENERAL and not name.startswith(store.prefix):
+            known = ("uri", *store.settings)
+            fields.problem(
+                name,
+                f"is no setting of {store.name}; there are {listed(known)}, and delta-rs's own storage options"
+                f" ({store.prefix}…){suggestion(name, known)}",
+            )
+    if "endpoint" in settings and not re.match(r"https?://[^\s/]", settings["endpoint"]):
+        fields.problem("endpoint", "must begin with http:// or https:// and a host")
+    if ("access-key-id" in settings) != ("secret-access-key" in settings):
+        given, other = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
+        fields.problem(given, f"takes {other}: beside it")
+
+
+def _folder(fields: Fields, key: str, text: str, path: Path) -> str:
+    if _URI.match(text):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            fields.problem(key, "a file: URI needs an absolute path, as in file:///data/lake; or write a folder")
+        text = unquote(parts.path)
+    try:
+        return str((path.absolute().parent / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError):
+        fields.problem(key, "is no path that this system takes; write a folder")
+        return ""
+
+
+_KAFKA = {
+    "bootstrap_servers": "bootstrap.servers",
+    "security_protocol": "security.protocol",
+    "sasl_mechanisms": "sasl.mechanism",
+    "sasl_username": "sasl.username",
+    "sasl_password": "sasl.password",
+    "tls_client_cert_file": "ssl.certificate.location",
+    "tls_client_key_file": "ssl.key.location",
+    "tls_server_ca_cert_file": "ssl.ca.location",
+    "tls_server_insecure_skip_verify": "enable.ssl.certificate.verification",
+}
+_REGISTRY = ("url", "user", "password")
+
+
+def default_kafka(env: Mapping[str, str]) -> dict[str, str]:
+    """librdkafka's properties where neither a file nor an option names a broker.
+
+    ``$KAFKA_BOOTSTRAP_SERVERS`` comes before ``~/.zync/kafka.json``. Empty where there is neither.
+    """
+    servers = env.get("KAFKA_BOOTSTRAP_SERVERS")
+    return {"bootstrap.servers": servers} if servers else home_kafka(env)
+
+
+def default_registry(env: Mapping[str, str]) -> RegistryConfig | None:
+    """The registry of ``$SCHEMA_REGISTRY_URL``, else of ``~/.zync/schema_registry.json``; None where there is neither."""
+    url = env.get("SCHEMA_REGISTRY_URL")
+    return RegistryConfig(url) if url else home_registry(env)
+
+
+def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
+    """librdkafka's properties from ``kafka.json``; none where there is no such file.
+
+    PipelineFileError, with that file's name, for a file that is no such thing.
+    """
+    path, given = _read(env, "kafka.json", tuple(_KAFKA))
+    found = {_KAFKA.get(key, key): value for key, value in given.items()}
+    unverified = given.get("tls_server_insecure_skip_verify")
+    if unverified is not None:
+        if unverified not in ("true", "false"):
+            raise PipelineFileError(str(path), [Problem(1, "tls_server_insecure_skip_verify", "must be true or false")])
+        found["enable.ssl.certificate.verification"] = "false" if unverified == "true" else "true"
+    return found
+
+
+def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
+    """The registry of ``schema_registry.json``; None if the file or its ``url`` is missing."""
+    path, given = _read(env, "schema_registry.json", _REGISTRY)
+    url, user, password = (given.pop(key, "") for key in _REGISTRY)
+    if not url:
+        return None
+    if not url.startswith(("http://", "https://")):
+        raise PipelineFileError(str(path), [Problem(1, "url", "must begin with http:// or https://")])
+    return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **given})
+
+
+def _read(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> tuple[Path, dict[str, str]]:
+    """The file's path, and its values as text; empty ones count as left out, as zync has them."""
+    if not env.get("HOME"):
+        return Path(name), {}
+    path = Path(env["HOME"]) / ".zync" / name
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return path, {}
+    except (OSError, ValueError) as error:
+        # Not the parser's words: they could repeat a secret.
+        problem = Problem(getattr(error, "lineno", 1), "", "can't be read as JSON; correct it, or take it away")
+        raise PipelineFileError(str(path), [problem]) from None
+    if not isinstance(content, dict):
+        raise PipelineFileError(str(path), [Problem(1, "", "must be a JSON object")])
+    problems: list[Problem] = []
+    found: dict[str, str] = {}
+    for key, value in content.items():
+        if key not in known and "." not in key:
+            cure = suggestion(key, known) or f"; known here: {listed(known)}, and names with a dot"
+            problems.append(Problem(1, key, f"is no key that is known here{cure}"))
+        elif not isinstance(value, str | int | float):
+            problems.append(Problem(1, key, "must be one value"))
+        elif value != "":
+            found[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    if problems:
+        raise PipelineFileError(str(path), problems)
+    return path, found
+
+
+DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
+DEFAULT_REGISTRY = "http://localhost:8081"
+DEFAULT_SETTLE_SECONDS = 45.0
+
+_HINTS = {"input": "write inputs:", "rules": "write transforms:"}
+_ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
+_REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
+_WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it where need be, or {SHARED}"
+_HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
+
+
+def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
+    """The pipeline of a file. Needs no broker, registry, lake or JVM.
+
+    ``env``: the variables that ``${NAME}`` in the file stands for.
+    PipelineFileError with all problems of the file, in the order of their lines.
+
+        >>> from pathlib import Path
+        >>> from zync_assets import load_pipeline
+        >>> _ = Path("shop.yaml").write_text("inputs: [{topic: '${TOPIC}', pool: Raw, format: json}]")
+        >>> pipeline = load_pipeline("shop.yaml", {"TOPIC": "orders"})
+        >>> pipeline.name, pipeline.inputs[0].topic
+        ('shop', 'orders')
+    """
+    path = Path(path)
+    node, problems = read(path, env)
+    if isinstance(node, Table):
+        pipeline = _pipeline(Fields(node, "", problems, known_names(FILE), _HINTS), path, env)
+        if not problems:
+            return pipeline
+    elif not problems:
+        empty = node is None or (isinstance(node, Scalar) and node.value is None)
+        found = "is empty" if empty or node is None else f"must be a mapping, not {kind(node)}"
+        problems.append(Problem(1, "", f"{found}; a pipeline has inputs:, outputs: and transforms:"))
+    # A key that is read twice reports its problem twice.
+    raise PipelineFileError(str(path), sorted(dict.fromkeys(problems), key=lambda problem: problem.line))
+
+
+def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
+    name = _name(fields, path)
+    kafka = _properties(fields, "kafka") if "kafka" in fields else default_kafka(env)
+    if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
+        fields.problem("kafka", "oauth_cb must name a function, as in package.module:function")
+    # librdkafka has two names for the brokers' addresses, and uses the addresses of both.
+    if "metadata.broker.list" not in kafka:
+        kafka.setdefault("bootstrap.servers", env.get("KAFKA_BOOTSTRAP_SERVERS") or DEFAULT_BOOTSTRAP_SERVERS)
+    lake = read_lake(fields, path, env)
+    spark = _spark(fields, env)
+    settle = fields.number("settle")
+    parts = _parts(fields)
+    inputs, input_lines = read_inputs(fields) if "inputs" in parts else ({}, {})
+    outputs = read_outputs(fields, input_lines) if "outputs" in parts else {}
+    rules = _rules(fields, inputs, outputs) if "transforms" in parts else ()
+    good_inputs = tuple(item for item in inputs.values() if item is not None)
+    good_outputs = tuple(item for item in outputs.values() if item is not None)
+    sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
+    registry = _registry(fields, env, needed=any(side.format == "avro" for side in sides))
+    return Pipeline(
+        name=name,
+        path=path.resolve(),
+        kafka=kafka,
+        registry=registry,
+        lake=lake,
+        spark=spark,
+        inputs=good_inputs,
+        outputs=good_outputs,
+        rules=rules,
+        settle_seconds=DEFAULT_SETTLE_SECONDS if settle is None else settle,
+        unavailable_value=_unavailable_value(fields),
+        consumer_group=_consumer_group(fields),
+        missing_field=_missing_field(fields),
+    )
+
+
+def _parts(fields: Fields) -> frozenset[str]:
+    """The sections that the file must have. A file of inputs alone ingests; a file of outputs alone publishes."""
+    sections = {
+        *(name for name in ("inputs", "outputs", "transforms") if name in fields),
+        *(("outputs",) if "output" in fields else ()),
+    }
+    return frozenset(sections if sections in ({"inputs"}, {"outputs"}) else ("inputs", "outputs", "transforms"))
+
+
+def _name(fields: Fields, path: Path) -> str:
+    name = fields.text("name") if "name" in fields else None
+    if name is None:
+        return re.sub(r"[^A-Za-z0-9._-]", "_", path.stem) or "pipeline"
+    if not _NAME.fullmatch(name):
+        fields.problem("name", "must consist of letters, digits, `.`, `_` and `-`")
+    return name
+
+
+def _properties(fields: Fields, key: str) -> dict[str, str]:
+    table = fields.table(key)
+    return {} if table is None else Fields(table, key, fields.problems, None).flat()
+
+
+def _registry(fields: Fields, env: Mapping[str, str], needed: bool) -> RegistryConfig | None:
+    table = fields.table("registry")
+    if table is None:
+        found = None if "registry" in fields else default_registry(env)
+        if found is not None:
+            return found
+        return RegistryConfig(DEFAULT_REGISTRY) if needed else None
+    registry = Fields(table, "registry", fields.problems, None)
+    properties = registry.flat()
+    url = properties.pop("url", DEFAULT_REGISTRY)
+    if not re.match(r"https?://[^\s/]", url):
+        registry.problem("url", "must begin with http:// or https:// and a host")
+    return RegistryConfig(url, properties)
+
+
+def _consumer_group(fields: Fields) -> str | None:
+    group = fields.text("consumer-group") if "consumer-group" in fields else None
+    if group is not None and not group.strip():
+        fields.problem("consumer-group", "is empty; write the name of a consumer group, or leave the key out")
+    return group
+
+
+def _unavailable_value(fields: Fields) -> str | None:
+    key = "unavailable-value"
+    node = fields.node(key)
+    if node is None:
+        return UNAVAILABLE_VALUE
+    if isinstance(node, Scalar) and node.value is None:
+        return None
+    text = fields.text(key, "write Debezium's unavailable.value.placeholder, or null where there is none")
+    if text is not None and text.startswith("hex:") and not _HEX.fullmatch(text):
+        fields.problem(key, "after hex: come pairs of hexadecimal digits, as in Debezium's configuration")
+    return text
+
+
+def _missing_field(fields: Fields) -> MissingField:
+    node = fields.node("missing-field")
+    if node is None or (isinstance(node, Scalar) and node.value is None):
+        return "null"
+    return fields.choice("missing-field", ("null", "fail")) or "null"
+
+
+def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
+    default = {"master": "local[*]"}
+    if remote := env.get("SPARK_REMOTE"):
+        # As PySpark has it, and `shared`.
+        default = {"remote": remote}
+    table = fields.table("spark")
+    if table is None:
+        return _checked_default(fields, default)
+    spark = Fields(table, "spark", fields.problems, None)
+    found = spark.flat()
+    for key in spark.entries:
+        if key in ("spark.master", "spark.remote"):
+            spark.problem(key, f"write {key.removeprefix('spark.')}:")
+        elif key not in ("master", "remote") and not key.startswith("spark."):
+            near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
+            spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
+    for key, reason in contradictions(found):
+        spark.problem(key, reason)
+    if "master" in spark and "remote" in spark and found.get("remote") != SHARED:
+        spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
+    elif not _REMOTE.fullmatch(found.get("remote", SHARED)):
+        spark.problem("remote", _WRONG_REMOTE)
+    if "master" not in spark and "remote" not in spark:
+        found |= _checked_default(fields, default)
+    return found
+
+
+def _checked_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
+    if not _REMOTE.fullmatch(default.get("remote", SHARED)):
+        fields.problem("spark", f"names no master, and the environment variable SPARK_REMOTE {_WRONG_REMOTE}")
+    return default
+
+
+def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, Output | None]) -> tuple[Rule, ...]:
+    node = fields.node("transforms")
+    if node is None:
+        alone = "" if "transforms" in fields else _ALONE
+        fields.problem(
+            "transforms", f"is missing; write a list of rules, each with type: denorm or type: stateless{alone}"
+        )
+        return ()
+    if not isinstance(node, Items) or not node.items:
+        found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
+        fields.problem("transforms", f"{found}; write at least one rule, with type: denorm or type: stateless")
+        return ()
+    return read_rules(tables(node, "transforms", fields.problems), inputs, outputs, fields.problems)

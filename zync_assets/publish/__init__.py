@@ -1,0 +1,1 @@
+"""Publish: staging table → output topic. In order of work: ``plan``, ``encoding``, ``commit``."""

@@ -1,0 +1,438 @@
+"""Staged rows and their headers as the bytes that Kafka is to hold.
+
+The headers of staged rows, as they are sent: those that the rule made, then where the record came from.
+
+Staged rows as the bytes that Kafka is to hold: what publishing sends, and what it and the checks compare with.
+
+Uses what is kept in the pool (each row's output schema), never the pipeline file, which may have changed since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import list_of, pc, with_type
+from zync_assets.codecs.avro.decoder import HEADER
+from zync_assets.codecs.dispatch import Encoded, Encoder, make_encoder
+from zync_assets.codecs.fields import topic_type_of
+from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
+from zync_assets.etl.rules.output_schemas import (
+    FieldPath,
+    is_empty,
+    nullable_groups,
+    parse_group,
+    required_fields,
+    schema_groups,
+    without,
+)
+from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.lake import staging, storage
+from zync_assets.lake.publication import Published, WrittenSchema
+from zync_assets.lake.raw_files import HEADERS_TYPE
+from zync_assets.lake.staging import StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.pipeline import SOURCE_HEADER, RegistryConfig
+
+_ENTRY = HEADERS_TYPE.value_type
+
+
+def no_headers(count: int) -> pa.Array:
+    return pa.nulls(count, HEADERS_TYPE)
+
+
+def most_source_bytes(topics: Iterable[str]) -> int:
+    """The most bytes that the header of one raw record takes. ``topics``: the possible topics of the record."""
+    longest = max((len(topic) for topic in topics), default=0)
+    # Two numbers, of 10 and of 19 digits, and the lengths of the header's name and value.
+    return len(SOURCE_HEADER) + len('{"topic":"","partition":,"offset":}') + longest + 10 + 19 + 10
+
+
+def sent_headers(own: pa.Array | None, source: pa.Array | None, count: int) -> pa.Array:
+    """One array of HEADERS_TYPE, null where a row has no header.
+
+    ``own``: the staging table's column; ``source``: the raw records (structs of topic, partition, offset) where each is
+    to be a header: JSON, ``{"topic":"shop.orders","partition":0,"offset":7}``.
+    """
+    parts: list[tuple[np.ndarray, pa.Array]] = []
+    if own is not None and own.null_count < count:
+        parts.append((_lengths(own), own.flatten().cast(_ENTRY)))
+    if source is not None:
+        parts.append((_lengths(source), _entries(source.flatten())))
+    if not parts:
+        return no_headers(count)
+    lengths = np.sum([part for part, _ in parts], axis=0)
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    entries = pa.concat_arrays([part for _, part in parts])
+    if len(parts) > 1:
+        rows = np.concatenate([np.repeat(np.arange(count), part) for part, _ in parts])
+        entries = entries.take(pa.array(np.argsort(rows, kind="stable")))
+    return list_of(HEADERS_TYPE, offsets, entries, lengths > 0)
+
+
+def _lengths(lists: pa.Array) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _entries(places: pa.StructArray) -> pa.Array:
+    # A topic's name has no character that JSON would escape.
+    topic, partition, offset = (
+        pc.struct_field(places, name).cast(pa.string()) for name in ("topic", "partition", "offset")
+    )
+    texts = pc.binary_join_element_wise('{"topic":"', topic, '","partition":', partition, ',"offset":', offset, "}", "")
+    return pa.StructArray.from_arrays(
+        [pa.repeat(pa.scalar(SOURCE_HEADER), len(places)), texts.cast(pa.binary())], fields=list(_ENTRY)
+    )
+
+
+def differing(mine: pa.Array | pa.ChunkedArray, other: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
+    if mine.null_count == len(mine) and other.null_count == len(other):
+        return np.zeros(len(mine), bool)
+    pairs = zip(mine.to_pylist(), other.to_pylist(), strict=True)
+    return np.fromiter(((one or None) != (two or None) for one, two in pairs), bool, len(mine))
+
+
+BATCH_RECORDS = 20_000
+
+ENCODED_SCHEMA = pa.schema(
+    [("offset", pa.int64()), ("key", pa.binary()), ("value", pa.binary()), ("headers", HEADERS_TYPE)]
+)
+"""A record as Kafka is to hold it; ``headers`` is null where there are none."""
+
+Row: TypeAlias = tuple[Any, ...]
+"""A record with the fields of ENCODED_SCHEMA, as plain values."""
+AlikeIds: TypeAlias = Callable[[str, int, int], bool]
+"""Side, id of a staged row's schema, id that stands in Kafka → whether both mean one schema."""
+
+NO_ID = 0
+"""In place of a registry's id, before a schema is registered. Every id takes four bytes."""
+
+
+@dataclass(frozen=True)
+class SideSchema:
+    """How one side of a row is encoded; ``schema`` and ``schema_id`` are None where the side is always null."""
+
+    format: str
+    schema: str | None
+    schema_id: int | None
+    subject: str
+    """The registry's subject of an Avro schema."""
+    renamed: bool = False
+    """Whether fields have other names in the lake than in the schema."""
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """The encoding of a row. ``provenance``: headers name the raw records behind the row."""
+
+    key: SideSchema
+    value: SideSchema
+    provenance: bool
+
+
+@dataclass(frozen=True)
+class StagedTopic:
+    """The picklable facts that a task needs to encode the rows of one output topic."""
+
+    topic: str
+    uri: str
+    files: tuple[DataFile, ...]
+    schemas: Mapping[str, RowSchema]
+    """By fingerprint."""
+    registry: Registry | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """Rows as they are sent: ``keys``, ``values`` and ``headers``, and why some rows can't be sent, by index."""
+
+    keys: pa.Array
+    values: pa.Array
+    headers: pa.Array
+    errors: Mapping[int, str]
+
+    @property
+    def columns(self) -> list[pa.Array]:
+        return [self.keys, self.values, self.headers]
+
+
+def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | None) -> StagedTopic:
+    """An output topic of a staging pool, its schemas registered under the subjects that its rules had (``subject_name``).
+
+    Raises RegistryError if the registry refuses one.
+    """
+    client = Registry(registry) if registry else None
+    schemas: dict[str, RowSchema] = {}
+    rows = {name: row_schema(topic, text) for name, (of, text) in state.head.schemas.items() if of == topic}
+    # A registry takes a schema that reads the records of those before: what is required at first may be null later.
+    for name, whole in sorted(rows.items(), key=lambda item: -_required_count(item[1])):
+        key, value = (_registered(client, topic, side) for side in (whole.key, whole.value))
+        schemas[name] = replace(whole, key=key, value=value)
+    return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas, client)
+
+
+def _required_count(row: RowSchema) -> int:
+    return sum(len(_required(side.schema)) for side in (row.key, row.value))
+
+
+@lru_cache(maxsize=1024)
+def _required(schema: str | None) -> tuple[FieldPath, ...]:
+    return () if schema is None else tuple(required_fields(json.loads(schema)))
+
+
+def encoded_rows(
+    staged: StagedTopic, first: int, end: int, used: set[WrittenSchema] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA. ``used``: is added the schemas that the rows have, and
+    their ids.
+
+    Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
+    """
+    upcoming = first
+
+    @cache
+    def schema_of(group: str) -> RowSchema:
+        found = _row_schema(staged, group)
+        if used is not None:
+            used.update(_written(found))
+        return found
+
+    for batch in _rows(staged, first, end):
+        offsets = pc.struct_field(batch.column("kafka"), "offset")
+        made = payloads(staged.topic, batch, schema_of)
+        if made.errors:
+            worst = min(made.errors)
+            raise SchemaError(
+                f"topic {staged.topic}, offset {offsets[worst].as_py()}: {made.errors[worst]}. Nothing from this offset on was"
+                " published; the record is staged."
+            )
+        if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
+            raise LakeError(
+                f"topic {staged.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
+                " published. Restore the table to a version before that was so."
+            )
+        upcoming += len(offsets)
+        yield pa.RecordBatch.from_arrays([offsets, *made.columns], schema=ENCODED_SCHEMA)
+    if upcoming != end:
+        raise LakeError(
+            f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
+            " before that was so."
+        )
+
+
+def _written(schema: RowSchema) -> Iterator[WrittenSchema]:
+    for name, side in (("key", schema.key), ("value", schema.value)):
+        if side.schema is not None and side.schema_id is not None:
+            yield WrittenSchema(name, side.schema_id, side.schema)
+
+
+def alike_ids(staged: StagedTopic, used: Collection[WrittenSchema], done: Published) -> AlikeIds:
+    """A function that says whether a schema id in Kafka and the schema id of a staged row name the same schema.
+
+    The ids name the same schema if the pool published the schema under the id in Kafka (the registry may have been created
+    again since), or if the registry has the schema under both ids. ``used``: see ``encoded_rows``.
+    """
+
+    @cache
+    def alike(side: str, own: int, other: int) -> bool:
+        texts = [item.schema for item in used if (item.side, item.id) == (side, own)]
+        return any(done.wrote(WrittenSchema(side, other, text)) or _has(staged.registry, other, text) for text in texts)
+
+    return alike
+
+
+def _has(registry: Registry | None, id: int, schema: str) -> bool:
+    if registry is None:
+        return False
+    try:
+        return json.loads(registry.schema(id)) == json.loads(schema)
+    except (SchemaError, SchemaUnknown):
+        return False
+
+
+def is_same(mine: Row | None, other: Row | None, alike: AlikeIds) -> bool:
+    """Whether two records (the fields of ENCODED_SCHEMA) are the same but for ids of one schema."""
+    if mine is None or other is None or mine == other:
+        return mine == other
+    sides = zip(("key", "value"), mine[1:3], other[1:3], strict=True)
+    return (mine[0], mine[3]) == (other[0], other[3]) and all(_is_same_side(*side, alike) for side in sides)
+
+
+def _is_same_side(side: str, mine: bytes | None, other: bytes | None, alike: AlikeIds) -> bool:
+    if mine is None or other is None or mine == other:
+        return mine == other
+    if min(len(mine), len(other)) < HEADER or mine[HEADER:] != other[HEADER:]:
+        return False
+    framed = mine[:1] == other[:1] == b"\0"
+    return framed and alike(side, int.from_bytes(mine[1:HEADER]), int.from_bytes(other[1:HEADER]))
+
+
+def first_difference(
+    ours: Iterator[pa.RecordBatch],
+    theirs: Iterator[pa.RecordBatch],
+    *,
+    compacted: bool = False,
+    alike: AlikeIds = lambda *_: False,
+) -> tuple[int | None, int]:
+    """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
+    they don't) and how many are equal before it.
+
+    ``compacted``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
+    """
+    staged, equal = _single_rows(ours), 0
+    for other in _single_rows(theirs):
+        mine = next(staged, None)
+        while compacted and mine is not None and mine[0] < other[0]:
+            mine = next(staged, None)
+        if not is_same(mine, other, alike):
+            return min(row[0] for row in (mine, other) if row is not None), equal
+        equal += 1
+    left = None if compacted else next(staged, None)
+    return (None if left is None else left[0]), equal
+
+
+def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
+    for batch in batches:
+        yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
+
+
+def row_schema(topic: str, text: str) -> RowSchema:
+    """An output schema as the pool keeps it (``etl.output_types.OutputType.texts``). Its Avro sides have the id NO_ID."""
+    found = json.loads(text)
+    key, value = (_side(topic, side, found[side]) for side in ("key", "value"))
+    return RowSchema(key, value, found.get("provenance", False))
+
+
+def _side(topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
+    form, schema = str(found["format"]), found["schema"]
+    if schema is None:
+        return SideSchema(form, None, None, "")
+    strategy, text, renamed = found.get("subject", "topic"), json.dumps(schema), found.get("renamed", False)
+    if form != "avro":
+        return SideSchema(form, text, None, "", renamed)
+    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text), renamed)
+
+
+def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
+    if side.format != "avro" or side.schema is None:
+        return side
+    if client is None:
+        raise SchemaError(
+            f"topic {topic}, subject {side.subject}: it is Avro and the pipeline has no registry. Add registry: url."
+        )
+    try:
+        return replace(side, schema_id=client.register(side.subject, side.schema))
+    except RegistryUnavailable:
+        raise
+    except RegistryError as error:
+        raise RegistryError(
+            f"topic {topic}: its schema was not taken for subject {side.subject}: {error}. Nothing that needs it was"
+            " published. What is staged keeps its schema: set the subject's compatibility to one that allows it and run"
+            " again; or change the rules, and begin anew with another topic and staging pool."
+        ) from None
+
+
+def less(whole: RowSchema, paths: Collection[str]) -> RowSchema:
+    """The schema of rows that leave out some fields: their rule's, less these."""
+    if whole.value.schema is None or not paths:
+        return whole
+    return replace(
+        whole,
+        value=replace(whole.value, schema=without(whole.value.schema, "value", paths, renamed=whole.value.renamed)),
+    )
+
+
+def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
+    name, paths = parse_group(group)
+    if name not in staged.schemas:
+        raise LakeError(
+            f"topic {staged.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
+        )
+    whole = staged.schemas[name]
+    made = less(whole, paths)
+    return whole if made is whole else replace(made, value=_registered(staged.registry, staged.topic, made.value))
+
+
+def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
+    names = ["schema", "left_out", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+    names.append(staging.HEADERS_COLUMN)
+    if any(item.provenance for item in staged.schemas.values()):
+        names.append("source")
+    for item in staged.files:
+        if (item.last or 0) < first or (item.first or 0) >= end:
+            continue
+        system, path = storage.filesystem(storage.join(staged.uri, item.path))
+        source = pq.ParquetFile(path, filesystem=system)
+        present = ["kafka.offset", *(name for name in names if name in source.schema_arrow.names)]
+        for batch in storage.read_batches(source, BATCH_RECORDS, present):
+            offsets = pc.struct_field(batch.column("kafka"), "offset")
+            inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))
+            kept = batch.filter(inside)
+            if kept.num_rows:
+                yield kept
+
+
+def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:
+    """Rows of the staging table as Kafka is to hold them. ``schema_of``: a group (``schema_groups``) → its schema."""
+    groups = _with_nulls(topic, rows, schema_groups(rows.column("schema"), rows.column("left_out")), schema_of)
+    parts: list[Payloads] = []
+    order: list[np.ndarray] = []
+    for group in pc.unique(groups).to_pylist():
+        places = pc.indices_nonzero(pc.equal(groups, group))
+        own = rows if len(places) == rows.num_rows else rows.take(places)
+        parts.append(_payloads(topic, schema_of(group), own))
+        order.append(places.to_numpy())
+    if len(parts) == 1:
+        return parts[0]
+    back = pa.array(np.argsort(np.concatenate(order)))
+    joined = (pa.concat_arrays(column).take(back) for column in zip(*(part.columns for part in parts), strict=True))
+    keys, values, headers = joined
+    errors = {
+        int(at[index]): text for at, part in zip(order, parts, strict=True) for index, text in part.errors.items()
+    }
+    return Payloads(keys, values, headers, errors)
+
+
+def _with_nulls(topic: str, rows: pa.RecordBatch, groups: pa.Array, schema_of: Callable[[str], RowSchema]) -> pa.Array:
+    """The groups, those apart whose values have a null that their schema has none for."""
+    name = staging.value_column(topic)
+    for group in pc.unique(groups).to_pylist() if name in rows.schema.names else ():
+        if required := _required(schema_of(group).value.schema):
+            groups = nullable_groups(groups, group, rows.column(name), required, "value")
+    return groups
+
+
+def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:
+    own = rows.column(staging.HEADERS_COLUMN) if staging.HEADERS_COLUMN in rows.schema.names else None
+    source = rows.column("source") if schema.provenance else None
+    keys = _encode_side(schema.key, rows, staging.key_column(topic))
+    values = _encode_side(schema.value, rows, staging.value_column(topic))
+    errors = {bad.index: f"its value can't be encoded: {bad.error}" for bad in values.bad}
+    errors |= {bad.index: f"its key can't be encoded: {bad.error}" for bad in keys.bad}
+    return Payloads(keys.payloads, values.payloads, sent_headers(own, source, rows.num_rows), errors)
+
+
+def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> Encoded:
+    if side.schema is None or column not in rows.schema.names:
+        return Encoded(pa.nulls(rows.num_rows, pa.binary()), ())
+    values = rows.column(column)
+    if side.renamed:
+        values = with_type(values, topic_type_of(values.type))
+    if pa.types.is_struct(values.type) and is_empty(side.schema):
+        # No field is left: a record without fields, which the codecs have as a boolean.
+        values = pc.if_else(values.is_valid(), True, pa.scalar(None, pa.bool_()))
+    return encoder_of(side).encode(values)
+
+
+@lru_cache(maxsize=256)
+def encoder_of(side: SideSchema) -> Encoder:
+    return make_encoder(side.format, side.schema, side.schema_id)  # type: ignore[arg-type]

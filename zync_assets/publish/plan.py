@@ -1,0 +1,167 @@
+"""The plan and the read half of publishing: staging table → output topic.
+
+plan_publish   the records that Kafka lacks, and the records to verify first (no JVM)
+read_staging   the lazy batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zync_assets.audit.guard import check_begins
+from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
+from zync_assets.kafka.topics import (
+    TopicState,
+    topic_states,
+)
+from zync_assets.kafka.writer import high_watermark
+from zync_assets.lake import staging
+from zync_assets.lake.publication import Published, open_published, went_back
+from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Output, Pipeline
+from zync_assets.spark import frames
+from zync_assets.spark.session import Session, deferred
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """The state of an output topic compared with staging. ``topic_state`` is None for a topic that must be created."""
+
+    output: Output
+    state: StagingState | None = field(repr=False)
+    position: OutputPosition | None
+    topic_state: TopicState | None
+    published: Published
+    high: int
+
+    @property
+    def end(self) -> int:
+        """The offset after the last staged record."""
+        return self.position.next if self.position else 0
+
+    @property
+    def verified(self) -> int:
+        if self.published.verified is not None:
+            return self.published.verified
+        return self.position.base if self.position else 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last publisher stopped with all that it had announced sent and verified."""
+        return (self.published.window or 0) <= self.verified
+
+    @property
+    def nothing_to_do(self) -> bool:
+        if self.position is None:
+            return True
+        return self.topic_state is not None and self.clean and self.high == self.verified == self.end
+
+    @property
+    def ranges(self) -> tuple[OffsetRange, ...]:
+        """The staged offsets that Kafka lacks."""
+        return (OffsetRange(0, min(self.high, self.end), self.end),) if self.position else ()
+
+    @property
+    def lag(self) -> int:
+        """The number of staged records past the verified offset. The topic's own end proves nothing, because the topic may
+        hold records of another program."""
+        return max(0, self.end - self.verified)
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """A lazy batch of staged records to publish."""
+
+    plan: PublishPlan
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
+
+    @property
+    def topic(self) -> str:
+        return self.plan.output.topic
+
+    def dataframe(self) -> DataFrame:
+        """The staged records that Kafka lacks: kafka, key, value, rule, source, as a Spark DataFrame."""
+        if self.plan.state is None:
+            raise TopicMissing(f"topic {self.topic}: nothing is staged yet. Run ETL first.")
+        return frames.output_frame(self.spark, self.plan.state, self.topic, self.plan.ranges)
+
+
+def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
+    """The publish plan of a topic. Raises TopicMissing, TopicRecreated or ForeignRecord if the topic's state shows it."""
+    item = pipeline.output(topic)
+    # Each before what is ahead of it: another publisher may be at work, and must not look like damage.
+    done = open_published(pipeline.lake, item.pool, topic)
+    found = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if found else None
+    state = staging.open_staging(pipeline.lake, item.pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
+    recreate = pipeline.command("to-kafka", "--recreate", topic)
+    gone = went_back(item.pool, topic, done.verified, position.next if position else None, recreate)
+    if gone is not None:
+        raise gone
+    if state is None:
+        check_begins(pipeline, item.pool)
+    else:
+        staging.check_whole(state)
+    if found is None and position is not None:
+        if done.topic_known() or position.topic_id is not None:
+            raise TopicMissing(
+                f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
+                f" one with: {recreate}"
+            )
+        if item.create is None:
+            raise TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
+    if found is not None:
+        _check_identity(topic, found, position, done, recreate)
+    if high is None:
+        high = position.base if position else 0
+    plan = PublishPlan(item, state, position, found, done, high)
+    if position is not None:
+        _check_watermark(plan, recreate)
+    return plan
+
+
+def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
+    """The read half: a lazy batch of what Kafka lacks."""
+    pipeline.output(plan.output.topic)
+    return OutputBatch(plan, deferred(spark))
+
+
+def _check_identity(
+    topic: str, found: TopicState, position: OutputPosition | None, done: Published, recreate: str
+) -> None:
+    known = done.made_for(found.topic_id) if done.topic_known() else None
+    if known is None and position is not None and position.topic_id is not None:
+        known = position.topic_id == found.topic_id
+    if known is False:
+        raise TopicRecreated(
+            f"topic {topic} is another topic than the one that was published to (its id is now {found.topic_id}): it was"
+            f" deleted and created again. To publish all of staging to it: {recreate}"
+        )
+
+
+def _check_watermark(plan: PublishPlan, recreate: str) -> None:
+    topic = plan.output.topic
+    if plan.high < plan.verified:
+        raise KafkaError(
+            f"topic {topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it was"
+            f" published: the topic has lost records. To publish all of staging again: {recreate}"
+        )
+    if plan.high > plan.end:
+        raise foreign_record(topic, plan.end, recreate)
+
+
+def foreign_record(topic: str, offset: int, recreate: str) -> ForeignRecord:
+    return ForeignRecord(
+        f"topic {topic}, partition 0: the record at offset {offset} is not staging's; another program writes to this topic."
+        f" Nothing more is published. Stop that program, then: {recreate}"
+    )

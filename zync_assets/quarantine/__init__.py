@@ -1,0 +1,1 @@
+"""Quarantine: bad records are decoded once more, or given up."""

@@ -1,0 +1,352 @@
+"""Replay: records in quarantine, decoded once more and put into their place in the raw table.
+
+The Spark task of a replay: entries of the side table, decoded once more, with the times that they keep in the raw
+table.
+
+Replay into the raw table of an input with a ``shape``: what is decoded goes through the shape on its way, as in
+ingest.
+
+Two looks come first, in which nothing is written: at the types of what can be decoded, and at the records that the
+shape fails on. Both, and what the shape leaves out, stay in quarantine.
+
+Replay: decodes quarantined records again, and puts them into their places in the raw table.
+
+The side table holds the records whole, so that replay does not read Kafka. One commit adds the files of every record
+that can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side
+table. ETL compares the number of replays with its account, and so finds the replayed records below *seen*. A kill
+before the commit leaves no trace; after the commit, the replay is complete. Of two concurrent replays, the second
+conflicts and plans again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import spark_schema
+from zync_assets.errors import LakeError, ZyncError
+from zync_assets.ingest import source as ingest_source
+from zync_assets.ingest.files import table_schema
+from zync_assets.ingest.plan import source_of
+from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
+from zync_assets.ingest.shape_task import KEPT, decoded_schema, shaped_batch, shaped_schema, with_control
+from zync_assets.ingest.source import Arrived, Source, arrived, bad_sides, make_decoders, record_batch
+from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.quarantine import Selection, held
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
+from zync_assets.lake.tables import DataFile
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.spark.tasks import indexes, looking, run_tasks, spark_failures, task_frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Offsets = Mapping[int, npt.NDArray[np.int64]]
+"""Partition → offsets, sorted."""
+
+_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The times of one partition's files.
+
+    A record's time decides the order of outputs, and must never decrease from one offset to the next. The arrays are sorted
+    by offset. Times are milliseconds since the epoch.
+    """
+
+    lasts: npt.NDArray[np.int64]
+    highest: npt.NDArray[np.int64]
+    """Per file: the highest time in this file and in the files before it."""
+    firsts: npt.NDArray[np.int64]
+    lowest: npt.NDArray[np.int64]
+    """Per file: its lowest time."""
+    before: int = 0
+    """The highest time of the records that retention removed from before the files."""
+
+    def time(self, offset: int, reached: int, own: int | None) -> int:
+        """The time of a replayed record at ``offset``.
+
+        ``reached``: the partition's highest time when ingest read the record, 0 if unknown; ``own``: the record's timestamp.
+        """
+        at = int(np.searchsorted(self.lasts, offset)) - 1
+        floor = max(reached, int(self.highest[at]) if at >= 0 else 0, self.before)
+        if floor:
+            return floor
+        after = int(np.searchsorted(self.firsts, offset))
+        return min([own or 0, *self.lowest[after : after + 1].tolist()])
+
+
+def floors_of(state: RawState, wanted: Offsets) -> dict[int, Floors]:
+    floors: dict[int, Floors] = {}
+    for partition in wanted:
+        files = [item for item in raw.raw_files(state) if item.partition == partition and not raw.is_replay(item)]
+        numbers = [
+            np.array([getattr(item, name) or 0 for item in files], np.int64)
+            for name in ("last", "max_time", "first", "min_time")
+        ]
+        highest = np.maximum.accumulate(numbers[1]) if files else numbers[1]
+        floors[partition] = Floors(numbers[0], highest, numbers[2], numbers[3], state.reached.get(partition, 0))
+    return floors
+
+
+@dataclass
+class Decoded:
+    """The results of the task, which grow as the task runs."""
+
+    files: list[DataFile] = field(default_factory=list)
+    key_type: pa.DataType = field(default_factory=pa.null)
+    value_type: pa.DataType = field(default_factory=pa.null)
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(partition, offset) → why the record stays in quarantine."""
+    arrived: list[Arrived] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReplayTask:
+    """The picklable arguments of the Spark task."""
+
+    source: Source
+    side_uri: str
+    side_files: tuple[DataFile, ...]
+    wanted: Offsets
+    uri: str
+    name: str
+    floors: Mapping[int, Floors]
+
+    def run(self) -> Decoded:
+        """Decode and write what can be decoded, as it is."""
+        found = Decoded()
+        writers: dict[int, RangeWriter] = {}
+        for partition, records in self.decoded(found):
+            writers.setdefault(partition, RangeWriter(self.uri, partition, self.name)).write(records)
+        for writer in writers.values():
+            writer.close()
+            found.files += [item for item, _ in writer.files]
+        return found
+
+    def look(self) -> Decoded:
+        """Decode, to see what that gives; nothing is written."""
+        found = Decoded()
+        for _ in self.decoded(found):
+            pass
+        return found
+
+    def decoded(self, found: Decoded) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Batches of decodable records with their partition, in order of partition and offset.
+
+        Adds writer schemas and reasons to ``found`` on the way, and the column types at the end.
+        """
+        key, value = make_decoders(self.source)
+        for partition in sorted(self.wanted):
+            for rows in self._rows(partition):
+                keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
+                found.arrived += arrived(partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values)
+                errors = bad_sides(keys, values)
+                offsets = pc.struct_field(rows.column("kafka"), "offset")
+                for index, (side, worst) in errors.items():
+                    found.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
+                good = np.ones(rows.num_rows, dtype=np.bool_)
+                good[list(errors)] = False
+                kafka = self._timed(partition, rows.column("kafka"))
+                yield partition, record_batch(kafka, keys, values).filter(pa.array(good))
+        found.key_type, found.value_type = key.type, value.type
+
+    def _rows(self, partition: int) -> Iterator[pa.RecordBatch]:
+        """The wanted entries, in the order of their offsets."""
+        wanted = pa.array(self.wanted[partition])
+        for item in sorted(self.side_files, key=lambda item: item.first or 0):
+            if item.partition != partition:
+                continue
+            uri = storage.join(self.side_uri, item.path)
+            system, path = storage.filesystem(uri)
+            try:
+                with pq.ParquetFile(path, filesystem=system) as file:
+                    for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
+                        offsets = pc.struct_field(batch.column("kafka"), "offset")
+                        mine = pc.and_(
+                            pc.is_in(offsets, wanted),
+                            pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
+                        )
+                        found = batch.filter(mine)
+                        if found.num_rows:
+                            yield found.cast(pa.schema([BAD_SCHEMA.field(name) for name in found.schema.names]))
+            except (OSError, pa.ArrowInvalid) as error:
+                raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
+
+    def _timed(self, partition: int, kafka: pa.Array) -> pa.Array:
+        """The places with their final times."""
+        rows: list[Mapping[str, Any]] = kafka.cast(KAFKA_TYPE).to_pylist()
+        micros = [
+            self.floors[partition].time(row["offset"], _millis(row["time"]) or 0, _millis(row["timestamp"])) * 1000
+            for row in rows
+        ]
+        fields = [
+            pa.array(micros, item.type) if item.name == "time" else pc.struct_field(kafka, item.name)
+            for item in KAFKA_TYPE
+        ]
+        return pa.StructArray.from_arrays(fields, fields=list(KAFKA_TYPE))
+
+
+def _millis(moment: Any) -> int | None:
+    return None if moment is None else round(moment.timestamp() * 1000)
+
+
+Places = frozenset[tuple[int, int]]
+"""Partition and offset."""
+
+
+def write(
+    spark: SparkSession, pipeline: Pipeline, item: Input, task: ReplayTask, table: pa.Schema
+) -> tuple[Decoded, pa.Schema]:
+    """Decode, shape and write; returns what came of it, and the raw table's columns after it. ``table``: those that it has.
+
+    SchemaError if the shape does not fit the records, or its result the table; FieldMissing for a field that no record has
+    had where the file says so.
+    """
+    [found] = run_tasks(spark, 1, lambda _: task.look())
+    source = replace(task.source, key_type=found.key_type, value_type=found.value_type)
+    item, source = resolvable(pipeline, item, source, lambda own: _frame(spark, replace(task, source=own), frozenset()))
+    task = replace(task, source=source)
+    with looking(spark), spark_failures(_failed(item)):
+        rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
+    failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
+    shaped = shaped_frame(_frame(spark, task, failed), item)
+    schema = shaped_schema(item, task.source, table, shaped)
+    writer = _Writer(task.uri, task.name, schema)
+    with spark_failures(_failed(item)):
+        [row] = shaped.mapInArrow(writer.run, "found binary").collect()
+    result: tuple[list[DataFile], list[tuple[int, int]]] | ZyncError = pickle.loads(bytes(row["found"]))
+    if isinstance(result, ZyncError):
+        raise result
+    found.files, left_out = result
+    found.reasons |= dict.fromkeys(failed, "its shape fails on the record")
+    found.reasons |= dict.fromkeys(left_out, "its shape leaves the record out; it can only be dropped")
+    return found, schema
+
+
+def _failed(item: Input):
+    return lambda text: ZyncError(
+        f"input {item.topic}: the replay failed: {text} Nothing was committed; correct the shape, or run it again."
+    )
+
+
+def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
+    """The decoded records, in the order of their places, less those at some."""
+    schema = decoded_schema(task.source)
+
+    def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in indexes(batches):
+            for partition, records in task.decoded(Decoded()):
+                skipped = pa.array([offset for at, offset in without if at == partition], pa.int64())
+                offsets = pc.struct_field(records.column("kafka"), "offset")
+                yield with_control(records.filter(pc.invert(pc.is_in(offsets, skipped))), schema)
+
+    return task_frame(spark, 1).mapInArrow(read, spark_schema(schema))
+
+
+class _Writer:
+    """Shaped records → the replay's files, and the places of the records that the shape left out."""
+
+    def __init__(self, uri: str, name: str, schema: pa.Schema) -> None:
+        self.uri, self.name, self.schema = uri, name, schema
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            found: object = self._write(batches)
+        except ZyncError as error:
+            found = error
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], list[tuple[int, int]]]:
+        writers: dict[int, RangeWriter] = {}
+        left_out: list[tuple[int, int]] = []
+        for batch in batches:
+            others = batch.filter(pc.invert(batch.column(KEPT))).column("kafka")
+            numbers = (pc.struct_field(others, name).to_pylist() for name in ("partition", "offset"))
+            left_out += zip(*numbers, strict=True)
+            kept = batch.filter(batch.column(KEPT))
+            partitions = pc.struct_field(kept.column("kafka"), "partition")
+            for partition in partitions.unique().to_pylist():
+                writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
+                rows = kept.filter(pc.equal(partitions, partition))
+                writer.write(shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema))
+        for writer in writers.values():
+            writer.close()
+        return [item for writer in writers.values() for item, _ in writer.files], left_out
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """The quarantined offsets of one topic to decode again, for one state of the raw table."""
+
+    input: Input
+    state: RawState
+    wanted: Offsets
+
+
+@dataclass(frozen=True)
+class ReplayCommit:
+    """The result of one replay: the number of replayed records, and why the other records stay in quarantine.
+
+    ``reasons``: (partition, offset) → error text.
+    """
+
+    topic: str
+    records: int
+    reasons: Mapping[tuple[int, int], str]
+    """(partition, offset) → why the record stays."""
+
+
+def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> ReplayPlan | None:
+    """The selected records of a topic that could not be decoded; None if there are none."""
+    state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    if state is None:
+        return None
+    # ``held`` opens the raw table after ``state``. If another replay committed in between, this replay's commit conflicts.
+    places: dict[int, list[int]] = {}
+    for record in held(pipeline, Selection((item.topic,), selection.ranges)):
+        if record.stage != "etl":
+            places.setdefault(record.partition, []).append(record.offset)
+    return ReplayPlan(item, state, {p: np.array(found, np.int64) for p, found in places.items()}) if places else None
+
+
+def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> ReplayCommit:
+    """Decode, write and commit. One Spark task suffices for the few quarantined records, and gives one type per column.
+
+    Raises CommitConflict if another replay came first, and SchemaChanged if the pipeline file accepts no new schema. Nothing
+    of this replay is visible after an error.
+    """
+    item, state = plan.input, plan.state
+    files = quarantine.quarantine_files(pipeline.lake, item.pool, item.topic, state.next)
+    task = ReplayTask(
+        source_of(pipeline, item, state),
+        storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
+        tuple(found for found in files if found.partition in plan.wanted),
+        plan.wanted,
+        state.opened.uri,
+        raw.replay_name(state.replays + 1),
+        floors_of(state, plan.wanted),
+    )
+    if item.shape is not None:
+        done, schema = write(spark, pipeline, item, task, state.schema)
+        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
+    else:
+        [done] = run_tasks(spark, 1, lambda _: task.run())
+        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
+        schema = table_schema(state.schema, source)
+        schema = ingest_source.with_side_notes(schema, state.schema, ingest_source.notes_of(done.arrived))
+    if done.files:
+        writers, _ = ingest_source.settled(item, source, done.arrived)
+        raw.commit_replay(state, schema, done.files, writers)
+    records = sum(found.records for found in done.files)
+    return ReplayCommit(item.topic, records, done.reasons)

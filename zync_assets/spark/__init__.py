@@ -1,0 +1,1 @@
+"""Spark: sessions, settings, tasks, and the lake's files as Spark's frames."""

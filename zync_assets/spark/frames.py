@@ -1,0 +1,211 @@
+"""Spark reads the files that the Delta log lists, as Parquet, with the table's schema. No jar beyond PySpark's is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import listed_frame, spark_schema
+from zync_assets.lake import storage, stores
+from zync_assets.lake.raw import RawState, raw_files
+from zync_assets.lake.raw_files import carried_times
+from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
+from zync_assets.lake.storage import by_own_types
+from zync_assets.lake.tables import DataFile
+from zync_assets.offsets import OffsetRange
+from zync_assets.spark.sql import name_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql.types import StructType
+
+SPAN = 4096
+"""Offsets of one partition that are looked up together when records are sought by their places."""
+SCHEMA_IDS = ("key_schema_id", "value_schema_id")
+"""The raw table's columns with the registry ids of the writers' schemas."""
+MANY_RANGES = 32
+"""More ranges than these are joined with, rather than written into a condition."""
+
+_PLACES = pa.schema([("at_partition", pa.int32()), ("low", pa.int64()), ("high", pa.int64())])
+_SPANS = 50_000
+"""Into as many spans of equal length the offsets of files with a carried time are cut at the most."""
+_REACHED = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
+
+
+def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
+    """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened."""
+    from pyspark.errors import AnalysisException
+
+    kind = spark_schema(schema)
+    if not files:
+        return spark.createDataFrame([], kind)
+    frames: list[DataFrame] = []
+    for own, paths in by_own_types(uri, [item.path for item in files], schema):
+        places = [storage.spark_pattern(storage.join(uri, path)) for path in paths]
+        try:
+            frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
+        except AnalysisException as error:
+            raise stores.missing_file(str(error)) or error from None
+        frames.append(frame if own.equals(schema) else _cast(frame, kind))
+    return reduce(lambda one, other: one.unionByName(other), frames)
+
+
+def _cast(frame: DataFrame, kind: StructType) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    return frame.select(*(F.col(f"`{item.name}`").cast(item.dataType).alias(item.name) for item in kind))
+
+
+def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRange]) -> DataFrame:
+    """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which is ``kafka.time``. A side
+    that has no type yet is void."""
+    parts = list(ranges)
+    files = raw_files(state, parts)
+    frame = _timed(spark, state, files)
+    # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
+    return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
+
+
+def record_types(state: RawState) -> StructType:
+    """The types of ``kafka``, ``key`` and ``value`` in a ``record_frame``."""
+    from pyspark.sql.types import NullType, StructField, StructType
+
+    known = {item.name: item for item in spark_schema(state.schema)}
+    if state.with_ids:
+        kafka = known["kafka"].dataType
+        assert isinstance(kafka, StructType)
+        known["kafka"] = StructField("kafka", StructType([*kafka, *(known[name] for name in SCHEMA_IDS)]))
+    return StructType([known.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
+
+
+def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
+    """Whether all records of a raw file lie in one of the ranges."""
+    return any(
+        part.partition == item.partition and part.first <= (item.first or 0) and (item.last or 0) < part.end
+        for part in parts
+    )
+
+
+def records_at(
+    spark: SparkSession, state: RawState, places: DataFrame, within: Sequence[OffsetRange], *, few: bool = False
+) -> DataFrame:
+    """The raw records at some places (columns ``partition`` and ``first``, the offset), reading only files that hold one.
+
+    ``within``: the spans of the places (see ``spans``); ``few``: every task gets all places. The columns are those of
+    ``record_frame``.
+    """
+    frame = _timed(spark, state, raw_files(state, within))
+    from pyspark.sql import functions as F
+
+    wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
+    here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
+    return frame.join(F.broadcast(wanted) if few else wanted, here, "left_semi")
+
+
+def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
+    """The ranges of SPAN offsets that contain places (columns ``partition`` and ``first``). Few rows for any number of places.
+
+    ``by``: columns of ``places`` to keep in the rows.
+    """
+    rows = places.selectExpr(*by, "partition", f"first DIV {SPAN} AS span").distinct().collect()
+    return [(row, OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN)) for row in rows]
+
+
+def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
+    """The ledger's entries, with the fields of the account column."""
+    schema = pa.schema([("account", ACCOUNT_TYPE)])
+    return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
+
+
+def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition. A side
+    that has no type yet, since all of it was null, is a column of nulls."""
+    frame = _with_carried(spark, parquet_frame(spark, state.opened.uri, files, state.schema), state, files)
+    if {"key", "value"} <= set(state.schema.names):
+        return frame
+    sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
+    others = (name for name in state.schema.names if name not in ("kafka", "key", "value"))
+    return frame.selectExpr("kafka", *sides, *others)
+
+
+def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """The records of some files: ``kafka``, ``key``, ``value``, ``time``."""
+    frame = _sides(raw_frame(spark, state, files), state.schema, with_ids=state.with_ids)
+    return frame.selectExpr("*", "kafka.time AS time")
+
+
+def _sides(frame: DataFrame, schema: pa.Schema, *, with_ids: bool) -> DataFrame:
+    """``schema``: the frame's, known here; to ask Spark takes longer. ``with_ids``: ``kafka`` has the writers' schemas too."""
+    kafka = f"struct(kafka.*, {', '.join(SCHEMA_IDS)}) AS kafka" if with_ids else "kafka"
+    sides = (name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
+    return frame.selectExpr(kafka, *sides)
+
+
+def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
+    if len(parts) > MANY_RANGES:
+        rows = [(part.partition, part.first, part.end) for part in parts]
+        spans = f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span"
+        places = listed_frame(frame.sparkSession, _PLACES, rows).selectExpr("*", spans)
+        here = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
+        from pyspark.sql import functions as F
+
+        return frame.join(places, F.expr(f"{here} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
+    within = " OR ".join(
+        f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
+        for part in parts
+    )
+    return frame.where(within or "false")
+
+
+def _with_carried(spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+    """The frame with carried times for tables of older versions, which have a running maximum within each file only.
+
+    If an earlier file of the partition has a higher time, that time replaces lower times in later files.
+    """
+    carried = carried_times(raw_files(state), state.reached)
+    rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
+    if not rows:
+        return frame
+    from pyspark.sql import functions as F
+
+    # Joined by equal spans: a join by partition alone would compare each record with all files of its partition.
+    span = max(SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in carried) // _SPANS)
+    spans = f"explode(sequence(low DIV {span}, high DIV {span})) AS span"
+    before = listed_frame(spark, _REACHED, rows).selectExpr(
+        "at", "low", "high", "timestamp_millis(reached) AS reached", spans
+    )
+    inside = f"kafka.partition = at AND kafka.offset DIV {span} = span AND kafka.offset BETWEEN low AND high"
+    fields = (
+        "greatest(kafka.time, reached) AS time" if item.name == "time" else f"kafka.{name_sql(item.name)}"
+        for item in state.schema.field("kafka").type
+    )
+    kafka = f"struct({', '.join(fields)}) AS kafka"
+    others = [name_sql(name) for name in state.schema.names if name != "kafka"]
+    return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *others)
+
+
+def output_frame(
+    spark: SparkSession, state: StagingState, topic: str, ranges: Iterable[OffsetRange] | None = None
+) -> DataFrame:
+    """An output topic's records: ``kafka``, ``key``, ``value``, ``rule``, ``source``, ``schema``, ``left_out``, and
+    ``headers`` where the table has some."""
+    from pyspark.sql import functions as F
+
+    names = {"key": key_column(topic), "value": value_column(topic)}
+    present = {side: name for side, name in names.items() if name in state.schema.names}
+    plain = ["kafka", "rule", "source", "schema", "left_out"]
+    plain += [HEADERS_COLUMN] if HEADERS_COLUMN in state.schema.names else []
+    schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *plain[1:]]])
+    parts = None if ranges is None else list(ranges)
+    files = [
+        item
+        for item in state.output_files(topic)
+        if parts is None or any((item.first or 0) < part.end and part.first <= (item.last or 0) for part in parts)
+    ]
+    frame = parquet_frame(spark, state.opened.uri, files, schema)
+    sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
+    whole = frame.select("kafka", *sides, *plain[1:])
+    return whole if parts is None else _in_ranges(whole, parts)

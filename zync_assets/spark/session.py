@@ -1,0 +1,402 @@
+"""The Spark session of this process: a JVM of its own, or a Spark Connect server.
+
+``python -m zync_assets.spark.session FOLDER`` does the work of the steps on a handful of rows. Java then archives the
+classes that it has loaded (``settings.share_classes``).
+
+A session with a JVM of this process's own.
+
+Sessions on a Spark Connect server: one that runs somewhere, or the shared one of this user on this machine.
+
+The Spark session of this process, outside Dagster.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zync_assets.errors import SetupError, SparkUnavailable
+from zync_assets.local.java import find_java
+from zync_assets.local.processes import python_environment
+from zync_assets.pipeline import SHARED
+from zync_assets.private import of, private
+from zync_assets.spark import shared_servers
+from zync_assets.spark.settings import SECRET, share_classes, spark_settings
+from zync_assets.spark.sql import PINS
+from zync_assets.spark.tasks import said
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+_JUNK = b"WARNING: Using incubator modules"
+"""How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
+
+
+def local_session(settings: Mapping[str, str]) -> SparkSession:
+    """The session of this process, made at the first call; SetupError if there is no Java that Spark runs on."""
+    from pyspark.sql import SparkSession
+
+    use_this_machine()
+    start_jvm(settings)
+    builder = SparkSession.builder
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    return prepared(builder.getOrCreate())
+
+
+def prepared(session: SparkSession) -> SparkSession:
+    """The session with the settings that results depend on."""
+    for name, value in PINS.items():
+        session.conf.set(name, value)
+    return session
+
+
+def use_this_machine() -> None:
+    """Point Spark at a Java that it runs on, and its Python workers at this interpreter.
+
+    Raises SetupError if no fitting Java is found.
+    """
+    java = find_java()
+    os.environ["JAVA_HOME"] = str(java.parent.parent)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    share_classes(java)
+
+
+def start_jvm(settings: Mapping[str, str]) -> None:
+    """Start this process's JVM, unless it runs already. Its command line holds only the settings without secrets.
+
+    PySpark would put every setting on the command line, which every user of the machine can read. The next session sends
+    the secret settings through the open connection.
+    """
+    from pyspark import SparkConf
+    from pyspark.java_gateway import launch_gateway
+
+    # PySpark would go where they say, whatever the settings are.
+    os.environ.pop("SPARK_REMOTE", None)
+    if "SPARK_CONNECT_MODE_ENABLED" in os.environ:
+        raise SetupError("This process has a session on a Spark Connect server, and PySpark has one kind in a process.")
+    # py4j's debug level logs every message to the JVM, and so logs settings and connections with their secrets. The info
+    # level logs each closed connection, which helps nobody.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+    # Known to Spark's launcher before there is a JVM to ask.
+    public = SparkConf(loadDefaults=False)
+    public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
+    if private("pyspark", "pyspark.SparkContext", "_gateway") is None:
+        start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
+        # The JVM hands its environment on to the Python workers that it starts.
+        with _variables(python_environment()), _filtered_stderr() as stderr:
+            start(gateway=launch_gateway(public, {"stderr": stderr}))
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Generator[None]:
+    """This process's environment with these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _filtered_stderr() -> Generator[int]:
+    """A file descriptor for the stderr of a process that is started within. A thread copies the process's lines to this
+    process's stderr, but for _JUNK, until the process ends."""
+    source, sink = os.pipe()
+    threading.Thread(target=_copy, args=(source,), name="stderr of Spark's JVM", daemon=True).start()
+    try:
+        yield sink
+    finally:
+        os.close(sink)
+
+
+def _copy(source: int) -> None:
+    with open(source, "rb", buffering=0) as lines, suppress(OSError):
+        for line in lines:
+            if not line.startswith(_JUNK):
+                os.write(2, line)
+
+
+ANSWER_SECONDS = 10.0
+"""How long a server may take to answer a new client."""
+_RETRIES: Mapping[str, Any] = {"max_retries": 7, "max_backoff": 5000}
+"""How long a server may be away while something runs: some 20 seconds. PySpark's own would be a quarter of an hour."""
+_RETRIES_SHARED: Mapping[str, Any] = {"max_retries": 3, "max_backoff": 1000}
+"""On this machine there is no network to come back."""
+
+_OF_SESSIONS = ("spark.sql.", "spark.python.sql.")
+"""Properties that a session may have; the others are a server's own."""
+
+_log = logging.getLogger(__name__)
+_sessions: dict[str, tuple[_Target, SparkSession]] = {}
+"""The sessions of this process, by the URL, or the folder of the server, that they are on."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A server: ``key`` finds this process's session on it, ``said`` is how an error names it, ``cure`` what to do when it
+    is away. ``token``: of a shared server; another's is in its URL."""
+
+    key: str = field(repr=False)
+    said: str
+    cure: str
+    url: str = field(repr=False)
+    token: str | None = field(default=None, repr=False)
+
+
+def remote_session(settings: Mapping[str, str]) -> SparkSession:
+    """This process's session on the server that ``spark.remote`` names, with the settings that results depend on.
+
+    Made at the first call, and again where the server gave it up, as it does after a long rest. Raises SetupError if the
+    server does not answer or refuses; a shared one that does not run is started.
+    """
+    if settings["spark.remote"] == SHARED:
+        return _shared_session(settings)
+    url = settings["spark.remote"]
+    said = f"Spark Connect server {shown(url)}"
+    cure = "Start it, correct spark: remote: (or SPARK_REMOTE), or write `shared` to have one started on this machine."
+    own = {name: value for name, value in settings.items() if name.startswith(_OF_SESSIONS)}
+    return _session(_Target(url, said, cure, url), {**own, **PINS})
+
+
+def _shared_session(settings: Mapping[str, str]) -> SparkSession:
+    server = shared_server(settings)
+    said = f"shared Spark server of {server.folder}"
+    cure = "`zync spark status` shows it; `zync spark down` stops it, and the next command starts another."
+    url = f"sc://localhost:{server.port}"
+    return _session(_Target(str(server.folder), said, cure, url, server.secret), PINS)
+
+
+def shared_server(settings: Mapping[str, str]) -> shared_servers.Server:
+    """The shared server with these settings, started where none runs."""
+    settings = servers_own(settings)
+    folder = shared_servers.folder_of(settings)
+    found = shared_servers.find(folder)
+    if found is None:
+        print("Starting a Spark server, which stays for the next commands (about 10 seconds) …", file=sys.stderr)
+        # Looks for Java in this process, so that the user sees an error. The server inherits the environment.
+        use_this_machine()
+        found = shared_servers.start(folder, settings)
+    return found
+
+
+def servers_own(settings: Mapping[str, str]) -> dict[str, str]:
+    """The pipeline's Spark properties for the start of a shared server."""
+    return {name: value for name, value in settings.items() if name != "spark.remote"}
+
+
+def shown(url: str) -> str:
+    """A server's URL without the login and parameters, which may hold secrets."""
+    return re.sub(r"//[^/@]*@", "//", url.partition(";")[0]).rstrip("/")
+
+
+def _session(target: _Target, settings: Mapping[str, str]) -> SparkSession:
+    from pyspark.errors import PySparkException
+
+    known = _sessions.get(target.key)
+    if known is not None:
+        try:
+            if known[0] == target:
+                _set(known[1], settings)
+                return known[1]
+        except PySparkException as error:
+            _log.info("%s gave up this session: %s", target.said, type(error).__name__)
+        # PySpark would go on asking it here and there.
+        _drop(_sessions.pop(target.key)[1])
+    made = _connected(target)
+    try:
+        _set(made, settings)
+    except PySparkException as error:
+        _drop(made)
+        raise SetupError(f"The {target.said} refuses: {_reason(error)}. {target.cure}") from None
+    _sessions[target.key] = target, made
+    return made
+
+
+def _connected(target: _Target) -> SparkSession:
+    import grpc
+    from pyspark.errors import PySparkException
+    from pyspark.sql.connect.client.retries import DefaultPolicy
+    from pyspark.sql.connect.session import SparkSession as RemoteSession
+
+    if private("pyspark", "pyspark.SparkContext", "_active_spark_context") is not None:
+        raise SetupError("This process has a Spark session of its own already, and PySpark has one kind in a process.")
+    os.environ.pop("SPARK_REMOTE", None)
+    try:
+        builder = _channel(target)
+    except PySparkException:
+        # PySpark's error may quote the token.
+        raise SetupError(
+            f"spark: remote: {shown(target.url)} is no URL of a Spark Connect server: write sc://host:port, with"
+            " `/;token=…` and the like after it where need be (a `=` in a value as %3D), or shared."
+        ) from None
+    session: Any = RemoteSession.builder.channelBuilder(builder).create()
+    client = session.client
+    retries = _RETRIES if target.token is None else _RETRIES_SHARED
+    client.set_retry_policies([DefaultPolicy(**retries)])
+    try:
+        grpc.channel_ready_future(of("pyspark", client, "_channel")).result(timeout=ANSWER_SECONDS)
+    except grpc.FutureTimeoutError:
+        client.close()
+        raise SparkUnavailable(f"The {target.said} does not answer. {target.cure}") from None
+    os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
+    return session
+
+
+def _set(session: Any, settings: Mapping[str, str]) -> None:
+    """In one request; it also shows whether the server still has the session."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        of("pyspark", session.conf, "_set_all")(dict(settings), silent=True)
+    for warning in told:
+        text = str(warning.message).partition("\n")[0]
+        # That a pin is deprecated is nothing that a user can change.
+        if not any(f"'{name}'" in text for name in PINS):
+            _log.warning("%s", text)
+
+
+def _drop(session: Any) -> None:
+    """Close a session without a word to its server, which does not know it."""
+    session.release_session_on_close = False
+    session.stop()
+
+
+@atexit.register
+def _release() -> None:
+    """Stop this process's sessions. Otherwise their cached data would stay on the server until the session's timeout."""
+    for key in list(_sessions):
+        session: Any = _sessions.pop(key)[1]
+        session.client.set_retry_policies([])
+        session.stop()
+
+
+def _channel(target: _Target) -> Any:
+    """The builder of the connection.
+
+    PySpark accepts a login without TLS only for the name ``localhost``. Another user's server may answer to this name on
+    another address.
+    """
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+
+    if target.token is None:
+        return DefaultChannelBuilder(target.url)
+
+    class Here(DefaultChannelBuilder):
+        @property
+        def endpoint(self) -> str:
+            return f"127.0.0.1:{self._port}"
+
+    builder = Here(target.url)
+    builder.set(DefaultChannelBuilder.PARAM_TOKEN, target.token)
+    return builder
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    if "UNAUTHENTICATED" in text:
+        return "it does not know this token"
+    return said(error)
+
+
+Session = Callable[[], "SparkSession"]
+"""Gives the session. A step calls it only when there is work: the first call may start a JVM."""
+
+
+def deferred(spark: SparkSession | Session) -> Session:
+    """A function that returns the session. Accepts a session or such a function."""
+    return spark if callable(spark) else lambda: spark
+
+
+def spark_session(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> SparkSession:
+    """The session of this process, created at the first call: in the process's own JVM, or on the server ``remote``.
+
+    Raises SetupError if no fitting Java is found, or the server does not answer. ``lake`` and ``long``: as for
+    ``settings``.
+    """
+    return session_with(spark_settings(spark, lake, long=long))
+
+
+def session_with(settings: Mapping[str, str]) -> SparkSession:
+    """The session with these Spark properties; see ``spark_session``."""
+    _hush()
+    if "spark.remote" in settings:
+        return remote_session(settings)
+
+    return local_session(settings)
+
+
+def _hush() -> None:
+    """Silence PySpark's loggers. PySpark logs each raised error to stderr as JSON with the plan; zync prints one line."""
+    from pyspark.logger import PySparkLogger
+
+    # Spark Connect warns of an unreachable server, and raises an error soon after.
+    warnings.filterwarnings("ignore", message=r"\[RETRIES_EXCEEDED\]")
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel("CRITICAL")
+
+
+def rehearse(spark: SparkSession, folder: Path) -> None:
+    """Do what the steps do, on a handful of rows, so that the classes for it are loaded."""
+    rows = spark.range(10, numPartitions=2).selectExpr(
+        "named_struct('partition', 0, 'offset', id) AS kafka", "id % 5 AS k", "timestamp_millis(id) AS time"
+    )
+    rows.mapInArrow(_same, rows.schema).write.parquet(str(folder / "raw"))
+    raw = spark.read.schema(rows.schema).parquet(str(folder / "raw"))
+    ranked = raw.selectExpr(
+        "*", "xxhash64(k) AS hash", "row_number() OVER (PARTITION BY k ORDER BY kafka.offset) AS rank"
+    )
+    left, right = (ranked.selectExpr("k", "rank", "hash", f"kafka AS {side}", "time") for side in ("a", "b"))
+    joined = left.join(right.drop("hash", "time"), ["k", "rank"], "full_outer").selectExpr(
+        "'out' AS kind",
+        "array(a, b) AS source",
+        "time",
+        "CASE WHEN a IS NOT NULL THEN named_struct('x', k) END AS value",
+    )
+    single = raw.where("k = 1").selectExpr("'pending' AS kind", "array(kafka) AS source", "time")
+    whole = joined.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
+    sorted_rows = whole.repartitionById(1, "bucket").sortWithinPartitions("kind", "time").persist()
+    each = sorted_rows.selectExpr("kind", "posexplode(source) AS (place, of)")
+    each.groupBy("kind").agg({"*": "count", "place": "sum"}).collect()
+    numbered = sorted_rows.where("kind = 'out'").selectExpr("*", "monotonically_increasing_id() AS offset")
+    numbered.write.option("compression", "snappy").parquet(str(folder / "staged"))
+    some = raw.join(raw.where("k = 2").select("k"), "k", "left_semi").join(raw.where("k = 3"), "k", "left_anti")
+    some.selectExpr("kafka.partition AS partition", "k DIV 2 AS span").distinct().collect()
+    sorted_rows.unpersist()
+
+
+def _same(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+
+
+def _main(folder: Path) -> None:
+
+    spark = spark_session({"master": "local[2]"})
+    gateway: Any = of("pyspark", spark.sparkContext, "_gateway")
+    rehearse(spark, folder)
+    spark.stop()
+    process = gateway.proc  # the JVM, which writes the archive as it ends
+    process.stdin.close()
+    process.wait()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

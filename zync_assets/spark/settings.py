@@ -1,0 +1,204 @@
+"""Settings of a Spark session, and the archive of Spark's classes that it starts from.
+
+Spark's properties for a pipeline: defaults, and the pipeline file's own. The properties that change results are in
+``sql``.
+
+A file with Spark's loaded classes. With the file, a session starts in half the CPU time.
+
+This is application class-data sharing with a dynamic archive (JEP 350). With ``-XX:ArchiveClassesAtExit`` a JVM writes
+its loaded classes to the archive. With ``-XX:SharedArchiveFile`` a JVM maps the archive. An archive fits one JVM and
+one list of jars; another JVM ignores the archive. Each machine creates the archive once, in a session that runs ingest
+and ETL on a handful of rows. The archive (170 MB) lies beside the jars of the services.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from zync_assets.lake import storage
+from zync_assets.local.java import cache_dir, find_java, spark_s3_jars
+from zync_assets.local.processes import python_environment
+from zync_assets.pipeline import SHARED
+
+if TYPE_CHECKING:
+    pass
+
+SECRET = "(?i)secret|password|passphrase|token|credential|access[._-]?key|account[._-]?key|sas[._-]"
+"""Spark properties whose names say that they hold a secret: never on a command line, nor in Spark's log and pages."""
+
+_SHORT = "-XX:TieredStopAtLevel=1 -XX:+UseParallelGC -Xmn160m"
+_LONG = (
+    "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 -XX:Tier4CompileThreshold=150000"
+    " -XX:Tier4BackEdgeThreshold=400000 -XX:+UseParallelGC"
+)
+"""HotSpot's compilers. The quick one alone starts a session and does a small first batch in half the time; the optimising one
+halves the time of large batches, after tens of CPU seconds. Thresholds of ten times the default restrict it to hot methods.
+The parallel collector saves a tenth of a large batch's time over the concurrent collector, and a fifth before compilation.
+Its pauses disturb nobody. A small young generation keeps the memory of a short session constant for any amount of data."""
+
+_STACK = "-Xss16m"
+"""The size of a thread's stack. Only the used part takes memory. With Java's default of 1 MB, a regular expression that
+repeats a group overflows on 10,000 characters."""
+
+_DEFAULTS = {
+    "spark.master": "local[*]",
+    "spark.app.name": "zync_assets",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "1536m",
+    # Spark merges small partitions into tasks of one size: a larger batch has more tasks, up to this number.
+    "spark.sql.shuffle.partitions": "24",
+    # By default Spark merges partitions down to the number of cores. Such large sort tasks are slow, take memory, and end at
+    # different times.
+    "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "4m",
+    # A cache is read at most twice, soon after it was written. Compression would take longer than the reads.
+    "spark.sql.inMemoryColumnarStorage.compressed": "false",
+    # A call site noted for each expression costs a third of the time that a small batch's plan takes to build.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
+    # Spark finds compiled code again by its source text. A long session has more than Spark's default of 100 sources.
+    "spark.sql.codegen.cache.maxEntries": "1000",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+    "spark.redaction.regex": SECRET,
+    # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
+    # that other pipelines use.
+    "spark.executor.killOnFatalError.depth": "0",
+}
+
+_IS_LOCAL = re.compile(r"local(\[|$)")
+"""A master whose Python workers have this package as the session's own process has it. A cluster's may get it with a task,
+which is too late for the daemon that forks them."""
+
+
+def _has_package(own: Mapping[str, str]) -> bool:
+    """Whether Python workers are of this interpreter, and have this package from the start."""
+    python = own.get("spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable))
+    return python == sys.executable and _IS_LOCAL.match(own.get("spark.master", _DEFAULTS["spark.master"])) is not None
+
+
+def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:
+    """Spark's properties for a pipeline. The properties of ``spark:`` win over the defaults. ``long``: for a long session.
+
+    ``master`` and ``remote`` are short for ``spark.master`` and ``spark.remote``. A ``lake`` in S3 adds Spark's S3 jars, and
+    downloads them the first time, unless ``spark:`` names a hadoop-aws. A remote Spark uses its own jars, except the shared
+    server, which starts with these settings.
+    """
+    own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
+    log = Path(__file__).with_name("log4j2.properties").as_uri()
+    remote = own.get("spark.remote")
+    java = f"{_LONG if long or remote == SHARED else _SHORT} {_STACK} -Dlog4j2.configurationFile={log}"
+    settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
+    if remote not in (None, SHARED):
+        del settings["spark.master"]
+    elif _has_package(own):
+        settings["spark.python.daemon.module"] = "zync_assets.spark.python_daemon"
+    settings |= own
+    named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
+    if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in named):
+        ours = map(str, spark_s3_jars(find_java))
+        settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(ours))
+    return settings
+
+
+_OPTIONS = "SPARK_SUBMIT_OPTS"
+"""The variable whose content spark-submit gives to the driver's JVM."""
+_QUIET = "-Xlog:cds=off -Xlog:cds+dynamic=off -Xlog:class+path=off"
+_PATIENCE = 180.0
+"""Seconds to wait for an archive that this or another process makes; a session starts without one then."""
+
+_log = logging.getLogger(__name__)
+
+
+def share_classes(java: Path) -> None:
+    """Have the next JVM that this process starts for Spark use the archive, which is made first where there is none.
+
+    ``java`` is the executable that Spark runs on. Never fails: without an archive Spark starts more slowly.
+    """
+    given = os.environ.get(_OPTIONS, "")
+    if "SharedArchiveFile" in given or "ArchiveClassesAtExit" in given or "-Xshare" in given:
+        return
+    archive = _made(java)
+    if archive is not None:
+        os.environ[_OPTIONS] = f"{given} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
+
+
+def _made(java: Path) -> Path | None:
+    try:
+        name = archive_name(java)
+        folder = cache_dir()
+        if name is None or (folder / f"{name}.failed").exists():
+            return None
+        if found(folder, name) is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
+                if found(folder, name) is None:
+                    _make(folder, name)
+        return found(folder, name)
+    except (OSError, Timeout) as error:
+        _log.info("Spark starts without an archive of its classes: %s", error)
+        return None
+
+
+def found(folder: Path, name: str) -> Path | None:
+    """The finished archive of that name. The size is part of the file's name, since the JVM crashes on a shorter one."""
+    for path in folder.glob(f"{name}.*.jsa"):
+        if path.name == f"{name}.{path.stat().st_size}.jsa":
+            return path
+    return None
+
+
+def archive_name(java: Path) -> str | None:
+    """The archive's file name for a Java and this PySpark; None if PySpark's jars are not found."""
+    jars = _jars()
+    modules = java.parent.parent / "lib" / "modules"
+    if jars is None or not modules.exists():
+        return None
+    parts = [str(java), str(modules.stat().st_mtime_ns), str(jars), str(jars.stat().st_mtime_ns)]
+    return f"spark-classes-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:12]}"
+
+
+def _jars() -> Path | None:
+    home = os.environ.get("SPARK_HOME")
+    found = importlib.util.find_spec("pyspark")
+    root = Path(home) if home else Path(found.origin).parent if found and found.origin else None
+    return root / "jars" if root and (root / "jars").is_dir() else None
+
+
+def _make(folder: Path, name: str) -> None:
+    """Write the archive, whole or not at all; a marker in its place says that this can't be done here."""
+    print("Archiving Spark's classes, once on this machine (about 20 seconds) …", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "made.jsa"
+        options = f"-XX:ArchiveClassesAtExit={made} -Xlog:disable"
+        environment = (
+            os.environ | python_environment() | {_OPTIONS: f"{os.environ.get(_OPTIONS, '')} {options}".strip()}
+        )
+        try:
+            subprocess.run(
+                [sys.executable, "-m", "zync_assets.spark.session", scratch],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=True,
+                timeout=_PATIENCE,
+            )
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            made.replace(folder / f"{name}.{made.stat().st_size}.jsa")
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.info("no archive of Spark's classes can be made here: %s", error)
+            (folder / f"{name}.failed").touch()

@@ -1,0 +1,145 @@
+"""Spark SQL: names, texts and shapes as SQL writes them, and the settings that results depend on.
+
+Names, texts and shapes as they stand in Spark SQL.
+
+The Spark settings on which results or secrets depend. Every session gets these settings: a local session, a session
+on a Spark Connect server, and a session on the shared server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from zync_assets.pipeline import Shape
+
+
+def shape_sql(shape: Shape) -> str:
+    """A shape as one Spark SQL expression: a mapping becomes a struct, None a null."""
+    if shape is None:
+        return "NULL"
+    if isinstance(shape, str):
+        return f"({shape})"
+    fields = ", ".join(f"{text_sql(name)}, {shape_sql(part)}" for name, part in shape.items())
+    return f"named_struct({fields})"
+
+
+def leaves(shape: Shape, path: str) -> Iterator[tuple[str, str]]:
+    """The expressions of a shape, each with its place: ``value.address.street``."""
+    if isinstance(shape, str):
+        yield path, shape
+    elif shape is not None:
+        for name, part in shape.items():
+            yield from leaves(part, f"{path}.{name}")
+
+
+def text_sql(text: str) -> str:
+    """A string literal."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def name_sql(name: str) -> str:
+    """A column's or field's name, back-quoted."""
+    return f"`{name.replace('`', '``')}`"
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
+    return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)
+
+
+PINS: Mapping[str, str] = {
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.caseSensitive": "false",
+    "spark.sql.storeAssignmentPolicy": "ANSI",
+    "spark.sql.requireAllClusterKeysForCoPartition": "false",
+    # The parser's rules for quotes, escapes, reserved words and literals.
+    "spark.sql.ansi.doubleQuotedIdentifiers": "false",
+    "spark.sql.ansi.enforceReservedKeywords": "false",
+    "spark.sql.ansi.relationPrecedence": "false",
+    "spark.sql.parser.escapedStringLiterals": "false",
+    "spark.sql.parser.quotedRegexColumnNames": "false",
+    "spark.sql.legacy.bangEqualsNot": "false",
+    "spark.sql.legacy.consecutiveStringLiterals.enabled": "false",
+    "spark.sql.legacy.duplicateBetweenInput": "false",
+    "spark.sql.legacy.exponentLiteralAsDecimal.enabled": "false",
+    # Dates and times.
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.timestampType": "TIMESTAMP_LTZ",
+    "spark.sql.timeType.enabled": "false",
+    "spark.sql.legacy.fromDayTimeString.enabled": "false",
+    "spark.sql.legacy.interval.enabled": "false",
+    "spark.sql.legacy.timeParserPolicy": "CORRECTED",
+    "spark.sql.legacy.typeCoercion.datetimeToString.enabled": "false",
+    # Numbers.
+    "spark.sql.decimalOperations.allowPrecisionLoss": "true",
+    "spark.sql.legacy.allowNegativeScaleOfDecimal": "false",
+    "spark.sql.legacy.decimal.retainFractionDigitsOnTruncate": "false",
+    "spark.sql.legacy.literal.pickMinimumPrecision": "true",
+    # Texts and bytes.
+    "spark.sql.charAsVarchar": "false",
+    "spark.sql.preserveCharVarcharTypeInfo": "false",
+    "spark.sql.readSideCharPadding": "true",
+    "spark.sql.chunkBase64String.enabled": "true",
+    "spark.sql.function.concatBinaryAsString": "false",
+    "spark.sql.function.eltOutputAsString": "false",
+    "spark.sql.icu.caseMappings.enabled": "true",
+    "spark.sql.legacy.castComplexTypesToString.enabled": "false",
+    "spark.sql.legacy.charVarcharAsString": "false",
+    "spark.sql.legacy.codingErrorAction": "false",
+    "spark.sql.legacy.javaCharsets": "false",
+    "spark.sql.legacy.lpadRpadAlwaysReturnString": "false",
+    "spark.sql.legacy.noCharPaddingInPredicate": "false",
+    "spark.sql.legacy.truncateForEmptyRegexSplit": "false",
+    # Arrays, maps, JSON and variants.
+    "spark.sql.mapKeyDedupPolicy": "EXCEPTION",
+    "spark.sql.mergeNestedTypeCoercion.enabled": "false",
+    "spark.sql.legacy.allowHashOnMapType": "false",
+    "spark.sql.legacy.allowNullComparisonResultInArraySort": "false",
+    "spark.sql.legacy.createEmptyCollectionUsingStringType": "false",
+    "spark.sql.legacy.disableMapKeyNormalization": "false",
+    "spark.sql.legacy.doLooseUpcast": "false",
+    "spark.sql.legacy.followThreeValuedLogicInArrayExists": "true",
+    "spark.sql.legacy.negativeIndexInArrayInsert": "false",
+    "spark.sql.legacy.sizeOfNull": "true",
+    "spark.sql.json.enableExactStringParsing": "true",
+    "spark.sql.json.enablePartialResults": "true",
+    "spark.sql.jsonGenerator.ignoreNullFields": "true",
+    "spark.sql.jsonGenerator.writeNullIfWithDefaultValue": "true",
+    "spark.sql.legacy.json.allowEmptyString.enabled": "false",
+    "spark.sql.legacy.useLegacyXMLParser": "false",
+    "spark.sql.variant.allowDuplicateKeys": "false",
+    # Files: what a column of one is, and that none is passed over.
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
+    "spark.sql.parquet.binaryAsString": "false",
+    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
+    "spark.sql.parquet.fieldId.read.enabled": "false",
+    "spark.sql.parquet.ignoreVariantAnnotation": "false",
+    "spark.sql.parquet.inferTimestampNTZ.enabled": "true",
+    "spark.sql.parquet.int96AsTimestamp": "true",
+    "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.int96RebaseModeInWrite": "CORRECTED",
+    "spark.sql.parquet.int96TimestampConversion": "false",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    "spark.sql.parquet.writeLegacyFormat": "false",
+    "spark.sql.legacy.parquet.nanosAsLong": "false",
+    "spark.sql.legacy.parquet.returnNullStructIfAllFieldsMissing": "false",
+    "spark.sql.execution.arrow.useLargeVarTypes": "false",
+    # Readers' and writers' options stand in plans. Spark's own pattern has no `fs.azure.account.key`.
+    "spark.sql.redaction.options.regex": "(?i)url|secret|password|token|key",
+}
+"""Setting → value. Unless a comment says why, the value is the default of Spark 4.1."""
+
+_LEGACY = "spark.sql.legacy."
+
+
+def contradictions(settings: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Settings that may not be given, each with the reason."""
+    for name, value in settings.items():
+        pin = PINS.get(name)
+        if pin is not None and value.lower() != pin.lower():
+            yield name, f"is always {pin} here, because results or secrets depend on it; remove the line"
+        elif pin is None and name.startswith(_LEGACY):
+            yield name, "makes Spark compute as an older version did, so results would depend on it; remove the line"

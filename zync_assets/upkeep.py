@@ -1,0 +1,245 @@
+"""Upkeep: the work on a table that follows a commit.
+
+Take old records out of a raw table, as whole files, by the log's statistics alone.
+
+Retention removes a prefix of a partition. One number, ``zync:kept:<partition>``, says where the remaining records
+begin; the commit that removes the files sets the number. A record's age counts from its time, as in Kafka's own
+retention: the highest timestamp in its partition up to the record, never later than its ingest. Retention removes a
+file when its youngest record is old enough. Retention keeps replayed records: without its record in the raw table, an
+entry of the quarantine would count again.
+
+The files stay on disk for present readers, until ``lake.compaction`` removes the files.
+
+Retention of raw data: removes records older than an input's ``retention``, once no staging pool needs them.
+
+Retention takes two commits, because two tables change. First every staging pool releases the records
+(``staging.release``). The release conflicts with every batch planned before it, and no later batch reads a released
+record, not even to retry unmatched records. Second, the raw table removes the files. After a kill in between, the next
+attempt continues. A batch that still reads the files finds them on disk, because only ``cleaning`` deletes them, days
+later.
+
+Maintenance of a table in use: merges small files, and removes unneeded files.
+
+Maintenance runs after a commit, in the session of the commit, if the table's log shows that it is due. No history is
+read in vain. A failure never fails the step; a later commit tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, ZyncError
+from zync_assets.lake import compaction, raw, staging, tables
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import StagingState
+from zync_assets.lake.tables import DataFile
+from zync_assets.pipeline import Input, Pipeline
+from zync_assets.spark.tasks import run_tasks
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SLACK = 16
+"""A removal waits until a file is older than the retention by a 16th of it, and then removes every file past the
+retention. Few commits suffice."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The removable files of a partition, all below offset ``kept``.
+
+    ``reached``: the highest time of all removed records, of earlier removals too, in milliseconds since the epoch.
+    """
+
+    partition: int
+    files: tuple[DataFile, ...]
+    kept: int
+    reached: int
+
+
+def is_retention_due(state: RawState, now: int, retention_ms: int) -> bool:
+    """Whether a partition begins with a file that is past its time by a good while."""
+    limit = now - retention_ms - retention_ms // SLACK
+    return any(_old(files, limit) for files in _by_partition(state).values())
+
+
+def cuts(state: RawState, limit: int, needed: Mapping[int, int]) -> list[Cut]:
+    """The removable files of each partition: the first files whose records are all older than ``limit`` (milliseconds since
+    the epoch) and below the offset that staging pools need (``needed``: partition → offset)."""
+    found: list[Cut] = []
+    for partition, files in _by_partition(state).items():
+        upto = needed.get(partition, 0)
+        below = next((place for place, item in enumerate(files) if (item.last or 0) >= upto), len(files))
+        old = _old(files[:below], limit)
+        if old:
+            reached = max(state.reached.get(partition, 0), *(item.max_time or 0 for item in old))
+            found.append(Cut(partition, tuple(old), (old[-1].last or 0) + 1, reached))
+    return found
+
+
+def _by_partition(state: RawState) -> dict[int, list[DataFile]]:
+    found: dict[int, list[DataFile]] = {}
+    for item in raw.raw_files(state):
+        if not raw.is_replay(item):
+            found.setdefault(item.partition or 0, []).append(item)
+    return found
+
+
+def _old(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
+    """The first files that are old. Where records have no time (0), only a later record shows their age."""
+    count = 0
+    for place, item in enumerate(files):
+        if item.max_time is None or item.max_time >= limit:
+            break
+        if item.max_time > 0:
+            count = place + 1
+    return files[:count]
+
+
+def needed_from(state: StagingState, topic: str) -> dict[int, int]:
+    """Partition → the first offset whose raw record a staging pool may still want: the cursor, and what a rule failed on.
+
+    The ledger is read only where something waits.
+    """
+    needed = state.head.seen(topic)
+    waits = [
+        partition
+        for (name, partition, kind), count in state.head.counts.items()
+        if name == topic and kind in ("pending", "quarantined") and count
+    ]
+    if not waits:
+        return needed
+    rows = staging.read_ledger(state, ["pending", "completed", "quarantined"])
+    rows = rows.filter(pc.equal(rows["topic"], topic))
+    for partition in set(waits):
+        own = rows.filter(pc.equal(rows["partition"], partition))
+        of = {kind: own.filter(pc.equal(own["kind"], kind)) for kind in ("pending", "completed", "quarantined")}
+        failed = of["quarantined"].filter(pc.is_valid(of["quarantined"]["text"]))
+        waiting = np.setdiff1d(of["pending"]["first"].to_numpy(), of["completed"]["first"].to_numpy())
+        needed[partition] = min([needed.get(partition, 0), *waiting[:1].tolist(), *failed["first"].to_pylist()])
+    return needed
+
+
+def commit_retention(state: RawState, found: Sequence[Cut]) -> None:
+    """Remove the files and say where the partitions begin now. CommitConflict if a compaction came first."""
+    numbers = {f"zync:kept:{cut.partition}": cut.kept for cut in found}
+    numbers |= {f"zync:reached:{cut.partition}": cut.reached for cut in found}
+    numbers |= {
+        f"zync:removed:{cut.partition}": state.removed.get(cut.partition, 0) + sum(item.records for item in cut.files)
+        for cut in found
+    }
+    # A compaction puts records of such files into another one.
+    numbers["zync:compacted"] = state.opened.number("zync:compacted") or 0
+    tables.commit(state.opened, [], numbers, removed=[item for cut in found for item in cut.files])
+
+
+_log = logging.getLogger(__name__)
+
+
+def keep_short(pipeline: Pipeline, item: Input, known: RawState | None) -> None:
+    """Remove what is old, where it is due by the table as it was when it was ``known``. It never fails the step: what could
+    not be done is done after another commit."""
+    if item.retention_ms is None or known is None:
+        return
+    try:
+        now = int(time.time() * 1000)
+        if is_retention_due(known, now, item.retention_ms):
+            removed = sum(each.records for cut in retire(pipeline, item, now) for each in cut.files)
+            age = timedelta(milliseconds=item.retention_ms)
+            if removed:
+                _log.info("%s.%s: %d records older than %s are removed", item.pool, item.topic, removed, age)
+    except CommitConflict as error:
+        _log.info("%s", error)
+    except (ZyncError, OSError) as error:
+        _log.warning("retention of %s.%s: %s", item.pool, item.topic, error)
+
+
+def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Cut]:
+    """Remove an input's raw records that are older at ``now`` (milliseconds since the epoch) than it keeps them, and that no
+    staging pool wants; what went. CommitConflict if a batch or a compaction came first.
+    """
+    table = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    pools = _pools(pipeline, item)
+    if table is None or item.retention_ms is None or pools is None:
+        return ()
+    needed = dict(table.next)
+    for state in pools:
+        wanted = needed_from(state, item.topic)
+        needed = {partition: min(end, wanted.get(partition, 0)) for partition, end in needed.items()}
+    found = cuts(table, now - item.retention_ms, needed)
+    if not found:
+        return ()
+    for state in pools:
+        staging.release(state, item.topic, {cut.partition: cut.kept for cut in found})
+    crash_point("retention:released")
+    commit_retention(table, found)
+    crash_point("retention:removed")
+    return found
+
+
+def _pools(pipeline: Pipeline, item: Input) -> list[StagingState] | None:
+    """The staging pools that read an input, or did; None while one has not begun."""
+    found: list[StagingState] = []
+    readers = pipeline.readers_of(item.topic)
+    for pool in pipeline.staging_pools:
+        state = staging.open_staging(pipeline.lake, pool)
+        reads = pool in readers
+        if state is None and reads:
+            return None
+        if state is not None and (reads or state.head.seen(item.topic)):
+            found.append(state)
+    return found
+
+
+SHARES = 8
+"""Files that hold what a retention keeps, at the least, where they are compacted."""
+
+
+def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int | None = None) -> None:
+    """Compact and clean a table after a commit. ``before``: the table before the commit, None for a new table.
+
+    ``retention_ms``: how long records are kept. Compaction then merges only files within a share of this time, so that
+    retention can remove files bit by bit.
+    """
+    span = None if retention_ms is None else retention_ms // SHARES
+    if before is None or not (compaction.due(before.files, span) or compaction.is_due(before)):
+        return
+    try:
+        compact(spark, before.uri, span)
+        opened = tables.open_table(before.uri)
+        if opened is not None and compaction.is_due(opened):
+            compaction.clean(opened)
+            crash_point("clean:done")
+    except CommitConflict as error:
+        _log.info("%s", error)
+    except (ZyncError, OSError) as error:
+        _log.warning("upkeep of table %s: %s", before.uri, error)
+
+
+def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
+    """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went. ``span``: see
+    ``compaction.due``.
+
+    Raises CommitConflict if another compaction came first; nothing of this one is visible then.
+    """
+    opened = tables.open_table(uri)
+    runs = [
+        part for run in (compaction.due(opened.files, span) if opened else []) for part in compaction.alike(uri, run)
+    ]
+    if opened is None or not runs:
+        return 0
+    schema = opened.schema
+    made = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema))
+    crash_point("compact:written")
+    compaction.commit(opened, made, runs)
+    crash_point("compact:committed")
+    return sum(len(run) for run in runs)

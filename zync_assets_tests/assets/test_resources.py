@@ -1,0 +1,59 @@
+"""Connections as Dagster resources: typed, with secrets from the environment that nothing shows."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from dagster import EnvVar
+
+from zync_assets.assets.resources import KafkaResource, RegistryResource, connected
+from zync_assets.errors import SetupError
+from zync_assets.pipeline import Pipeline
+
+PIPELINE = Pipeline("p", Path("p.yaml"), {"bootstrap.servers": "file:9092"}, None, "lake", {}, (), (), ())
+KAFKA = KafkaResource(
+    bootstrap_servers="broker:9093",
+    security_protocol="SASL_SSL",
+    sasl_mechanism="SCRAM-SHA-512",
+    sasl_username="zync",
+    sasl_password=EnvVar("TEST_PASSWORD"),
+    oauth_cb="package.module:function",
+    properties={"socket.timeout.ms": "5000"},
+)
+
+
+def test_fields_are_librdkafkas_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_PASSWORD", "hidden")
+    found = connected(PIPELINE, KAFKA, None)
+    assert dict(found.kafka) == {
+        "bootstrap.servers": "broker:9093",
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "sasl.username": "zync",
+        "sasl.password": "hidden",
+        "oauth_cb": "package.module:function",
+        "socket.timeout.ms": "5000",
+    }
+    assert pickle.loads(pickle.dumps(found.kafka)) == dict(found.kafka)
+    assert "hidden" not in f"{found!r} {KAFKA!r} {found.kafka!r}"
+
+
+def test_a_variable_is_asked_for_when_it_is_needed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_PASSWORD", raising=False)
+    found = connected(PIPELINE, KAFKA, None)
+    with pytest.raises(SetupError, match="KafkaResource: the environment has no TEST_PASSWORD"):
+        dict(found.kafka)
+
+
+def test_the_registry_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_LOGIN", "zync:hidden")
+    resource = RegistryResource(
+        url="https://registry:8081", basic_auth_user_info=EnvVar("TEST_LOGIN"), ssl_ca_location="ca"
+    )
+    found = connected(PIPELINE, None, resource).registry
+    assert found is not None
+    assert found.url == "https://registry:8081"
+    assert dict(found.properties) == {"basic.auth.user.info": "zync:hidden", "ssl.ca.location": "ca"}
+    assert "hidden" not in f"{found!r} {resource!r}"

@@ -1,0 +1,124 @@
+"""The ledger of a batch covers the new offsets exactly once, in as few entries as can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql import Row
+
+from zync_assets.etl import account
+from zync_assets.etl.account import cut_at_strides, few_rows, ledger_rows, whole_ranges
+from zync_assets.offsets import OffsetRange
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+FOUND = "kind string, topic string, partition int, first long, end long, rule string, hash long"
+
+
+def entries(
+    spark: SparkSession, ranges: dict[str, list[OffsetRange]], *found: tuple[Any, ...]
+) -> list[tuple[Any, ...]]:
+    frame = spark.createDataFrame([(*item, None, None)[:7] for item in found], FOUND)
+    names = ("topic", "partition", "first", "end", "kind", "count", "rule", "hash", "text")
+    rows = {tuple(row[name] for name in names) for row in ledger_rows(spark, ranges, frame).collect()}
+    fetched = {tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, frame.collect()))}
+    assert fetched == rows, "what is fetched makes the same entries as Spark jobs"
+    return sorted(row[:6] for row in rows)
+
+
+def test_a_batch_in_which_all_is_done_is_a_range_a_partition() -> None:
+    rows = whole_ranges({"b": [OffsetRange(0, 5, 9), OffsetRange(1, 3, 3)], "a": [OffsetRange(2, 0, 1)]})
+    assert [(row["topic"], row["partition"], row["first"], row["end"]) for row in rows] == [
+        ("a", 2, 0, 1),
+        ("b", 0, 5, 9),
+    ]
+    assert {row["kind"] for row in rows} == {"done"}
+
+
+def test_what_is_between_the_exceptions_is_done(spark: SparkSession) -> None:
+    found = entries(
+        spark,
+        {"t": [OffsetRange(0, 10, 30)]},
+        ("unmatched", "t", 0, 10, 11),
+        ("unmatched", "t", 0, 11, 12),
+        ("pending", "t", 0, 15, 16, "rule", 7),
+        ("pending", "t", 0, 16, 17, "rule", 7),
+        ("dropped", "t", 0, 17, 18),
+        ("quarantined", "t", 0, 18, 19),
+        ("dropped", "t", 0, 29, 30),
+    )
+    assert found == [
+        ("t", 0, 10, 12, "unmatched", 2),
+        ("t", 0, 12, 15, "done", None),
+        ("t", 0, 15, 16, "pending", 1),
+        ("t", 0, 16, 17, "pending", 1),
+        ("t", 0, 17, 18, "dropped", 1),
+        ("t", 0, 18, 19, "quarantined", 1),
+        ("t", 0, 19, 29, "done", None),
+        ("t", 0, 29, 30, "dropped", 1),
+    ]
+
+
+def test_what_is_between_two_ranges_is_in_no_entry(spark: SparkSession) -> None:
+    ranges = [OffsetRange(0, 40, 50), OffsetRange(0, 5, 6), OffsetRange(0, 6, 8), OffsetRange(0, 20, 21)]
+    assert entries(spark, {"t": ranges}, ("unmatched", "t", 0, 7, 8), ("unmatched", "t", 0, 40, 41)) == [
+        ("t", 0, 5, 7, "done", None),
+        ("t", 0, 7, 8, "unmatched", 1),
+        ("t", 0, 20, 21, "done", None),
+        ("t", 0, 40, 41, "unmatched", 1),
+        ("t", 0, 41, 50, "done", None),
+    ]
+
+
+def test_each_record_that_a_rule_failed_on_keeps_its_reason(spark: SparkSession) -> None:
+    found = account.failed(spark, [("t", 0, 1, "rule", "why"), ("t", 0, 2, "rule", "because")])
+    others = spark.createDataFrame([("quarantined", "t", 0, 3, 4, None, None)], FOUND)
+    both, ranges = found.unionByName(others, allowMissingColumns=True), {"t": [OffsetRange(0, 0, 5)]}
+    kept = sorted(
+        (row["first"], row.end, row.kind, row.rule, row.text) for row in ledger_rows(spark, ranges, both).collect()
+    )
+    names = ("first", "end", "kind", "rule", "text")
+    assert [tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, both.collect()))] == kept
+    assert kept == [
+        (0, 1, "done", None, None),
+        (1, 2, "quarantined", "rule", "why"),
+        (2, 3, "quarantined", "rule", "because"),
+        (3, 4, "quarantined", None, None),
+        (4, 5, "done", None, None),
+    ]
+
+
+def test_partitions_and_topics_do_not_meet(spark: SparkSession) -> None:
+    ranges = {"a": [OffsetRange(0, 0, 2), OffsetRange(1, 2, 4)], "b": [OffsetRange(0, 0, 1)]}
+    found = entries(spark, ranges, ("dropped", "a", 0, 1, 2), ("dropped", "a", 1, 2, 3))
+    assert [row[:5] for row in found] == [
+        ("a", 0, 0, 1, "done"),
+        ("a", 0, 1, 2, "dropped"),
+        ("a", 1, 2, 3, "dropped"),
+        ("a", 1, 3, 4, "done"),
+        ("b", 0, 0, 1, "done"),
+    ]
+
+
+def test_a_long_range_of_lost_offsets_is_one_entry_a_stride(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(account, "STRIDE", 10)
+    lost = spark.createDataFrame(
+        [("dropped", "t", 0, 5, 32)], "kind string, topic string, partition int, first long, end long"
+    )
+    pieces = cut_at_strides(lost)
+    assert sorted((row["first"], row.end) for row in pieces.collect()) == [(5, 10), (10, 20), (20, 30), (30, 32)]
+    rows = ledger_rows(
+        spark, {"t": [OffsetRange(0, 5, 40)]}, pieces.selectExpr("*", "NULL AS rule", "NULL AS hash")
+    ).collect()
+    covered = sorted((row["first"], row.end, row.kind) for row in rows)
+    assert covered == [
+        (5, 10, "dropped"),
+        (10, 20, "dropped"),
+        (20, 30, "dropped"),
+        (30, 32, "dropped"),
+        (32, 40, "done"),
+    ]

@@ -1,0 +1,196 @@
+"""A rule may name a field that no record has had yet: it is there before the source's migration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from zync_assets.errors import FieldMissing, RegistryUnavailable
+from zync_assets.etl.missing_fields import (
+    _names,  # pyright: ignore[reportPrivateUsage]
+    _newest,  # pyright: ignore[reportPrivateUsage]
+)
+from zync_assets.kafka.registry import Registry
+from zync_assets.lake.quarantine import EVERYTHING
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
+from zync_assets.quarantine.replay import ReplayCommit
+from zync_assets.runner import replay_all
+from zync_assets_tests.mini import mini
+from zync_assets_tests.test_connect_types import framed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PIPELINE = """
+missing-field: null
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, part struct<a: int>, `of it` string"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - name: pair
+    type: denorm
+    where: {left: "value.op = 'c' AND value.after.flag IS NOT TRUE", right: value.part.b IS NULL AND value.`no b` IS NULL}
+    left: $left
+    right: $right
+    join-on: left.value.after.id = right.value.id
+    out: $out
+    key: left.key
+    value: {id: left.value.after.id, coupon: left.value.after.coupon, b: right.value.part.b, c: "coalesce(right.value.c, 5)",
+     of it: right.value.`OF it`}
+  - {name: other, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.after.id}}
+"""
+
+
+def envelope(*more: tuple[str, Any]) -> dict[str, Any]:
+    fields = [{"name": name, "type": type, "default": None} for name, type in more]
+    row = {"type": "record", "name": "Row", "fields": [{"name": "id", "type": "long"}, *fields]}
+    return {
+        "type": "record",
+        "name": "Envelope",
+        "fields": [{"name": "after", "type": ["null", row]}, {"name": "op", "type": "string"}],
+    }
+
+
+def test_names_are_whole_at_any_depth() -> None:
+    sql = "coalesce(in.value.a.b.c.d, `in`.`value`.`x y`) + transform(in.value.items, v -> v.f)[0] + in.value.m['k']"
+    found = sorted(_names(sql), key=lambda name: name.start)
+    assert [(name.names, sql[name.start : name.end]) for name in found] == [
+        (("in", "value", "a", "b", "c", "d"), "in.value.a.b.c.d"),
+        (("in", "value", "x y"), "`in`.`value`.`x y`"),
+        (("in", "value", "items"), "in.value.items"),
+        (("in", "value", "m"), "in.value.m"),
+    ]
+
+
+def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE)
+    item = it.pipeline.input(it.left)
+    assert _newest(it.pipeline, item, "value", [987654321]) is None
+    Registry(RegistryConfig(services.registry_url)).register(f"{it.left}-value", '"string"')
+    assert _newest(it.pipeline, item, "value", [987654321]) == pa.string()
+    away = replace(it.pipeline, registry=RegistryConfig("http://127.0.0.1:9", {"max.retries": "0"}))
+    with pytest.raises(RegistryUnavailable):
+        _newest(away, item, "value", [987654321])
+
+
+def test_a_rule_may_be_there_before_the_field(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE)
+    registry = Registry(RegistryConfig(services.registry_url))
+    subject = f"{it.left}-value"
+    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
+    it.send(it.right, *({"id": id, "part": {"a": 1}, "of it": "x"} for id in (1, 2)))
+    with caplog.at_level(logging.WARNING):
+        it.step()
+    # No schema knows these: they are null, and left out of the records that they would be a field of.
+    assert it.values() == [{"id": 1, "c": 5, "of%20it": "x"}]
+    said = sorted(record.getMessage() for record in caplog.records if "no record of topic" in record.getMessage())
+    assert [text.split("the field ")[1].split(" ")[0] for text in said] == [
+        "value.after.coupon",
+        "value.after.flag",
+        "value.c",
+        "value.no",
+        "value.part.b",
+    ]
+    # The registry knows the type of one of them before a record has it.
+    registry.register(subject, json.dumps(envelope(("coupon", ["null", "int"]))))
+    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 2}, "op": "c"}))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        it.step()
+    assert it.values() == [{"id": id, "c": 5, "of%20it": "x", "coupon": None} for id in (1, 2)]
+    assert not [record for record in caplog.records if "no record of topic" in record.getMessage()]
+    newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
+    it.send(it.left, framed(registry, subject, newest, {"after": {"id": 3, "coupon": 9, "flag": False}, "op": "c"}))
+    it.send(it.right, {"id": 3, "part": {"a": 1}})
+    it.step()
+    assert it.values()[2:] == [{"id": 3, "c": 5, "of%20it": None, "coupon": 9}]
+
+    failing = it.edited(PIPELINE.replace("missing-field: null", "missing-field: fail"))
+    failing.send(it.right, {"id": 4, "part": {"a": 1}})
+    failing.ingest()
+    with pytest.raises(
+        FieldMissing, match=r"rule pair: no record of topic .*right.rows has had the field value.part.b"
+    ):
+        failing.etl()
+    empty = it.edited(PIPELINE.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
+    with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
+        empty.etl()
+
+
+SHAPED = """
+missing-field: null
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro, on-schema-change: quarantine, shape: {
+     where: value.after.flag IS NOT TRUE,
+     value: {id: value.after.id, coupon: value.after.coupon, c: "coalesce(value.after.c, 5)"}}}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id}}
+"""
+
+
+def test_a_shape_may_be_there_before_the_field(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = mini(services, spark, tmp_path, unique, SHAPED)
+    registry = Registry(RegistryConfig(services.registry_url))
+    subject = f"{it.left}-value"
+
+    def warnings() -> list[str]:
+        said = [record.getMessage() for record in caplog.records if "no record of topic" in record.getMessage()]
+        caplog.clear()
+        return sorted(text.split("the field ")[1].split(" ")[0] for text in said)
+
+    old = [framed(registry, subject, envelope(), {"after": {"id": id}, "op": "c"}) for id in (1, 2, 5)]
+    with caplog.at_level(logging.WARNING):
+        it.send(it.left, old[0])
+        it.ingest()
+        assert [row["value"] for row in it.raw(it.left)] == [{"id": 1, "c": 5}]
+        assert warnings() == ["value.after.c", "value.after.coupon", "value.after.flag"]
+        # The registry knows the type of one of them before a record has it.
+        registry.register(subject, json.dumps(envelope(("coupon", ["null", "int"]))))
+        it.send(it.left, old[1])
+        it.ingest()
+        assert [row["value"] for row in it.raw(it.left)] == [{"id": id, "c": 5, "coupon": None} for id in (1, 2)]
+        assert warnings() == []
+    newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
+    rows = [{"id": 3, "coupon": 9, "flag": False}, {"id": 4, "coupon": 9, "flag": True}]
+    it.send(it.left, *(framed(registry, subject, newest, {"after": row, "op": "c"}) for row in rows))
+    assert it.ingest()[it.left].quarantined == 2
+
+    text = SHAPED.replace(", on-schema-change: quarantine", "")
+    failing = it.edited(text.replace("missing-field: null", "missing-field: fail"))
+    failing.send(it.left, old[2])
+    said = r"input .*left.rows, shape: no record of topic .*left.rows has had the field value.after.c so far"
+    with pytest.raises(FieldMissing, match=said):
+        failing.ingest()
+    with pytest.raises(FieldMissing, match=said):
+        list(replay_all(failing.pipeline, lambda: spark, EVERYTHING))
+    assert it.next(it.left) == {0: 4}
+    it = it.edited(text)
+    [replay] = [done for done in replay_all(it.pipeline, lambda: spark, EVERYTHING) if isinstance(done, ReplayCommit)]
+    assert (replay.records, list(replay.reasons)) == (1, [(0, 3)])
+    it.ingest()
+    assert [row["value"] for row in it.raw(it.left)][2:] == [
+        {"id": 3, "c": 5, "coupon": 9},
+        {"id": 5, "c": 5, "coupon": None},
+    ]
+    fields = SHAPED[SHAPED.index("value: {id") : SHAPED.index("}}\noutputs")]
+    empty = it.edited(text.replace(fields, "value: {none: value.after.none}"))
+    empty.send(it.left, old[0])
+    with pytest.raises(FieldMissing, match="is nothing but fields that no record has had"):
+        empty.ingest()

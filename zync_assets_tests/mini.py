@@ -1,0 +1,197 @@
+"""Small pipelines over JSON topics, with as little around a rule as can be."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+from deltalake import DeltaTable
+
+from zync_assets import pipeline_file
+from zync_assets.etl.commit import EtlCommit
+from zync_assets.ingest.commit import RawCommit, commit_raw
+from zync_assets.ingest.plan import plan_ingest, read_input
+from zync_assets.kafka.topics import create_topic
+from zync_assets.lake.raw import open_raw
+from zync_assets.lake.staging import Head, open_staging, read_ledger
+from zync_assets.local.services import Services
+from zync_assets.pipeline import Pipeline
+from zync_assets.publish.commit import PublishCommit, publish
+from zync_assets.publish.plan import plan_publish, read_staging
+from zync_assets.runner import etl_once
+from zync_assets_tests.services import SPARK
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+HEADER = """
+name: mini
+kafka: {bootstrap.servers: "$servers"}
+registry: {url: "$registry"}
+lake: $lake
+settle: 1
+spark: $spark
+"""
+BOTH = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+"""
+JOIN = """
+transforms:
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    join-on: left.value.id = right.value.id
+    out: $out
+    key: left.key
+    value: {id: left.value.id, l: left.value.v, r: right.value.v}
+"""
+
+
+@dataclass
+class Mini:
+    pipeline: Pipeline
+    spark: SparkSession
+    left: str
+    right: str
+    out: str
+
+    @property
+    def lake(self) -> str:
+        return self.pipeline.lake
+
+    def send(
+        self,
+        topic: str,
+        *records: Any,
+        partition: int = 0,
+        times: Sequence[int] | None = None,
+        headers: Sequence[tuple[str, bytes | None]] | None = None,
+    ) -> None:
+        """Values: mappings become JSON; bytes and None go as they are; (key, value) sets the key too."""
+        producer = Producer({**self.pipeline.kafka, "linger.ms": 0, "log_level": 0})
+        refused: list[object] = []
+
+        def delivered(error: object, _: object) -> None:
+            if error is not None:
+                refused.append(error)
+
+        for place, record in enumerate(records):
+            key, value = record if isinstance(record, tuple) else (f"k{place}", record)
+            payload = json.dumps(value) if isinstance(value, Mapping) else value
+            time = times[place] if times is not None else 1_700_000_000_000 + place
+            more = {} if headers is None else {"headers": list(headers)}
+            producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivered, **more)
+        assert producer.flush(30) == 0
+        assert not refused
+
+    def ingest(self, *topics: str) -> dict[str, RawCommit]:
+        done: dict[str, RawCommit] = {}
+        for topic in topics or [item.topic for item in self.pipeline.inputs]:
+            plan = plan_ingest(self.pipeline, topic)
+            if not plan.nothing_to_do:
+                done[topic] = commit_raw(self.pipeline, read_input(self.spark, self.pipeline, plan))
+        return done
+
+    def etl(self) -> EtlCommit | None:
+        return etl_once(self.pipeline, lambda: self.spark, "Staging")
+
+    def step(self) -> EtlCommit | None:
+        self.ingest()
+        return self.etl()
+
+    def publish(self, topic: str | None = None) -> PublishCommit:
+        plan = plan_publish(self.pipeline, topic or self.out)
+        return publish(self.pipeline, read_staging(self.spark, self.pipeline, plan))
+
+    def raw(self, topic: str) -> list[dict[str, Any]]:
+        """Raw records as delta-rs itself reads them, by partition and offset."""
+        rows = DeltaTable(f"{self.lake}/Raw/{topic}").to_pyarrow_table().to_pylist()
+        return sorted(rows, key=lambda row: (row["kafka"]["partition"], row["kafka"]["offset"]))
+
+    def next(self, topic: str) -> Mapping[int, int]:
+        state = open_raw(self.lake, "Raw", topic)
+        return state.next if state else {}
+
+    def staged(self, topic: str | None = None) -> list[dict[str, Any]]:
+        """Output records as delta-rs itself reads them, by offset, with columns named ``key`` and ``value``."""
+        topic = topic or self.out
+        if open_staging(self.lake, "Staging") is None:
+            return []
+        table = DeltaTable(f"{self.lake}/Staging").to_pyarrow_table(filters=[("topic", "=", topic)])
+        rows = [
+            {"key": row.get(f"key:{topic}"), "value": row.get(f"value:{topic}"), **row} for row in table.to_pylist()
+        ]
+        rows.sort(key=lambda row: row["kafka"]["offset"])
+        return rows
+
+    def values(self, topic: str | None = None) -> list[Any]:
+        return [row["value"] for row in self.staged(topic)]
+
+    @property
+    def head(self) -> Head:
+        state = open_staging(self.lake, "Staging")
+        assert state is not None
+        return state.head
+
+    def classes(self, topic: str) -> dict[str, int]:
+        """Class → records of a topic that are in it."""
+        found = Counter[str]()
+        for (name, _, kind), count in self.head.counts.items():
+            if name == topic:
+                found[kind] += count
+        return {kind: count for kind, count in found.items() if count}
+
+    def ledger(self, kind: str) -> list[dict[str, Any]]:
+        state = open_staging(self.lake, "Staging")
+        assert state is not None
+        return read_ledger(state, [kind]).to_pylist()
+
+    def edited(self, text: str) -> Mini:
+        """The same topics and lake with another text for the file, placeholders as in ``mini``."""
+        return _load(self.pipeline.path.parent, text, self.spark, self.left, self.right, self.out)
+
+
+def published(it: Mini, topic: str) -> list[bytes]:
+    """Publish an output topic; the values of all its records."""
+    reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
+    reader.assign([TopicPartition(topic, 0, 0)])
+    found = reader.consume(it.publish(topic).range.end, 30)
+    reader.close()
+    return [message.value() or b"" for message in found]
+
+
+def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, text: str, partitions: int = 1) -> Mini:
+    """Topics ``$left`` and ``$right``, and a pipeline whose text follows HEADER. ``$out`` is left to be created."""
+    left, right, out = (f"{prefix}.{name}" for name in ("left.rows", "right.rows", "out.rows"))
+    base = Template(HEADER).substitute(
+        servers=services.bootstrap_servers,
+        registry=services.registry_url,
+        lake=folder / "lake",
+        spark=json.dumps(SPARK),
+    )
+    (folder / "header").write_text(base)
+    found = _load(folder, text, spark, left, right, out)
+    for topic in (left, right):
+        create_topic(found.pipeline.kafka, topic, partitions, 1, {})
+    return found
+
+
+def _load(folder: Path, text: str, spark: SparkSession, left: str, right: str, out: str) -> Mini:
+    path = folder / "mini.yaml"
+    path.write_text((folder / "header").read_text() + Template(text).substitute(left=left, right=right, out=out))
+    return Mini(pipeline_file.load(path), spark, left, right, out)
+
+
+def row(id: int | None, v: str = "", op: str = "c") -> dict[str, Any]:
+    return {"op": op, "id": id, "v": v}

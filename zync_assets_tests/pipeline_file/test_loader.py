@@ -1,0 +1,579 @@
+"""The pipeline file: its valid contents, and its errors with line, key and cure."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zync_assets.cli.validate import validate
+from zync_assets.errors import PipelineFileError, Problem
+from zync_assets.etl.rules.explanation import explain_rules
+from zync_assets.pipeline import CreateTopic, Denorm, Pipeline, RegistryConfig, SideFormat, Stateless
+from zync_assets.pipeline_file import load
+from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+
+GOOD = """\
+inputs:
+  - {topic: A, pool: Raw}
+  - {topic: B, pool: Raw}
+outputs:
+  - {topic: C, pool: Staging}
+transforms:
+  - type: denorm
+    where: value.op = 'c'
+    left: A
+    right: B
+    join-on: left.key = right.key
+    out: C
+    key: left.key
+    value: {a: left.value.a, more: {b: right.value.b, none: null}}
+  - type: stateless
+    where: value.op = 'u'
+    in: A
+    out: C
+    key: in.key
+    value: null
+"""
+
+
+def read(folder: Path, text: str, **env: str) -> Pipeline:
+    file = folder / "shop.yaml"
+    file.write_text(text)
+    return load(file, env)
+
+
+def explained(pipeline: Pipeline) -> str:
+    return "\n".join(statement.sql for statement in explain_rules(pipeline))
+
+
+def problems(folder: Path, text: str, **env: str) -> tuple[Problem, ...]:
+    with pytest.raises(PipelineFileError) as caught:
+        read(folder, text, **env)
+    return caught.value.problems
+
+
+def test_a_file_of_inputs_alone_ingests_and_a_file_of_outputs_alone_publishes(tmp_path: Path) -> None:
+    ingests = read(tmp_path, "inputs: [{topic: A, pool: Raw}]")
+    assert ([item.topic for item in ingests.inputs], ingests.outputs, ingests.rules) == (["A"], (), ())
+    publishes = read(tmp_path, "output: {topic: C, pool: Staging}")
+    assert (publishes.inputs, [item.topic for item in publishes.outputs], publishes.rules) == ((), ["C"], ())
+
+
+def test_inputs_with_outputs_need_rules_and_rules_need_both(tmp_path: Path) -> None:
+    both = "inputs: [{topic: A, pool: Raw}]\noutputs: [{topic: C, pool: Staging}]\n"
+    assert [found.key for found in problems(tmp_path, both)] == ["transforms"]
+    assert "of inputs alone, which ingests" in problems(tmp_path, both)[0].message
+    rule = "transforms: [{type: stateless, in: A, out: C, key: in.key, value: in.value}]\n"
+    assert {found.key for found in problems(tmp_path, rule)} >= {"inputs", "outputs"}
+    assert {found.key for found in problems(tmp_path, "name: empty\n")} == {"inputs", "outputs", "transforms"}
+
+
+def test_the_demo_s_file() -> None:
+    pipeline = load(DEMO / "invoices.yaml", {})
+    assert pipeline.name == "invoices"
+    assert pipeline.lake == str(DEMO.resolve() / "lake")
+    assert pipeline.kafka == {"bootstrap.servers": "localhost:9092"}
+    assert [item.topic for item in pipeline.inputs] == ["Invoices", "InvoiceStatus"]
+    assert pipeline.output("NewInvoices").create == CreateTopic(1, 1, {"retention.ms": "-1"})
+    new, update, delete = pipeline.rules
+    assert isinstance(new, Denorm)
+    assert new.join_on == (("left.value.after.ID", "right.value.after.InvoiceID"),)
+    assert isinstance(update, Stateless)
+    assert update.value == {"ID": "in.value.after.InvoiceID", "invoice_status": "in.value.after.status"}
+    assert delete.value is None
+    assert pickle.loads(pickle.dumps(pipeline)) == pipeline
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "shop.yaml"
+    path.write_text("inputs: [{topic: T, pool: Raw, format: string}]")
+    assert load(str(path)) == load(path)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    pipeline = read(tmp_path, GOOD)
+    assert pipeline.name == "shop"
+    assert pipeline.lake == str(tmp_path.resolve() / "lake")
+    assert pipeline.kafka == {"bootstrap.servers": "localhost:9092"}
+    assert pipeline.registry == RegistryConfig("http://localhost:8081")
+    assert pipeline.spark == {"master": "local[*]"}
+    assert pipeline.settle_seconds == 45
+    assert pipeline.unavailable_value == "__debezium_unavailable_value"
+    assert pipeline.input("A").start == "earliest"
+    assert pipeline.input("A").value == SideFormat("avro")
+    assert pipeline.output("C").create is None
+    denorm, stateless = pipeline.rules
+    assert (denorm.name, stateless.name) == ("1-denorm", "2-stateless")
+    assert isinstance(denorm, Denorm)
+    assert denorm.where_left == denorm.where_right == "value.op = 'c'"
+    assert denorm.value == {"a": "left.value.a", "more": {"b": "right.value.b", "none": None}}
+
+
+def test_every_option(tmp_path: Path) -> None:
+    pipeline = read(
+        tmp_path,
+        """
+name: all
+kafka: {bootstrap.servers: "h:1", enable.ssl.certificate.verification: false, fetch.max.bytes: 0100, sasl.password: "${PW}"}
+registry: {url: "https://r", basic.auth.user.info: "u:${PW}"}
+lake: s3://bucket/folder/
+spark: {remote: "sc://h", spark.sql.shuffle.partitions: 4}
+settle: 1.5
+unavailable-value: null
+inputs:
+  - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
+  - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue, max-bad-records: 9}
+  - {topic: n, pool: R, format: json, key-schema: bigint, from: 1714521600000, unmatched: fail, retention: 30d}
+output: {topic: o, pool: S, key-format: string, create: {partitions: 3, config: {compression.type: lz4}}, start-at: end}
+transforms:
+  - {name: j, type: denorm, where: {left: value.a = 1}, left: shop.a, right: n, join-on: left.key = right.key,
+     out: o, key: null, value: {v: left.value, one: 1, yes: true}}
+""",
+        PW="0${X}7",
+    )
+    assert pipeline.kafka["enable.ssl.certificate.verification"] == "false"
+    assert pipeline.kafka["fetch.max.bytes"] == "0100"
+    assert pipeline.kafka["sasl.password"] == "0${X}7"
+    assert pipeline.registry == RegistryConfig("https://r", {"basic.auth.user.info": "u:0${X}7"})
+    assert "0${X}7" not in repr(pipeline)
+    assert pipeline.lake == "s3://bucket/folder"
+    assert pipeline.spark == {"remote": "sc://h", "spark.sql.shuffle.partitions": "4"}
+    assert pipeline.settle_seconds == 1.5
+    assert pipeline.unavailable_value is None
+    a, b, n = pipeline.inputs
+    assert (a.key, a.value, a.start, a.unmatched) == (
+        SideFormat("string"),
+        SideFormat("json", "ID INT, s STRING"),
+        "latest",
+        "drop",
+    )
+    assert (b.key, b.value, b.start, b.on_data_loss) == (
+        SideFormat("avro"),
+        SideFormat("bytes"),
+        1714521600000,
+        "continue",
+    )
+    assert (n.key, n.value, n.start, n.unmatched) == (SideFormat("json", "bigint"), SideFormat("json"), b.start, "fail")
+    assert (a.retention_ms, n.retention_ms) == (None, 30 * 86_400_000)
+    (out,) = pipeline.outputs
+    assert out.create == CreateTopic(3, 1, {"compression.type": "lz4"})
+    assert out.start_at == "end"
+    (rule,) = pipeline.rules
+    assert isinstance(rule, Denorm)
+    assert (rule.where_left, rule.where_right, rule.key) == ("value.a = 1", None, None)
+    assert rule.value == {"v": "left.value", "one": "1", "yes": "true"}
+
+
+def test_a_shape_is_a_filter_and_a_mapping(tmp_path: Path) -> None:
+    shape = "shape: {where: value.a > 1, key: null, value: {a: value.a, deep: {b: key.b}}}"
+    pipeline = read(tmp_path, GOOD.replace("{topic: A, pool: Raw}", f"{{topic: A, pool: Raw, {shape}}}"))
+    made = pipeline.input("A").shape
+    assert made is not None
+    assert (made.where, made.sides) == ("value.a > 1", {"key": None, "value": {"a": "value.a", "deep": {"b": "key.b"}}})
+    assert pipeline.input("B").shape is None
+    assert "CASE WHEN value IS NOT NULL THEN named_struct('a', (value.a)" in explained(pipeline)
+    shaped = GOOD.replace("C, pool: Staging}", "C, pool: Staging, shape: {where: key is not null, key: {k: key}}}")
+    assert [rule.keep for rule in read(tmp_path, shaped).rules] == ["(left.key) is not null", "(in.key) is not null"]
+    assert "named_struct('k', ((in.key))) AS key" in explained(read(tmp_path, shaped))
+
+
+def test_an_earlier_rule_leaves_nothing_only_to_rules_of_its_own_staging_pool(tmp_path: Path) -> None:
+    two = GOOD.replace("pool: Staging}\n", "pool: Staging}\n  - {topic: D, pool: Other}\n")
+    copy = "  - {name: copy, type: stateless, where: value.op = 'u', in: A, out: OUT, key: in.key, value: in.value}\n"
+    pipeline = read(tmp_path, two + copy.replace("OUT", "D"))
+    said = explained(pipeline)
+    assert "-- A, for Staging: the first rule of the pool" in said
+    assert said.count("THEN 'copy'") == 1
+    (problem,) = problems(tmp_path, two + copy.replace("OUT", "C"))
+    assert problem.message.startswith("never matches: rule `2-stateless`")
+
+
+def test_headers_are_a_mapping_or_one_expression(tmp_path: Path) -> None:
+    text = GOOD.replace("value: null", "value: null\n    headers: {table: \"'a'\", 'x y': in.value.b}")
+    both = text.replace("    key: left.key\n", "    key: left.key\n    headers: left.kafka.headers\n")
+    one, other = read(tmp_path, both).rules
+    assert one.headers == "left.kafka.headers"
+    assert other.headers == {"table": "'a'", "x y": "in.value.b"}
+    named = text.replace("topic: C", "topic: C, provenance: true").replace("table:", "source:")
+    (problem,) = problems(tmp_path, named)
+    assert (problem.line, problem.key) == (21, "transforms[1].headers.source")
+    assert "provenance" in problem.message
+
+
+def test_a_file_without_avro_needs_no_registry(tmp_path: Path) -> None:
+    assert read(tmp_path, GOOD.replace("}\n", ", format: json}\n", 3)).registry is None
+
+
+@pytest.mark.parametrize(
+    ("lake", "path"), [("../x/./y", "x/y"), ("/data/lake", "/data/lake"), ("file:///data/my%20lake", "/data/my lake")]
+)
+def test_folders_are_relative_to_the_file(tmp_path: Path, lake: str, path: str) -> None:
+    assert read(tmp_path, f"lake: {lake}\n{GOOD}").lake == str((tmp_path.parent / path).resolve())
+
+
+# (what is replaced in GOOD, by what, line, key, part of the message)
+ERRORS = [
+    ("inputs:", "input:", 1, "input", "did you mean `inputs`|write inputs:"),
+    ("inputs:", "lakes: x\ninputs:", 1, "lakes", "did you mean `lake`?"),
+    ("inputs:", "name: [a]\ninputs:", 1, "name", "must be text, not a list"),
+    ("inputs:", "name: 7\ninputs:", 1, "name", "put it in quotes"),
+    ("inputs:", "name: a b\ninputs:", 1, "name", "letters, digits"),
+    ("inputs:", "name:\ninputs:", 1, "name", "is empty"),
+    ("inputs:", "name: x\nname: y\ninputs:", 2, "name", "is here twice; it is on line 1"),
+    ("inputs:", "settle: soon\ninputs:", 1, "settle", "a number that is not negative"),
+    ("inputs:", "unavailable-value: ''\ninputs:", 1, "unavailable-value", "or null where there is none"),
+    ("inputs:", "unavailable-value: hex:0\ninputs:", 1, "unavailable-value", "pairs of hexadecimal digits"),
+    ("inputs:", "settle: -1\ninputs:", 1, "settle", "a number that is not negative"),
+    ("inputs:", "kafka: here\ninputs:", 1, "kafka", "must be a mapping, not text"),
+    ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),
+    ("inputs:", "registry:\n  url: localhost\ninputs:", 2, "registry.url", "http:// or https://"),
+    ("inputs:", "lake: file:x\nspark: {master: a, remote: b}\ninputs:", 2, "spark.remote", "excludes master"),
+    ("inputs:", "spark: {remote: share}\ninputs:", 1, "spark.remote", "must be sc://host:port"),
+    ("inputs:", "spark: {sql.ansi: a}\ninputs:", 1, "spark.sql.ansi", "did you mean `spark.sql.ansi`?"),
+    (
+        "inputs:",
+        "spark:\n  spark.sql.timestampType: TIMESTAMP_NTZ\ninputs:",
+        2,
+        "spark.spark.sql.timestampType",
+        "is always TIMESTAMP_LTZ here, because results or secrets depend on it; remove the line",
+    ),
+    (
+        "inputs:",
+        "spark: {spark.sql.legacy.json.enableDateTimeParsingFallback: true}\ninputs:",
+        1,
+        "spark.spark.sql.legacy.json.enableDateTimeParsingFallback",
+        "as an older version did",
+    ),
+    ("inputs:", "spark: {spark.master: a}\ninputs:", 1, "spark.spark.master", "write master:"),
+    ("inputs:", "lake: s3://\ninputs:", 1, "lake", "names no bucket"),
+    ("inputs:", "lake: file://host/x\ninputs:", 1, "lake", "needs an absolute path"),
+    ("inputs:", "lake: ${NOWHERE}\ninputs:", 1, "lake", "the environment has no NOWHERE; set it, or write ${NOWHERE:-"),
+    ("inputs:", "lake: ${a b}\ninputs:", 1, "lake", "write $${"),
+    ("inputs:", "lake: &x y\ninputs:", 1, "lake", "anchors are not supported"),
+    ("inputs:", "lake: *x\ninputs:", 1, "lake", "aliases are not supported"),
+    ("inputs:", "lake: !!str y\ninputs:", 1, "lake", "tags are not supported"),
+    ("{topic: A, pool: Raw}", "{pool: Raw}", 2, "inputs[0].topic", "is missing; name the topic"),
+    ("{topic: A, pool: Raw}", "{topic: A}", 2, "inputs[0].pool", "is missing; name the pool"),
+    ("{topic: A, pool: Raw}", "A", 2, "inputs[0]", "must be a mapping, not text"),
+    ("{topic: A, pool: Raw}", "{topic: A/b, pool: Raw}", 2, "inputs[0].topic", "no legal topic name"),
+    ("{topic: A, pool: Raw}", "{topic: '..', pool: Raw}", 2, "inputs[0].topic", "no legal topic name"),
+    ("{topic: A, pool: Raw}", "{topic: A, pool: Raw-1}", 2, "inputs[0].pool", "letters, digits and `_`"),
+    ("{topic: A, pool: Raw}", "{topic: A, pool: Kafka}", 2, "inputs[0].pool", "can't be called kafka"),
+    ("{topic: B, pool: Raw}", "{topic: B, pool: raw}", 3, "inputs[1].pool", "in case only"),
+    ("{topic: B, pool: Raw}", "{topic: B, pool: Raw}\n  - {topic: A, pool: R2}", 4, "inputs[2].topic", "into pool Raw"),
+    ("A, pool: Raw}", "A, pool: Raw, fromat: avro}", 2, "inputs[0].fromat", "did you mean `format`?"),
+    ("A, pool: Raw}", "A, pool: Raw, format: arvo}", 2, "inputs[0].format", "did you mean `avro`?"),
+    ("A, pool: Raw}", "A, pool: Raw, format: connect}", 2, "inputs[0].format", "did you mean `connect-json`?"),
+    ("A, pool: Raw}", "A, pool: Raw, schema: a INT}", 2, "inputs[0].schema", "goes with json and connect-json only"),
+    ("A, pool: Raw}", "A, pool: Raw, format: json, schema: a FOO}", 2, "inputs[0].schema", "Spark's DDL"),
+    ("A, pool: Raw}", "A, pool: Raw, from: erliest}", 2, "inputs[0].from", "did you mean `earliest`?"),
+    ("A, pool: Raw}", "A, pool: Raw, from: 2024-05-01T00:00:00}", 2, "inputs[0].from", "with its zone"),
+    ("A, pool: Raw}", "A, pool: Raw, from: -5}", 2, "inputs[0].from", "milliseconds since 1970"),
+    ("A, pool: Raw}", "A, pool: Raw, unmatched: no}", 2, "inputs[0].unmatched", "one of keep, drop, fail"),
+    ("A, pool: Raw}", "A, pool: Raw, on-bad-record: skip}", 2, "inputs[0].on-bad-record", "one of fail, quarantine"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 30}", 2, "inputs[0].retention", "must be text"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 0d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
+    ("A, pool: Raw}", "A, pool: Raw, retention: 9999999999999d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
+    ("A, pool: Raw}", "A, pool: Raw, max-bad-records: -1}", 2, "inputs[0].max-bad-records", "whole number from 0"),
+    (
+        "A, pool: Raw}",
+        "A, pool: Raw, on-bad-record: fail, max-bad-records: 3}",
+        2,
+        "inputs[0].max-bad-records",
+        "goes with on-bad-record: quarantine",
+    ),
+    (
+        "A, pool: Raw}",
+        "A, pool: Raw, on-schema-change: ok}",
+        2,
+        "inputs[0].on-schema-change",
+        "merge, error, quarantine",
+    ),
+    (
+        "A, pool: Raw}",
+        "A, pool: Raw, format: string, on-schema-change: error}",
+        2,
+        "inputs[0].on-schema-change",
+        "goes with avro and connect-json",
+    ),
+    ("A, pool: Raw}", "A, pool: Raw, on-data-loss: go}", 2, "inputs[0].on-data-loss", "one of fail, continue"),
+    ("C, pool: Staging}", "C, pool: Staging, namespace: 1.x}", 5, "outputs[0].namespace", "is no Avro namespace"),
+    ("C, pool: Staging}", "C, pool: Staging, format: json, namespace: x}", 5, "outputs[0].namespace", "goes with avro"),
+    (
+        "C, pool: Staging}",
+        "C, pool: Staging, subject-name-strategy: name}",
+        5,
+        "outputs[0].subject-name-strategy",
+        "one of topic, record, topic-record",
+    ),
+    (
+        "C, pool: Staging}",
+        "C, pool: Staging, key-format: string, key-subject-name-strategy: record}",
+        5,
+        "outputs[0].key-subject-name-strategy",
+        "the key format is string",
+    ),
+    ("C, pool: Staging", "C, pool: S, shape: {where: kafka.offset > 1}", 5, "outputs[0].shape.where", "not known here"),
+    ("C, pool: Staging", "C, pool: S, shape: {where: value.z = 1}", 12, "transforms[0].out", "needs `value.z`"),
+    ("C, pool: Staging", "C, pool: S, shape: {value: {a: value.a, z: value.z}}", 12, "transforms[0].out", "`value.z`"),
+    (
+        "C, pool: Staging",
+        "C, pool: S, format: string, shape: {key: {a: key}}",
+        5,
+        "outputs[0].shape.key",
+        "not a mapping",
+    ),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {}}", 2, "inputs[0].shape", "is empty; write where:, key: or value:"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: [x]}", 2, "inputs[0].shape", "must be a mapping"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {were: a}}", 2, "inputs[0].shape.were", "did you mean `where`?"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {where: in.value.a = 1}}", 2, "inputs[0].shape.where", "write `value.a`"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {value: {a: rand()}}}", 2, "inputs[0].shape.value.a", "not deterministic"),
+    ("A, pool: Raw}", "A, pool: Raw, shape: {value: null}}", 2, "inputs[0].shape.value", "a tombstone"),
+    ("outputs:", "output: {topic: D, pool: S}\noutputs:", 4, "output", "the same as outputs"),
+    ("topic: C, pool: Staging", "topic: C, pool: Raw", 5, "outputs[0].pool", "is a raw pool"),
+    ("topic: C, pool: Staging", "topic: A, pool: Staging", 5, "outputs[0].topic", "is an input too (line 2)"),
+    ("{topic: C, pool: Staging}", "{topic: C, pool: S}\n  - {topic: C, pool: T}", 6, "outputs[1].topic", "already"),
+    ("C, pool: Staging", "C, pool: Staging, schema: a INT", 5, "outputs[0].schema", "belongs to an input"),
+    ("C, pool: Staging", "C, pool: S, create: true", 5, "outputs[0].create", "must be a mapping"),
+    ("C, pool: Staging", "C, pool: S, create: {partitions: 0}", 5, "outputs[0].create.partitions", "from 1"),
+    ("C, pool: Staging", "C, pool: S, create: {replicas: 1}", 5, "outputs[0].create.replicas", "replication-factor"),
+    ("C, pool: Staging", "C, pool: S, start-at: begin", 5, "outputs[0].start-at", "one of end, empty"),
+    ("C, pool: Staging", "C, pool: S, value-format: string", 14, "transforms[0].value", "not a mapping"),
+    ("type: denorm", "type: denrom", 7, "transforms[0].type", "did you mean `denorm`?"),
+    ("- type: denorm", "- name: x", 7, "transforms[0].type", "is missing; write one of denorm, stateless"),
+    ("- type: denorm", "- name: 2-stateless\n    type: denorm", 16, "transforms[1].name", "names are unique"),
+    ("    left: A\n", "", 7, "transforms[0].left", "is missing; name a topic of inputs (A, B)"),
+    ("    right: B\n", "", 7, "transforms[0].right", "is missing"),
+    ("    join-on: left.key = right.key\n", "", 7, "transforms[0].join-on", "is missing; write an equality"),
+    ("    left: A\n", "    left: A\n    in: B\n", 10, "transforms[0].in", "belongs to a rule of type stateless"),
+    ("    in: A\n", "", 15, "transforms[1].in", "is missing"),
+    ("    in: A\n", "    in: A\n    left: B\n", 18, "transforms[1].left", "belongs to a rule of type denorm"),
+    ("    in: A\n", "    in: A\n    right: B\n", 18, "transforms[1].right", "belongs to a rule of type denorm"),
+    ("left.key = right.key", "left.key > right.key", 11, "transforms[0].join-on", "no equality of the two sides"),
+    ("right: B", "right: A", 10, "transforms[0].right", "joins two topics"),
+    ("right: B", "right: D", 10, "transforms[0].right", "`D` is no input of this file; inputs: A, B"),
+    ("right: B", "right: C", 10, "transforms[0].right", "`C` is an output, not an input"),
+    ("in: A", "in: AA", 17, "transforms[1].in", "did you mean `A`?"),
+    ("out: C\n    key: left", "out: D\n    key: left", 12, "transforms[0].out", "`D` is no output of this file"),
+    ("out: C\n    key: left", "out: B\n    key: left", 12, "transforms[0].out", "`B` is an input, not an output"),
+    ("    key: in.key\n", "", 15, "transforms[1].key", "or `key: null`"),
+    ("    value: null\n", "", 15, "transforms[1].value", "`value: null` for a tombstone"),
+    ("value: null", "value: {}", 20, "transforms[1].value", "has no fields"),
+    ("value: null", "value: [in.key]", 20, "transforms[1].value", "not a list"),
+    ("value: null", "value: {a: {b: value.x}}", 20, "transforms[1].value.a.b", "write `in.value.x`"),
+    ("value: null", "value: rand()", 20, "transforms[1].value", "not deterministic"),
+    ("value: null", "value: null\n    headers: {n: [1]}", 21, "transforms[1].headers.n", "one expression, not a list"),
+    ("value: null", "value: null\n    headers: {n: value.x}", 21, "transforms[1].headers.n", "write `in.value.x`"),
+    (
+        "value: null",
+        "value: null\n    headers: {n: null}",
+        21,
+        "transforms[1].headers.n",
+        "one expression, not nothing",
+    ),
+    ("value: null", "value: null\n    headers: {}", 21, "transforms[1].headers", "name a header"),
+    ("value: null", "value: null\n    headers: value.h", 21, "transforms[1].headers", "write `in.value.h`"),
+    ("C, pool: Staging", "C, pool: S, provenance: on-top", 5, "outputs[0].provenance", "must be true or false"),
+    ("value: null", "value: null\n    zed: x", 21, "transforms[1].zed", "Spark SQL"),
+    ("where: value.op = 'u'", "where: value.op = ", 16, "transforms[1].where", "does not parse"),
+    ("where: value.op = 'u'", "where: in.value.op = 'u'", 16, "transforms[1].where", "write `value.op`"),
+    ("where: value.op = 'u'", "where: {left: true}", 16, "transforms[1].where", "only a denorm rule"),
+    ("where: value.op = 'c'", "where: {rigth: true}", 8, "transforms[0].where.rigth", "did you mean `right`?"),
+    ("where: value.op = 'u'", "where: value.op in ('c')", 16, "transforms[1].where", "rule `1-denorm` (line 7)"),
+    ("    where: value.op = 'c'\n", "", 15, "transforms[1].where", "never matches"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "key", "message"), ERRORS, ids=[f"{e[3]}: {e[4]}" for e in ERRORS])
+def test_an_error_names_line_key_and_cure(
+    tmp_path: Path, old: str, new: str, line: int, key: str, message: str
+) -> None:
+    assert old in GOOD
+    found = problems(tmp_path, GOOD.replace(old, new, 1))
+    fitting = [item for item in found if item.key == key and any(part in item.message for part in message.split("|"))]
+    assert [item.line for item in fitting] == [line], found
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 1, "is empty"),
+        ("# nothing\n", 1, "is empty"),
+        ("- a", 1, "must be a mapping, not a list"),
+        ("a: [1", 1, "is no YAML"),
+        ("inputs:\n\t- a", 2, "is no YAML"),
+        ("a: 1\n---\nb: 2", 2, "second document"),
+        ("a: 1\nb: \x07", 2, "a character that YAML does not allow"),
+        ("[" * 100_000, 1, "nested deeper"),
+        ("a: 1\n" * MAX_BYTES, 1, "larger than"),
+    ],
+)
+def test_what_is_no_pipeline_at_all(tmp_path: Path, text: str, line: int, message: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert problem.line == line
+    assert message in problem.message
+
+
+def test_aliases_can_t_multiply(tmp_path: Path) -> None:
+    bomb = "a: &a [x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n"
+    assert any("aliases" in problem.message for problem in problems(tmp_path, bomb))
+
+
+def test_no_such_file_no_file_and_no_text(tmp_path: Path) -> None:
+    for path, message in [(tmp_path / "x.yaml", "no such file"), (tmp_path, "is no file"), (tmp_path / "b", "UTF-8")]:
+        (tmp_path / "b").write_bytes(b"a: 1\nb: \xff")
+        with pytest.raises(PipelineFileError, match=message):
+            load(path, {})
+
+
+def test_all_errors_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
+    text = (
+        GOOD.replace("pool: Raw}", "pool: R-w}").replace("left: A", "left: Z").replace("value: null", "value: rand()")
+    )
+    found = problems(tmp_path, "inptus: x\n" + text)
+    assert [problem.line for problem in found] == [1, 3, 4, 10, 21]
+
+
+def test_the_parts_that_must_be_there(tmp_path: Path) -> None:
+    found = problems(tmp_path, "name: x")
+    assert [problem.key for problem in found] == ["inputs", "outputs", "transforms"]
+    for empty in ("transforms: []", "transforms:", "transforms: {}"):
+        head = GOOD[: GOOD.index("transforms:")]
+        (problem,) = problems(tmp_path, head + empty)
+        assert (problem.line, problem.key) == (6, "transforms")
+        assert "at least one rule" in problem.message
+
+
+def test_spark_remote_counts_where_the_file_names_no_spark(tmp_path: Path) -> None:
+    def spark(text: str) -> dict[str, str]:
+        return dict(read(tmp_path, text + GOOD, SPARK_REMOTE="shared").spark)
+
+    assert spark("") == {"remote": "shared"}
+    assert spark("spark: {spark.sql.x: 1}\n") == {"remote": "shared", "spark.sql.x": "1"}
+    assert spark("spark: {master: m}\n") == {"master": "m"}
+    assert spark("spark: {remote: 'sc://h:1/;token=t'}\n") == {"remote": "sc://h:1/;token=t"}
+    assert spark("spark: {remote: shared, master: m}\n") == {"remote": "shared", "master": "m"}
+    for text in ("", "spark: {spark.sql.x: 1}\n"):
+        (problem,) = problems(tmp_path, text + GOOD, SPARK_REMOTE="local;token=hunter2")
+        assert problem.key == "spark" and "SPARK_REMOTE must be sc://host:port" in problem.message
+        assert "hunter2" not in problem.message
+
+
+def test_a_secret_is_never_said(tmp_path: Path) -> None:
+    text = """\
+kafka: {sasl.password: "${PW}", x: [1], bootstrap.servers: "${PW}"}
+registry: {url: "${PW}", k: {}}
+spark: {master: "${PW}", remote: "${PW}"}
+"""
+    with pytest.raises(PipelineFileError) as caught:
+        read(tmp_path, text + GOOD, PW="hunter2")
+    assert len(caught.value.problems) == 4
+    assert "hunter2" not in str(caught.value)
+
+
+NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S"]), max_size=20)
+
+
+def scalar(text: str, env: dict[str, str]) -> str:
+    node, found = parse(f"a: {json.dumps(text)}", env)
+    assert found == []
+    assert isinstance(node, Table)
+    value = node.entries[0].node
+    assert isinstance(value, Scalar)
+    return value.text
+
+
+@given(NAMES, TEXTS, TEXTS.filter(lambda text: "{" not in text and "}" not in text))
+def test_variables_are_replaced_once_and_as_they_are(name: str, value: str, default: str) -> None:
+    assert scalar(f"<${{{name}}}>", {name: value}) == f"<{value}>"
+    assert scalar(f"<${{{name}:-{default}}}>", {}) == f"<{default}>"
+    assert scalar(f"<${{{name}:-{default}}}>", {name: value}) == f"<{value or default}>"
+    assert scalar(f"<$${{{name}}}>", {name: value}) == f"<${{{name}}}>"
+
+
+@given(st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S"], exclude_characters="$"), max_size=30))
+def test_text_without_variables_stays(text: str) -> None:
+    assert scalar(text, {}) == text
+
+
+LINES = st.lists(st.sampled_from([*GOOD.splitlines(), "- [a", "  x: {", "? y", "!t z", "&a", "*a", "--- |", "${", "}"]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(text=st.text(max_size=80) | st.text(alphabet="ab:-[]{}&*!|>'\"%@?, \n\t#$", max_size=60) | LINES.map("\n".join))
+def test_any_text_is_a_pipeline_or_a_pipeline_file_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "any.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load(file, {})
+    except PipelineFileError as error:
+        assert error.problems
+        assert all(problem.line >= 1 for problem in error.problems)
+
+
+def test_validate_says_ok_or_every_error(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(GOOD)
+    bad.write_text(GOOD.replace("right: B", "right: D").replace("pool: Staging", "pool: Raw"))
+    run = CliRunner().invoke(validate, [str(good)])
+    assert (run.exit_code, run.output) == (0, f"OK: {good} (good): 2 inputs, 2 rules, 1 output\n")
+    run = CliRunner().invoke(validate, [str(bad)])
+    assert run.exit_code == 1
+    assert [line.split(" ")[0] for line in run.output.splitlines()] == [
+        f"{bad}:5:",
+        f"{bad}:10:",
+    ]
+    run = CliRunner().invoke(validate, [str(bad), "--format", "json"])
+    assert run.exit_code == 1
+    first, second = (json.loads(line) for line in run.output.splitlines())
+    assert (first["line"], first["key"]) == (5, "outputs[0].pool")
+    assert (second["line"], second["key"]) == (10, "transforms[0].right")
+
+
+def test_the_demo_s_data_fit_together() -> None:
+    expected = json.loads((DEMO / "expected.json").read_text())
+    topics = {item.topic for item in load(DEMO / "invoices.yaml", {}).inputs}
+    for state in expected["after"]:
+        records = [json.loads(line) for line in (DEMO / state["batch"]).read_text().splitlines()]
+        assert {record["topic"] for record in records} <= topics
+        assert [row["offset"] for row in state["output"]] == list(range(len(state["output"])))
+    assert [len(state["output"]) for state in expected["after"]] == [2, 3, 5, 8]
+    assert [len(state["pending"]) for state in expected["after"]] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "message"),
+    [
+        ("string", "struct(in.value.a)", "a string output takes one string column"),
+        ("string", "in.kafka", "a string output takes one string column"),
+        ("string", "in.value", "not struct<`a`:int"),
+        ("bytes", "(in.value.a)", "a bytes output takes one binary or string column, not int"),
+        ("bytes", "5", "a bytes output takes one binary or string column"),
+        ("string", "in.value.a", None),
+        ("bytes", "in.key", None),
+        ("bytes", "to_json(in.value)", None),
+    ],
+)
+def test_a_type_that_is_plain_to_see_fits_the_output_s_format(
+    tmp_path: Path, form: str, value: str, message: str | None
+) -> None:
+    text = f"""
+inputs: [{{topic: A, pool: Raw, key-format: string, value-format: json, schema: "a int"}}]
+outputs: [{{topic: C, pool: Staging, key-format: string, value-format: {form}}}]
+transforms: [{{type: stateless, in: A, out: C, key: in.key, value: {value}}}]
+"""
+    if message is None:
+        read(tmp_path, text)
+    else:
+        (problem,) = problems(tmp_path, text)
+        assert problem.key == "transforms[0].value"
+        assert message in problem.message
