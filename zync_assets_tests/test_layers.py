@@ -20,13 +20,15 @@ MOST_MODULES = 130
 MOST_LINES = 450
 
 LAYERS = {
-    "definitions": 11,
-    "cli": 10, "assets": 10,
-    "runner": 9, "checks": 9,
-    "quarantine": 8,
-    "etl": 7,
-    "ingest": 6, "publish": 6,
-    "etl.rules": 5, "audit": 5, "upkeep": 5, "pipeline_file": 5,
+    "the public API": 13,
+    "definitions": 12,
+    "cli": 11, "assets": 11,
+    "runner": 10, "checks": 10,
+    "quarantine": 9,
+    "etl": 8,
+    "ingest": 7, "publish": 7,
+    "etl.rules": 6,
+    "audit": 5, "upkeep": 5, "pipeline_file": 5,
     "spark": 4,
     "lake": 3, "kafka": 3, "local": 3,
     "codecs": 2,
@@ -75,7 +77,7 @@ def test_modules_are_few_and_short() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=own_name)
 def test_a_module_imports_from_lower_layers_only(path: Path) -> None:
-    mine = folder(own_name(path))
+    mine = "the public API" if path == PACKAGE / "__init__.py" else folder(own_name(path))
     for name in imported(path):
         other = folder(name)
         if name.split(".")[0] != "zync_assets" or other == mine:
@@ -84,8 +86,8 @@ def test_a_module_imports_from_lower_layers_only(path: Path) -> None:
 
 
 def test_imports_form_no_circle() -> None:
-    """Not even inside a folder, or by an import inside a function."""
-    names = {own_name(path) for path in FILES}
+    """Not even inside a folder, or by an import inside a function. The root imports the public API lazily and is left out."""
+    names = {own_name(path) for path in FILES} - {"zync_assets"}
     left = {
         own_name(path): {
             name if name in names else name.rpartition(".")[0]

@@ -18,9 +18,19 @@ from zync_assets.etl.batch import EtlRun, JoinsChanged
 from zync_assets.etl.encodability import Unfit
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import NONE, Failure, Failures, Place
-from zync_assets.etl.missing_fields import with_missing_fields
 from zync_assets.etl.pending import Waiting
-from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, looking_again, plan_etl, read_raw, transform
+from zync_assets.etl.plan import (
+    EtlBatch,
+    EtlCommit,
+    EtlPlan,
+    RawSlice,
+    looking_again,
+    plan_etl,
+    read_raw,
+    transform,
+    with_raw,
+)
+from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.lake.quarantine import Held, admit
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
@@ -56,10 +66,11 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     try:
         return _commit(pipeline, batch)
     except FieldMissing as error:
-        known = with_missing_fields(pipeline, batch)
+        known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
         if known is None:
             raise error
-        return _commit(*known)
+        own, raw = known
+        return _commit(own, with_raw(pipeline, batch, raw))
 
 
 def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:

@@ -259,6 +259,13 @@ def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
     return state if whole else replace(state, with_ids=True)
 
 
+def with_raw(pipeline: Pipeline, batch: EtlBatch, raw: Mapping[str, RawState]) -> EtlBatch:
+    """The batch with other states of some raw tables, by topic."""
+    states = {topic: with_ids(pipeline, topic, state) for topic, state in raw.items()}
+    plan = replace(batch.plan, raw={**batch.plan.raw, **states})
+    return replace(batch, plan=plan, slices={topic: replace(part, plan=plan) for topic, part in batch.slices.items()})
+
+
 def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) -> EtlBatch:
     """The batch, where the pending records of ``rules`` are matched again like new records."""
     plan = batch.plan

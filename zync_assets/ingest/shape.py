@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
-from zync_assets.etl.missing_fields import Expected, expected_fields
+from zync_assets.etl.rules.missing_fields import Expected, expected_fields
 from zync_assets.ingest import source as ingest_source
 from zync_assets.ingest.files import BatchFiles, Reading
 from zync_assets.ingest.shape_task import (
@@ -153,12 +153,13 @@ def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
         try:
             ends = job.run()
         except SchemaError:
-            found = expected_fields(pipeline, job.reading.item, job.reading.source)
+            found = _expected(pipeline, job.reading.item, job.reading.source)
             if found is not None and (looked or not strict or not found.missing):
                 expected = found
                 if strict:
                     expected.say()
-                job = replace(job, reading=replace(job.reading, item=expected.item, source=expected.source))
+                source = replace(job.reading.source, **expected.types)
+                job = replace(job, reading=replace(job.reading, item=expected.item, source=source))
                 continue
             if looked:
                 raise
@@ -321,11 +322,11 @@ def resolvable(
     try:
         shaped_frame(frame(source), item)
     except SchemaError:
-        expected = expected_fields(pipeline, item, source)
+        expected = _expected(pipeline, item, source)
         if expected is None:
             raise
         expected.say()
-        return expected.item, expected.source
+        return expected.item, replace(source, **expected.types)
     return item, source
 
 
@@ -436,3 +437,9 @@ def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
     if isinstance(shape, str):
         return _without(shape, void)
     return {name: _shape_without(part, void) for name, part in shape.items()}
+
+
+def _expected(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
+    """The fields that the shape of an input names and no record has had."""
+    types = {"key": source.key_type, "value": source.value_type}
+    return expected_fields(pipeline, item, types, {"key": source.key_schemas, "value": source.value_schemas})

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.errors import FieldMissing, RegistryUnavailable
-from zync_assets.etl.missing_fields import (
+from zync_assets.etl.rules.missing_fields import (
     _names,  # pyright: ignore[reportPrivateUsage]
     _newest,  # pyright: ignore[reportPrivateUsage]
 )

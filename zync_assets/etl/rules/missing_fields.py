@@ -19,8 +19,6 @@ from sqlglot import exp
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.fields import fields_of, in_lake, lacked_by, maybe_missing, original
 from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
-from zync_assets.etl.plan import EtlBatch, with_ids
-from zync_assets.ingest.source import Source
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
@@ -52,39 +50,41 @@ class _Name:
     names: Path
 
 
-def with_missing_fields(pipeline: Pipeline, batch: EtlBatch) -> tuple[Pipeline, EtlBatch] | None:
-    """The pipeline and the batch with the missing fields added as null; None if no field is missing.
+def with_missing_fields(
+    pipeline: Pipeline, pool: str, raw: Mapping[str, RawState | None]
+) -> tuple[Pipeline, dict[str, RawState]] | None:
+    """The pipeline with NULL for the fields that are missing in the raw tables of a staging pool's inputs.
 
+    Returns the raw tables that lack a field, with the fields that the registry's newest schema has. None if no field is missing.
     Raises FieldMissing for a field that the newest schema lacks too, if the pipeline file says ``missing-field: fail``.
     """
-    rules = pipeline.rules_of(batch.plan.pool)
-    states = dict(batch.plan.raw)
-    found = False
-    for topic, state in batch.plan.raw.items():
+    rules = pipeline.rules_of(pool)
+    states: dict[str, RawState] = {}
+    for topic, state in raw.items():
         if state is not None and (paths := _missing(_of_rules(rules), topic, state.schema)):
             states[topic] = _expecting(pipeline, pipeline.input(topic), state, paths)
-            found = True
-    if not found:
+    if not states:
         return None
-    known = {topic: state.schema for topic, state in states.items() if state is not None}
+    known = {topic: state.schema for topic, state in {**raw, **states}.items() if state is not None}
     for rule in rules:
         for topic in rule.topics:
             for path in _missing(_expressions(rule), topic, known[topic]) if topic in known else ():
                 _say(pipeline, f"rule {rule.name}", topic, ".".join(path))
     own = replace(pipeline, rules=tuple(_without(rule, known) if rule in rules else rule for rule in pipeline.rules))
-    plan = replace(batch.plan, raw=states)
-    slices = {topic: replace(part, plan=plan) for topic, part in batch.slices.items()}
-    return own, replace(batch, plan=plan, slices=slices)
+    return own, states
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An input and its source with what the input's shape names and no record has had so far. ``missing``: the fields that the
-    newest schema lacks too, which are null in the shape."""
+    """An input whose shape names fields that no record has had so far.
+
+    ``types``: ``key_type`` and ``value_type`` with the fields that the newest schema has. ``missing``: the fields that the
+    newest schema lacks too. They are null in the shape of ``item``.
+    """
 
     pipeline: Pipeline
     item: Input
-    source: Source
+    types: dict[str, pa.DataType]
     missing: tuple[str, ...]
 
     def say(self) -> None:
@@ -93,29 +93,31 @@ class Expected:
             _say(self.pipeline, f"input {self.item.topic}, shape", self.item.topic, path)
 
 
-def expected_fields(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
-    """The fields that an input's shape names and no record has had; None if there is none. ``source``: with the types of the
-    records so far.
+def expected_fields(
+    pipeline: Pipeline, item: Input, types: Mapping[str, pa.DataType | None], ids: Mapping[str, Sequence[int]]
+) -> Expected | None:
+    """The fields that an input's shape names and no record has had; None if no field is missing.
 
+    ``types``: side → the type of the records so far. ``ids``: side → the ids of the writers' schemas so far.
     FieldMissing if a side would be nothing but such fields.
     """
     assert item.shape is not None
-    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    schema = raw_schema(types["key"] or pa.null(), types["value"] or pa.null())
     sides = {"": item.topic}
     expressions = [(sql, sides) for sql in _leaves(item.shape.where)]
     expressions += [(sql, sides) for shape in item.shape.sides.values() for sql in _leaves(shape)]
     paths = _missing(expressions, item.topic, schema)
     if not paths:
         return None
-    schema = _with_newest(pipeline, item, schema, paths, {"key": source.key_schemas, "value": source.value_schemas})
+    schema = _with_newest(pipeline, item, schema, paths, ids)
     known = {item.topic: schema}
     made: dict[str, Shape] = {}
     for side, shape in item.shape.sides.items():
         made[side] = _filled(_shaped(shape, sides, known), shape, f"input {item.topic}, shape", side)
     where = None if item.shape.where is None else _edited(item.shape.where, sides, known)
-    types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
+    expected = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
     missing = tuple(".".join(path) for path in _missing(expressions, item.topic, schema))
-    return Expected(pipeline, replace(item, shape=RecordShape(where, made)), replace(source, **types), missing)
+    return Expected(pipeline, replace(item, shape=RecordShape(where, made)), expected, missing)
 
 
 def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
@@ -220,7 +222,7 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
             for side in ("key", "value")
         }
         schema = _with_newest(pipeline, item, schema, paths, ids)
-    return with_ids(pipeline, item.topic, replace(state, expected=schema))
+    return replace(state, expected=schema)
 
 
 def _with_newest(
