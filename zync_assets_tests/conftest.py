@@ -48,15 +48,14 @@ ORDER = (
 """Modules that go first."""
 
 FETCHED = {
-    "services": ("services", "jars.resolve(find_java())"),
-    "s3": ("tests-s3", "jars.fetched(BUNDLE, find_java)"),
+    "services": ("services", "java.resolve(java.find_java())"),
+    "s3": ("tests-s3", "java.fetched(BUNDLE, java.find_java)"),
 }
 """Fixtures whose jars come from the network where this machine has them not yet: what their folders' names begin with, and
 what brings them."""
 
 FETCH = """
-from zync_assets.local import jars
-from zync_assets.local.java import find_java
+from zync_assets.local import java
 from zync_assets_tests.s3 import BUNDLE
 """
 

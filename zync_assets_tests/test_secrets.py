@@ -66,7 +66,7 @@ from zync_assets.assets.resources import KafkaResource, RegistryResource
 from zync_assets.assets.sensor import evaluate
 from zync_assets.cli.main import main
 from zync_assets.pipeline_file import load
-from zync_assets.steps import ingest
+from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.spark.session import spark_session
 
 file, home = Path(sys.argv[1]), sys.argv[2]
@@ -85,8 +85,8 @@ zync("check", str(file))
 pipeline = load(file)
 topic = pipeline.inputs[0].topic
 spark = spark_session(pipeline.spark)
-plan = ingest.plan_ingest(pipeline, topic)
-batch = ingest.read_input(spark, pipeline, plan)
+plan = plan_ingest(pipeline, topic)
+batch = read_input(spark, pipeline, plan)
 print(repr(pipeline), repr(plan), repr(batch), repr(batch.source))
 batch.dataframe().explain(True)
 kafka = KafkaResource(

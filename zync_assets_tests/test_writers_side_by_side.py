@@ -287,21 +287,22 @@ LOST_TASK = """
 import os, sys
 from pathlib import Path
 from zync_assets import pipeline_file
-from zync_assets.steps import publish
+from zync_assets.publish import commit
+from zync_assets.publish.plan import plan_publish, read_staging
 from zync_assets.spark.session import spark_session
 
 path, flag = Path(sys.argv[1]), Path(sys.argv[2])
 it = pipeline_file.load(path)
-class KilledOnce(publish.InOrder):
+class KilledOnce(commit.InOrder):
     def __exit__(self, *given):
         super().__exit__(*given)
         if not flag.exists():
             flag.touch()
             os._exit(9)
 
-publish.InOrder = KilledOnce
-plan = publish.plan_publish(it, sys.argv[3])
-publish.publish(it, publish.read_staging(spark_session({"master": "local[1,2]"}), it, plan))
+commit.InOrder = KilledOnce
+plan = plan_publish(it, sys.argv[3])
+commit.publish(it, read_staging(spark_session({"master": "local[1,2]"}), it, plan))
 """
 
 

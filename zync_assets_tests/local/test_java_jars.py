@@ -56,7 +56,7 @@ def test_two_at_once_fetch_once_and_later_ones_not_at_all(cache: Path, tmp_path:
 def test_a_kill_in_the_middle_leaves_nothing_that_looks_finished(cache: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     slow = script(tmp_path, IVY_THAT_WORKS.format(runs=runs, seconds=30))
-    resolve = "import sys, pathlib; from zync_assets.local import jars; jars.resolve(pathlib.Path(sys.argv[1]))"
+    resolve = "import sys, pathlib; from zync_assets.local import java; java.resolve(pathlib.Path(sys.argv[1]))"
     victim = subprocess.Popen([sys.executable, "-c", resolve, slow], start_new_session=True)
     while not list(cache.glob("fetching-*/out/registry/*.gz")):
         assert victim.poll() is None

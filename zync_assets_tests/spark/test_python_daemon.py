@@ -22,7 +22,7 @@ NAME = "spark.python.daemon.module"
 
 LOADED = """
 import json, os, sys
-from zync_assets.steps import python_daemon
+from zync_assets.spark import python_daemon
 python_daemon.load()
 import pyspark.daemon
 threads = [open(f"/proc/self/task/{each}/comm").read().strip() for each in os.listdir("/proc/self/task")]

@@ -187,11 +187,11 @@ def family(server: Server) -> list[psutil.Process]:
 REFUSED = """
 import sys
 from zync_assets.errors import SetupError
-from zync_assets.steps import connect
-connect.ANSWER_SECONDS = 3
+from zync_assets.spark import session
+session.ANSWER_SECONDS = 3
 for url in sys.argv[1:]:
     try:
-        connect.remote_session({"spark.remote": url})
+        session.remote_session({"spark.remote": url})
     except SetupError as error:
         print("refused:", error)
 """
@@ -214,13 +214,12 @@ def test_a_server_that_refuses_or_does_not_answer_is_an_error_without_the_token(
 OTHER_SECRET = """
 from dataclasses import replace
 from zync_assets.errors import SetupError
-from zync_assets.local import spark_servers
-from zync_assets.steps import connect
+from zync_assets.spark import session, shared_servers
 from zync_assets.spark.settings import spark_settings
-find = spark_servers.find
-spark_servers.find = lambda folder: replace(find(folder), secret="wr0ng")
+find = shared_servers.find
+shared_servers.find = lambda folder: replace(find(folder), secret="wr0ng")
 try:
-    connect.remote_session(spark_settings({"remote": "shared"}, ""))
+    session.remote_session(spark_settings({"remote": "shared"}, ""))
 except SetupError as error:
     print("refused:", error)
 """
@@ -304,18 +303,17 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from zync_assets.errors import SetupError
-from zync_assets.local import spark_servers
-from zync_assets.pipeline_file import load
 from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
-from zync_assets.spark.session import servers_own
+from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_once
+from zync_assets.spark import shared_servers
 from zync_assets.spark.session import spark_session
 pipeline = load(Path(sys.argv[1]))
 session = lambda: spark_session(pipeline.spark, pipeline.lake)
 plan = plan_etl(pipeline, "Staging")
 spark = session()
 batch = transform(spark, pipeline, plan, {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges})
-(server,) = spark_servers.find_all()
+(server,) = shared_servers.find_all()
 os.kill(server.pid, signal.SIGKILL)
 try:
     commit_staging(pipeline, batch)
@@ -323,7 +321,7 @@ except SetupError as error:
     print("error:", error)
 assert not Path(pipeline.lake, "Staging", "_delta_log").exists()
 etl_once(pipeline, session, "Staging")
-(other,) = spark_servers.find_all()
+(other,) = shared_servers.find_all()
 print("other:", other.pid != server.pid)
 """
 
@@ -332,8 +330,7 @@ PINNED = """
 import sys
 from zync_assets import pipeline_file
 from zync_assets.spark.sql import PINS
-from zync_assets.steps import connect
-from zync_assets.spark.session import spark_session
+from zync_assets.spark.session import remote_session, spark_session
 from pathlib import Path
 settings = pipeline_file.load(Path(sys.argv[1])).spark
 for _ in range(2):
@@ -343,7 +340,7 @@ for _ in range(2):
     print({name: session.conf.get(name) for name in own} == own, session.sql(r"SELECT '\\\\'").first()[0])
     session.conf.set("spark.sql.ansi.enabled", "false")
 own = {"spark.remote": sys.argv[2], "spark.sql.timestampType": "TIMESTAMP_NTZ"}
-print(connect.remote_session(own).conf.get("spark.sql.timestampType"))
+print(remote_session(own).conf.get("spark.sql.timestampType"))
 """
 
 
