@@ -37,7 +37,7 @@ def _secret(what: str) -> Any:
     return Field(default=None, repr=False, description=f"{what} Give an EnvVar: Dagster's pages show what is not one.")
 
 
-class KafkaResource(ConfigurableResource):
+class KafkaResource(ConfigurableResource, extra="forbid", hide_input_in_errors=True):
     """The connection to the broker. ``properties`` takes any other librdkafka property, under librdkafka's name.
 
     Dagster's pages show an ``EnvVar`` by its name. Any other value is shown whole.
@@ -65,7 +65,9 @@ class KafkaResource(ConfigurableResource):
     sasl_oauthbearer_client_id: str | None = Field(default=None, description="For oidc.")
     sasl_oauthbearer_client_secret: str | None = _secret("For oidc.")
     sasl_oauthbearer_token_endpoint_url: str | None = Field(default=None, description="For oidc.")
-    sasl_oauthbearer_config: str | None = Field(default=None, description="What oauth_cb gets, such as region=….")
+    sasl_oauthbearer_config: str | None = Field(
+        default=None, repr=False, description="What oauth_cb gets, such as region=…."
+    )
     oauth_cb: str | None = Field(default=None, description="module:function that makes tokens.")
     ssl_ca_location: str | None = Field(
         default=None, description="The file of the CA that signed the broker's certificate."
@@ -80,7 +82,7 @@ class KafkaResource(ConfigurableResource):
         return _settings(self, {"oauth_cb": "oauth_cb"})
 
 
-class RegistryResource(ConfigurableResource):
+class RegistryResource(ConfigurableResource, extra="forbid", hide_input_in_errors=True):
     """How to reach the schema registry. ``properties``: any other property of Confluent's client.
 
     >>> from dagster import EnvVar
@@ -90,7 +92,7 @@ class RegistryResource(ConfigurableResource):
     ('https://registry:8081', False)
     """
 
-    url: str = Field(description="http:// or https://; several with commas.")
+    url: str = Field(repr=False, description="http:// or https://; several with commas.")
     basic_auth_user_info: str | None = _secret("user:password.")
     bearer_auth_token: str | None = _secret("A token.")
     ssl_ca_location: str | None = Field(default=None, description="The file of the CA that signed its certificate.")

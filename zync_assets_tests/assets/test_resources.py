@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dagster import EnvVar
@@ -57,3 +58,21 @@ def test_the_registry_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.url == "https://registry:8081"
     assert dict(found.properties) == {"basic.auth.user.info": "zync:hidden", "ssl.ca.location": "ca"}
     assert "hidden" not in f"{found!r} {resource!r}"
+
+
+def test_no_repr_and_no_error_of_a_resource_shows_a_secret() -> None:
+    kafka = KafkaResource(
+        bootstrap_servers="b:9092",
+        sasl_password="hunter2",
+        ssl_key_password="hunter2",
+        sasl_oauthbearer_client_secret="hunter2",
+        sasl_oauthbearer_config="principal=zync secret=hunter2",
+        properties={"ssl.key.pem": "hunter2"},
+    )
+    registry = RegistryResource(url="https://zync:hunter2@registry", bearer_auth_token="hunter2")
+    assert "hunter2" not in f"{kafka!r} {kafka} {registry!r} {registry}"
+    for wrong in ({"sasl_password": ["hunter2"]}, {"sasl_pasword": "hunter2"}, {"properties": {"a": ["hunter2"]}}):
+        given: dict[str, Any] = {"bootstrap_servers": "b:9092", **wrong}
+        with pytest.raises(ValueError, match=next(iter(wrong))) as caught:
+            KafkaResource(**given)
+        assert "hunter2" not in str(caught.value)
