@@ -4,17 +4,19 @@ What the pipelines of a code location share (source topics), and what one pipeli
 lake).
 
 A code location is a process. ``Definitions.merge`` shows no pipeline the others, so this module remembers each pipeline
-file that the process has built. A file that is built again takes the place of its earlier definitions.
+file whose definitions the process holds. A file that is built again takes the place of its earlier definitions.
 
 Dagster's definitions of a pipeline, in one call.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 from dagster import (
     AssetChecksDefinition,
@@ -37,44 +39,87 @@ from zync_assets.assets.sensor import build_sensor
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline
 
-_topics: dict[AssetKey, SourceTopic] = {}
-_tables: dict[tuple[str, str, str], Names] = {}
-"""(lake, pool, topic) → the pipeline that has the table's asset."""
+_built: list[ref[Names]] = []
+"""The pipelines of this process, the last build of each file. Definitions that nobody holds any more do not count."""
 
 
-def claim_tables(names: Names) -> None:
-    """Note the tables of a pipeline as its assets. SetupError for a table that is an asset of another pipeline file."""
-    pipeline = names.pipeline
-    lake = str(pipeline.lake).rstrip("/")
-    tables = [(lake, item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
-    for table in tables:
-        other = _tables.get(table)
-        if other is not None and other.file != names.file and other.file.exists():
-            place = "/".join(table[1:])
-            raise SetupError(
-                f"{other.file} and {names.file} both name table {place} of lake {lake}, and a table is one asset."
-                f" Write the rules of both files into one file, or name another pool than {table[1]} in one of them, or"
-                " leave one of them out of this code location."
+def claim(names: Names) -> None:
+    """Note that a pipeline is in this process. ``names``: with its sources.
+
+    SetupError if another pipeline file in this process has the pipeline's name, one of its tables or one of its asset keys.
+    """
+    if any(_conflict(names, other) for other in _others(names)):
+        # Definitions that nobody holds may wait for the garbage collector.
+        gc.collect()
+        for other in _others(names):
+            if text := _conflict(names, other):
+                raise SetupError(f"{text}, or leave one of the two files out of this code location.")
+    _built[:] = [*(item for item in _built if (one := item()) is not None and one.file != names.file), ref(names)]
+
+
+def _others(names: Names) -> list[Names]:
+    """The other pipelines of this process. A file that was removed or renamed does not count."""
+    found = [item() for item in _built]
+    return [item for item in found if item is not None and item.file != names.file and item.file.exists()]
+
+
+def _conflict(names: Names, other: Names) -> str | None:
+    """What two pipelines can't both have in one code location, and the cure; None where they can stand side by side."""
+    mine, theirs, files = names.pipeline, other.pipeline, f"{other.file} and {names.file}"
+    if mine.name == theirs.name:
+        return (
+            f"{files} are both pipeline {mine.name}, and the names of jobs and resources in Dagster end in the pipeline's"
+            f' name. Write another name at the top of {names.file}, such as "name: {mine.name}_2"'
+        )
+    tables = _tables(theirs)
+    for table in _tables(mine):
+        if table in tables:
+            lake, pool, topic = table
+            return (
+                f"{files} both name table {pool}/{topic} of lake {lake}, and a table is one asset. Write the rules of"
+                f" both files into one file, or name another pool than {pool} in one of them"
             )
-    _tables.update(dict.fromkeys(tables, names))
+    common = {item.topic for item in mine.inputs} & {item.topic for item in theirs.inputs}
+    shared = {names.topic_key(topic) for topic in common} if _same_brokers(names, other) else set[AssetKey]()
+    assets = _assets(other)
+    for key, thing in _assets(names).items():
+        if key in assets and key not in shared:
+            return (
+                f"{files} both make asset {key.to_user_string()}: the first for {assets[key]}, the second for {thing}."
+                f' Give one of them a prefix, as in key_prefix="{mine.name}" of build_definitions or of defs.yaml'
+            )
+    return None
+
+
+def _tables(pipeline: Pipeline) -> dict[tuple[str, str, str], None]:
+    """(lake, pool, topic) of a pipeline's tables."""
+    lake = str(pipeline.lake).rstrip("/")
+    return dict.fromkeys((lake, item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs))
+
+
+def _assets(names: Names) -> dict[AssetKey, str]:
+    """Asset key → the table or topic that the asset stands for."""
+    pipeline, brokers = names.pipeline, ",".join(sorted(_brokers(names)))
+    found: dict[AssetKey, str] = {}
+    for kind, items in (("input", pipeline.inputs), ("output", pipeline.outputs)):
+        for item in items:
+            found[names.topic_key(item.topic)] = f"the {kind} topic {item.topic}{brokers and f' of brokers {brokers}'}"
+            found[names.pool_key(item.pool, item.topic)] = f"the table of lake {pipeline.lake}"
+    return found
 
 
 def sources(names: Names, labels: Labels, resources: Mapping[str, object]) -> dict[str, SourceTopic]:
     """Input topic → the topic's asset. It is the asset of another pipeline that reads the topic from the same brokers, or
     it is made now. ``resources``: of this pipeline."""
     found: dict[str, SourceTopic] = {}
+    others = [other for other in reversed(_others(names)) if _same_brokers(names, other)]
     for item in names.pipeline.inputs:
         key = names.topic_key(item.topic)
-        there = _topics.get(key)
-        if (
-            there is None
-            or there.file == names.file
-            or not there.file.exists()
-            or not _same_brokers(names, there.names)
-        ):
+        known = [other.sources[item.topic] for other in others if item.topic in other.sources]
+        there = next((topic for topic in known if topic.asset.key == key and topic.file != names.file), None)
+        if there is None:
             reader = {name: resources[name] for name in (names.resource("kafka_io"), names.resource("spark"))}
-            made = source(names, labels, item.topic)
-            there = _topics[key] = SourceTopic(names, made, reachable(names, item.topic), reader)
+            there = SourceTopic(names, source(names, labels, item.topic), reachable(names, item.topic), reader)
         found[item.topic] = there
     return found
 
@@ -126,8 +171,8 @@ def build_definitions(
 
     A topic that several pipelines of a process read is one asset, with the labels of the pipeline that was built first.
 
-    SetupError if a table of the lake is an asset of another pipeline file already, or if ``groups`` names no group of
-    the pipeline.
+    SetupError if another pipeline file of the process has the pipeline's name, one of its tables or one of its asset keys.
+    SetupError if ``groups`` names no group of the pipeline.
 
         >>> from pathlib import Path
         >>> from dagster import Definitions, asset
@@ -154,7 +199,7 @@ def build_definitions(
         warnings.simplefilter("ignore", BetaWarning)
         given = {**_resources(names), **shown, **{_resource_key(names, name): item for name, item in resources.items()}}
         names = replace(names, sources=sources(names, labels, given))
-        claim_tables(names)
+        claim(names)
         topics = list(names.sources.values())
         checks = [*(item.check for item in topics), *build_checks(names)]
         jobs = [*build_jobs(names), _checks_job(names, checks)]

@@ -105,15 +105,92 @@ def test_a_pipeline_of_a_shared_topic_is_whole_without_the_other(tmp_path: Path,
 @pytest.mark.parametrize("prefix", ["", "b"])
 def test_a_table_that_two_files_name_is_an_error_with_the_cure(tmp_path: Path, topic: str, prefix: str) -> None:
     a, b = (pipeline(tmp_path, name, topic, lake="./lake", raw="Raw") for name in "ab")
-    build_definitions(a)
+    held = build_definitions(a)
     with pytest.raises(SetupError) as caught:
         build_definitions(b, key_prefix=prefix)
     text = str(caught.value)
     assert text.startswith(f"{a.path} and {b.path} both name table Raw/{topic} of lake {tmp_path / 'lake'}")
     assert "name another pool than Raw in one of them" in text
-    build_definitions(a)
+    held = [held, build_definitions(a)]
     a.path.unlink()
     assert f"Raw/{topic}" in keys(build_definitions(b))
+
+
+def refused(made: Definitions, other: Pipeline) -> str:
+    """The error of building ``other`` while ``made`` is there."""
+    assert made.sensors
+    with pytest.raises(SetupError) as caught:
+        build_definitions(other)
+    return str(caught.value)
+
+
+def test_two_pipelines_of_one_name_are_an_error_with_the_cure(tmp_path: Path, topic: str) -> None:
+    (tmp_path / "x").mkdir()
+    a, b = pipeline(tmp_path, "a", topic), pipeline(tmp_path / "x", "a", f"{topic}2")
+    text = refused(build_definitions(a), b)
+    assert text.startswith(f"{a.path} and {b.path} are both pipeline a, and the names of jobs")
+    assert f'Write another name at the top of {b.path}, such as "name: a_2"' in text
+    b.path.write_text(f"name: a_2\n{b.path.read_text().replace('Raw_a', 'Raw_b').replace('Staging_a', 'Staging_b')}")
+    Definitions.validate_loadable(Definitions.merge(build_definitions(a), build_definitions(load_pipeline(b.path))))
+
+
+def test_one_asset_key_of_two_tables_is_an_error_with_the_cure(tmp_path: Path, topic: str) -> None:
+    a, b = (pipeline(tmp_path, name, topic, raw="Raw") for name in "ab")
+    made = build_definitions(a)
+    assert refused(made, b) == (
+        f"{a.path} and {b.path} both make asset Raw/{topic}: the first for the table of lake {tmp_path / 'lake_a'}, the"
+        f' second for the table of lake {tmp_path / "lake_b"}. Give one of them a prefix, as in key_prefix="b" of'
+        " build_definitions or of defs.yaml, or leave one of the two files out of this code location."
+    )
+    Definitions.validate_loadable(Definitions.merge(made, build_definitions(b, key_prefix="b")))
+
+
+def test_one_topic_of_two_brokers_or_of_two_publishers_is_an_error_with_the_cure(tmp_path: Path, topic: str) -> None:
+    a, other = pipeline(tmp_path, "a", topic), pipeline(tmp_path, "b", topic)
+    made = build_definitions(a)
+    text = other.path.read_text()
+    for edited, what in (
+        (text.replace("192.0.2.1", "192.0.2.2"), (topic, "input", "192.0.2.1", "input", "192.0.2.2")),
+        (text.replace(f"{topic}-b", f"{topic}-a"), (f"{topic}-a", "output", "192.0.2.1", "output", "192.0.2.1")),
+        (text.replace(f"{topic},", f"{topic}-a,"), (f"{topic}-a", "output", "192.0.2.1", "input", "192.0.2.1")),
+    ):
+        other.path.write_text(edited)
+        b, (name, first, brokers, second, others) = load_pipeline(other.path), what
+        assert refused(made, b).startswith(
+            f"{a.path} and {b.path} both make asset kafka/{name}: the first for the {first} topic {name} of brokers"
+            f" {brokers}:9092, the second for the {second} topic {name} of brokers {others}:9092. Give one of them a prefix"
+        )
+        Definitions.validate_loadable(Definitions.merge(made, build_definitions(b, key_prefix="b")))
+
+
+def test_an_edited_file_gives_its_tables_free_when_it_is_built_again(tmp_path: Path, topic: str) -> None:
+    a, b = (pipeline(tmp_path, name, topic, lake="./lake", raw="Raw") for name in "ab")
+    before = build_definitions(a)
+    a.path.write_text(a.path.read_text().replace("pool: Raw,", "pool: Raw_a,"))
+    after = build_definitions(load_pipeline(a.path))
+    assert keys(before) != keys(after)
+    Definitions.validate_loadable(Definitions.merge(after, build_definitions(b)))
+
+
+def test_one_of_two_pipelines_of_a_topic_is_built_again_while_both_are_there(tmp_path: Path, topic: str) -> None:
+    """As in a user's tests, beside the definitions of the user's code location."""
+    a, b = pipeline(tmp_path, "a", topic), pipeline(tmp_path, "b", topic)
+    location = Definitions.merge(build_definitions(a), build_definitions(b))
+    for again in (a, b):
+        Definitions.validate_loadable(build_definitions(again))
+    Definitions.validate_loadable(location)
+    Definitions.validate_loadable(Definitions.merge(build_definitions(a), build_definitions(b)))
+
+
+def test_definitions_that_nobody_holds_are_in_the_way_of_no_other_file(tmp_path: Path, topic: str) -> None:
+    """As in the tests of a user, each of which builds a copy of one file in a folder of its own."""
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        made = build_definitions(pipeline(folder, "a", topic, lake=str(tmp_path / "lake")))
+        Definitions.validate_loadable(made)
+        assert made.resolve_all_job_defs()
+        del made
 
 
 def test_key_prefix_owners_groups_and_tags_are_parameters(tmp_path: Path, topic: str) -> None:
