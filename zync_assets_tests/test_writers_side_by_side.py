@@ -105,7 +105,8 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
         return state
 
     monkeypatch.setattr(staging, "open_staging", open_before_another_is_done)
-    plan_publish(it.pipeline, it.out)
+    plan = plan_publish(it.pipeline, it.out)
+    assert (plan.high, plan.end, len(it.staged())) == (1, 1, 2)
 
 
 @pytest.mark.parametrize(("first", "second"), [("long", "string"), ("int", "long"), ("double", "long")])

@@ -294,9 +294,9 @@ class EtlRun:
             if len(unfit) > failures.MOST_FAILURES:
                 first = unfit[min(unfit)]
                 raise EtlError(
-                    f"pool {self.plan.pool}: rule {first.rule}, {first.text}; so it is with {len(unfit)} records or more, the"
+                    f"pool {self.plan.pool}: rule {first.rule}, {first.text}. {len(unfit)} records or more fail in this way, the"
                     f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was"
-                    " committed. Mend the rule, or the output."
+                    " committed. Correct the rule, or the output."
                 )
             raise Unfit(unfit)
         for item in self.pipeline.inputs:

@@ -218,7 +218,7 @@ class _Search:
                     break
             else:
                 raise EtlError(
-                    f"{self._summary()} Looking for more took {MOST_JOBS} jobs; nothing was committed. Mend the rule."
+                    f"{self._summary()} The search for more took {MOST_JOBS} jobs. Nothing was committed. Correct the rule."
                 )
         return self._told()
 
@@ -269,7 +269,7 @@ class _Search:
             self.found |= found
             self.overflowing |= found.keys()
             if len(self.overflowing) > MOST:
-                raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Mend the rule.") from error
+                raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Correct the rule.") from error
             look()
 
     def _run(self, without: Place | None = None) -> EtlRun:
@@ -282,7 +282,7 @@ class _Search:
 
     def _check(self) -> None:
         if len(self.found) > failures.MOST_FAILURES:
-            raise EtlError(f"{self._summary()} Nothing was committed. Mend the rule.")
+            raise EtlError(f"{self._summary()} Nothing was committed. Correct the rule.")
 
     def _summary(self) -> str:
         place = min(self.found)

@@ -272,8 +272,8 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
     place = f"topic {topic}, partition {partition}, offset {offset}"
     if item.on_bad_record == "fail":
         raise BadRecords(
-            f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Mend the"
-            " cause; or set on-bad-record: quarantine: the other records go on, and this shows such records:"
+            f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Remove"
+            " the cause, or set on-bad-record: quarantine, so that the other records pass. List the records in quarantine:"
             f" {pipeline.command('quarantine list')}"
         )
     if item.max_bad_records is None:
@@ -283,8 +283,8 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
         raise BadRecords(
             f"{doing}: {fresh} bad records and {have} that lie in quarantine are more than max-bad-records"
             f" {item.max_bad_records} of topic {topic}; the first of this batch is at {place.partition(', ')[2]}:"
-            f" {first.error}. Nothing of the batch was committed. Mend the cause; or raise max-bad-records; or"
-            f" replay or drop what lies there, which this shows: {pipeline.command('quarantine list')}"
+            f" {first.error}. Nothing of the batch was committed. Remove the cause, raise max-bad-records, or"
+            f" replay or drop records in quarantine. List the records in quarantine: {pipeline.command('quarantine list')}"
         )
 
 

@@ -88,6 +88,7 @@ def test_a_topic_that_is_created_again_has_another_id(kafka: dict[str, str], top
 
 def test_deleting_a_missing_topic_is_no_error(kafka: dict[str, str], unique: str) -> None:
     delete_topic(kafka, unique)
+    assert topic_states(kafka, [unique]) == {}
 
 
 def test_creating_a_topic_that_is_there_gives_its_state(kafka: dict[str, str], topic: str, fill: Fill) -> None:

@@ -46,6 +46,6 @@ def test_a_worker_that_never_was(text: str) -> None:
     """Spark's error texts after a kill of its Python daemon before the daemon forked a worker."""
     with (
         pytest.raises(SetupError, match="its Python worker ended"),
-        spark_failures(lambda said: EtlError(f"{said} Mend the rule.")),
+        spark_failures(lambda said: EtlError(f"{said} Correct the rule.")),
     ):
         raise PySparkException(text)
