@@ -18,8 +18,7 @@ import pyarrow as pa
 from zync_assets.codecs.evolution import holds, merge_types
 from zync_assets.codecs.fields import Note
 from zync_assets.errors import SchemaError
-from zync_assets.ingest import source as ingest_source
-from zync_assets.ingest.source import Arrived, Source, read_chunks
+from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
 from zync_assets.lake import quarantine, storage
 from zync_assets.lake.raw_files import RangeWriter, lift, lost_rows, raw_schema
 from zync_assets.lake.storage import has_longs
@@ -142,10 +141,10 @@ def write_plain(reading: Reading) -> BatchFiles:
         pairs = sorted((pair for part in written for pair in part.files), key=lambda pair: _place(pair[0]))
         schemas = [schema for _, schema in pairs]
         arrived = [found for part in written for found in part.arrived]
-        if firsts := ingest_source.first_schemas(source, reading.item, arrived):
+        if firsts := first_schemas(source, reading.item, arrived):
             # Only now is known which schema came first, so that the others are changes.
             assumed += firsts
-            reading = replace(reading, source=ingest_source.assuming(source, firsts))
+            reading = replace(reading, source=assuming(source, firsts))
             continue
         settled = settled_types(source, schemas)
         if all(can_read(settled, found) for found in schemas):
@@ -156,7 +155,7 @@ def write_plain(reading: Reading) -> BatchFiles:
                 settled,
                 [*assumed, *arrived],
                 reached=[part.reached for part in written],
-                notes=ingest_source.notes_of([*assumed, *arrived]),
+                notes=notes_of([*assumed, *arrived]),
             )
         # Two tasks found writer schemas that can't share a column. The first schema gets the column, as within one task,
         # and the files of the other tasks stay invisible. The loop ends because each round widens the types.

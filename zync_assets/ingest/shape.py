@@ -21,7 +21,6 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.rules.missing_fields import Expected, expected_fields
-from zync_assets.ingest import source as ingest_source
 from zync_assets.ingest.files import BatchFiles, Reading
 from zync_assets.ingest.shape_task import (
     CONTROL,
@@ -37,7 +36,7 @@ from zync_assets.ingest.shape_task import (
     shaped_schema,
     with_types,
 )
-from zync_assets.ingest.source import Arrived, Source, read_chunks
+from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
@@ -180,14 +179,14 @@ def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
         if wider:
             # With the shape as the file has it: these records may have what was missing.
             job, expected = job.anew(with_types(source, wider), item), None
-        elif firsts := ingest_source.first_schemas(source, item, arrived):
+        elif firsts := first_schemas(source, item, arrived):
             assumed += firsts
-            job, expected = job.anew(ingest_source.assuming(source, firsts), item), None
+            job, expected = job.anew(assuming(source, firsts), item), None
         else:
             break
     if expected is not None:
         expected.say()
-    decoded = remember(reading.lake, item, source, ingest_source.notes_of(first_met or [*assumed, *arrived]))
+    decoded = remember(reading.lake, item, source, notes_of(first_met or [*assumed, *arrived]))
     schema = job.schema()
     left_out: dict[int, int] = {}
     for part, end in zip(reading.parts, ends, strict=True):
@@ -215,8 +214,8 @@ def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]
     them already.
     """
     types, arrived = _first_look(reading)
-    firsts = ingest_source.first_schemas(reading.source, reading.item, arrived)
-    source = ingest_source.assuming(reading.source, firsts)
+    firsts = first_schemas(reading.source, reading.item, arrived)
+    source = assuming(reading.source, firsts)
     settled = {first.side for first in firsts}
     met = [(None if "key" in settled else key, None if "value" in settled else value) for key, value in types]
     return replace(reading, source=with_types(source, met)), firsts, [] if firsts else arrived

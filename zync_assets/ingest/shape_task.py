@@ -30,9 +30,8 @@ from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes, type_notes
-from zync_assets.ingest import source as ingest_source
 from zync_assets.ingest.files import table_schema
-from zync_assets.ingest.source import Arrived, Source, read_chunks
+from zync_assets.ingest.source import Arrived, Source, read_chunks, with_side_notes
 from zync_assets.lake import storage, tables
 from zync_assets.lake.raw_files import KAFKA_TYPE, RangeWriter, dropped_rows, raw_schema
 from zync_assets.lake.tables import DataFile
@@ -266,7 +265,7 @@ def remember(lake: str, item: Input, source: Source, notes: Mapping[str, Note]) 
     uri = storage.decoded_uri(lake, item.pool, item.topic)
     schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
     opened = tables.open_table(uri)
-    schema = ingest_source.with_side_notes(schema, opened.schema if opened else None, notes)
+    schema = with_side_notes(schema, opened.schema if opened else None, notes)
     if opened is None:
         tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
     else:

@@ -33,12 +33,21 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import LakeError, ZyncError
-from zync_assets.ingest import source as ingest_source
 from zync_assets.ingest.files import table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
 from zync_assets.ingest.shape_task import KEPT, decoded_schema, shaped_batch, shaped_schema, with_control
-from zync_assets.ingest.source import Arrived, Source, arrived, bad_sides, make_decoders, record_batch
+from zync_assets.ingest.source import (
+    Arrived,
+    Source,
+    arrived,
+    bad_sides,
+    make_decoders,
+    notes_of,
+    record_batch,
+    settled,
+    with_side_notes,
+)
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.quarantine import Selection, held
 from zync_assets.lake.raw import RawState
@@ -344,9 +353,9 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         [done] = run_tasks(spark, 1, lambda _: task.run())
         source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
         schema = table_schema(state.schema, source)
-        schema = ingest_source.with_side_notes(schema, state.schema, ingest_source.notes_of(done.arrived))
+        schema = with_side_notes(schema, state.schema, notes_of(done.arrived))
     if done.files:
-        writers, _ = ingest_source.settled(item, source, done.arrived)
+        writers, _ = settled(item, source, done.arrived)
         raw.commit_replay(state, schema, done.files, writers)
     records = sum(found.records for found in done.files)
     return ReplayCommit(item.topic, records, done.reasons)
