@@ -18,7 +18,8 @@ from zync_assets.errors import (
     TrustError,
     ZyncError,
 )
-from zync_assets.etl.commit import EtlCommit, commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import EtlCommit, plan_etl, read_raw, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input

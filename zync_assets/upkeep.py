@@ -39,9 +39,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ZyncError
 from zync_assets.lake import compaction, raw, staging, tables
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
-from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.tasks import run_tasks
 

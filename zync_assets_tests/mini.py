@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
-from zync_assets.etl.commit import EtlCommit
+from zync_assets.etl.plan import EtlCommit
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic

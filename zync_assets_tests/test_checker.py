@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.lake import raw, staging, tables
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.lake.staging import StagingState
-from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.local.services import Services
 from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import Evidence, gather_lake, gather_logs

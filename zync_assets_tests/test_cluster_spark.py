@@ -26,9 +26,9 @@ from zync_assets import pipeline_file
 from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import open_raw, raw_files
 from zync_assets.lake.staging import open_staging
-from zync_assets.lake.tables import DataFile
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets_tests.bench.data import EPOCH, ORDER, orders

@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from zync_assets.errors import CommitConflict, EtlError, LakeError
 from zync_assets.etl import positions
-from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import topic_states

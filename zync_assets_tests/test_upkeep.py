@@ -11,7 +11,8 @@ import pytest
 from zync_assets import upkeep
 from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import CommitConflict
-from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.kafka.reader import read_range
 from zync_assets.lake import compaction, raw, staging, tables
 from zync_assets.local.services import Services

@@ -12,10 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets import upkeep
-from zync_assets.checks.output_checks import exactly_once_done_coverage, run_all
+from zync_assets.audit.guard import exactly_once_done_coverage
+from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, EtlError
-from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.etl.retries import Retry
 from zync_assets.lake import compaction, raw, staging, tables
 from zync_assets.lake.raw import RawState

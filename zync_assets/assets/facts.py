@@ -17,11 +17,10 @@ from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets import names as assets_names
-from zync_assets.assets.names import Names
+from zync_assets.assets.names import Names, clusters, on_grid, touched
 from zync_assets.checks import output_checks
 from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
-from zync_assets.etl.commit import EtlPlan, plan_etl
+from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
 from zync_assets.lake.publication import open_published
@@ -257,7 +256,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
         until = {item.partition: item.end for item in state.partitions}
         yield Grid(
             names.raw_partitions(topic),
-            tuple(assets_names.touched(first, until)),
+            tuple(touched(first, until)),
             frozenset([*first, *until, *state.away]),
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
@@ -265,7 +264,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
     for pool, plan in facts.etl.items():
         wanted = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
         for (_, partition), item in plan.head.outputs.items():
-            wanted |= set(assets_names.touched({partition: item.base}, {partition: item.next}))
+            wanted |= set(touched({partition: item.base}, {partition: item.next}))
         yield Grid(
             names.staging_partitions(pool),
             tuple(sorted(wanted)),
@@ -280,7 +279,7 @@ def chosen(step: Step, known: Sequence[str]) -> list[str]:
     knows none of the keys yet."""
 
     def waiting(keys: Sequence[str]) -> int:
-        whole = assets_names.on_grid(keys)
+        whole = on_grid(keys)
         return sum(
             min(part.end, key.end) - max(part.first, key.first)
             for part in step.ready
@@ -288,4 +287,4 @@ def chosen(step: Step, known: Sequence[str]) -> list[str]:
             if key.partition == part.partition and key.first < part.end and part.first < key.end
         )
 
-    return max(assets_names.clusters(known, step.keys), key=waiting, default=[])
+    return max(clusters(known, step.keys), key=waiting, default=[])

@@ -20,13 +20,12 @@ from dagster import (
 )
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import names as assets_names
 from zync_assets.assets import reports
 from zync_assets.assets.facts import spoken
 from zync_assets.assets.io_managers import STAGING_POOL
-from zync_assets.assets.names import Names, argument
+from zync_assets.assets.names import Names, argument, raw_definition, served, staging_definition
 from zync_assets.assets.resources import session
-from zync_assets.etl.commit import EtlBatch, RawSlice, transform
+from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.ingest.plan import RawBatch
 from zync_assets.pipeline import Denorm, Output, Pipeline
 from zync_assets.publish.plan import OutputBatch
@@ -77,7 +76,7 @@ def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
             f" {item.value.format}). zync only reads it. What it holds of each range, and how far {item.pool}/{topic}"
             " is behind, is reported here."
         ),
-        partitions_def=assets_names.raw_definition(names, topic),
+        partitions_def=raw_definition(names, topic),
         group_name=labels.group(SOURCES),
         kinds={"kafka", item.value.format},
         owners=labels.owners,
@@ -113,7 +112,7 @@ def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
                 metadata={"dagster/table_name": f"{item.pool}.{topic}"},
             )
         },
-        partitions_def=assets_names.raw_definition(names, topic),
+        partitions_def=raw_definition(names, topic),
         backfill_policy=SINGLE_RUN,
     )
     def ingest(batch: Any) -> RawBatch:
@@ -133,7 +132,7 @@ def _filled_elsewhere(names: Names, labels: Labels, item: Output) -> AssetSpec:
     return AssetSpec(
         names.pool_key(item.pool, item.topic),
         description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
-        partitions_def=assets_names.staging_definition(names, item.pool),
+        partitions_def=staging_definition(names, item.pool),
         group_name=labels.group(item.pool),
         kinds={"deltalake"},
         owners=labels.owners,
@@ -162,7 +161,7 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
             for topic in topics
         },
         outs={argument(item.topic): _staging_out(names, labels, item) for item in outputs},
-        partitions_def=assets_names.staging_definition(names, pool),
+        partitions_def=staging_definition(names, pool),
         backfill_policy=SINGLE_RUN,
         required_resource_keys={spark_key},
         can_subset=False,
@@ -172,7 +171,7 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
         given: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
         plan = next(iter(given.values())).plan
         with spoken():
-            keys = assets_names.served(context.partition_keys, f"pool {pool}")
+            keys = served(context.partition_keys, f"pool {pool}")
             reports.refuse_partitions(pool, keys)
             if plan.nothing_to_do:
                 reports.refuse_ahead(pool, plan.state, keys)
@@ -208,7 +207,7 @@ def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
                 tags=labels.tags,
             )
         },
-        partitions_def=assets_names.staging_definition(names, item.pool),
+        partitions_def=staging_definition(names, item.pool),
         backfill_policy=SINGLE_RUN,
     )
     def publish(batch: Any) -> OutputBatch:

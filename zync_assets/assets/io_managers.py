@@ -28,7 +28,8 @@ from zync_assets.assets.resources import session
 from zync_assets.checks.raw_checks import BLOCKING, raw_look
 from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import CheckFailed, CommitConflict, KafkaError, LakeError, RangeUnknown, ZyncError
-from zync_assets.etl.commit import EtlBatch, EtlCommit, EtlPlan, RawSlice, commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import Source

@@ -33,10 +33,10 @@ from zync_assets.assets import names
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import TopicState, topic_states
 from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import open_published
 from zync_assets.lake.raw import RawState, is_replay, raw_files
 from zync_assets.lake.staging import StagingState, key_column, value_column
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
 from zync_assets.pipeline import Pipeline
 

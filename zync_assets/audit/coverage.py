@@ -31,10 +31,10 @@ from zync_assets.audit.account import (
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import Number
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns, without
 from zync_assets.lake.staging import Position, StagingState
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 

@@ -38,10 +38,10 @@ from zync_assets.lake.check_results import (
     lifted,
     open_checked,
 )
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, positions, read_columns
 from zync_assets.lake.staging import Head, StagingState
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, subtract
 from zync_assets.pipeline import Input, Pipeline
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.audit.account import read_facts
-from zync_assets.audit.guard import CONTIGUOUS, COVERAGE, contiguous_output_offsets, exactly_once_done_coverage
+from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
@@ -32,15 +32,6 @@ from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.encoding import ENCODED_SCHEMA, alike_ids, differing, encoded_rows, is_same, staged_topic
-
-__all__ = [
-    "CONTIGUOUS",
-    "COVERAGE",
-    "PENDING_AGE",
-    "contiguous_output_offsets",
-    "exactly_once_done_coverage",
-    "pending_age",
-]
 
 PENDING_AGE = "pending_age"
 

@@ -22,10 +22,10 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import led_state, topic_state
 from zync_assets.lake import raw, staging, storage, tampering
 from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude, open_checked
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Selection, held
 from zync_assets.lake.raw import RawState, WriterSchema
 from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, read_columns
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 

@@ -25,7 +25,7 @@ from zync_assets.errors import SetupError
 from zync_assets.kafka.json_lines import Line, follow, produce_json, render
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, topic_states
-from zync_assets.local import services as local_services
+from zync_assets.local import services
 from zync_assets.local.services import (
     BATCHES,
     TOPICS,
@@ -35,8 +35,6 @@ from zync_assets.local.services import (
     demo_folder,
     demo_services_folder,
 )
-from zync_assets.local.services import down as stop_services
-from zync_assets.local.services import up as start_services
 from zync_assets.pipeline import SHARED, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_all, ingest_all, publish_all
@@ -82,7 +80,7 @@ def local() -> None:
 @format_option
 def up(state_dir: Path, kafka_port: int | None, registry_port: int | None, lake: Path | None, fmt: Format) -> None:
     """Start both and return when they answer; nothing happens to one that runs."""
-    _show(local_services.up(state_dir, kafka_port=kafka_port, registry_port=registry_port, lake=lake), fmt)
+    _show(services.up(state_dir, kafka_port=kafka_port, registry_port=registry_port, lake=lake), fmt)
 
 
 @local.command()
@@ -90,8 +88,8 @@ def up(state_dir: Path, kafka_port: int | None, registry_port: int | None, lake:
 @click.option("--clean", is_flag=True, help="Remove topics, schemas and the services' lake too.")
 def down(state_dir: Path, clean: bool) -> None:
     """Stop both. Topics and schema ids are there again after the next `up`, unless --clean is given."""
-    before = local_services.status(state_dir)
-    if before is None or not local_services.down(state_dir, clean=clean):
+    before = services.status(state_dir)
+    if before is None or not services.down(state_dir, clean=clean):
         click.echo("nothing runs", err=True)
     elif clean:
         click.echo(f"stopped; {before.state_dir} and {before.lake} are removed", err=True)
@@ -104,40 +102,40 @@ def down(state_dir: Path, clean: bool) -> None:
 @format_option
 def status(state_dir: Path, fmt: Format) -> None:
     """Show what runs, and where."""
-    services = local_services.status(state_dir)
-    if services is not None:
-        _show(services, fmt)
+    found = services.status(state_dir)
+    if found is not None:
+        _show(found, fmt)
     elif fmt == "json":
         print_json({"running": False})
     else:
         click.echo(
-            f"no services in {state_dir.expanduser()}. Start them: {local_services.command('up', state_dir.expanduser())}",
+            f"no services in {state_dir.expanduser()}. Start them: {services.command('up', state_dir.expanduser())}",
             err=True,
         )
 
 
-def _show(services: Services, fmt: Format) -> None:
+def _show(found: Services, fmt: Format) -> None:
     if fmt == "json":
         print_json(
             {
-                "running": services.running,
-                "bootstrap_servers": services.bootstrap_servers,
-                "registry_url": services.registry_url,
-                "kafka_pid": services.kafka_pid,
-                "registry_pid": services.registry_pid,
-                "state_dir": services.state_dir,
-                "lake": services.lake,
+                "running": found.running,
+                "bootstrap_servers": found.bootstrap_servers,
+                "registry_url": found.registry_url,
+                "kafka_pid": found.kafka_pid,
+                "registry_pid": found.registry_pid,
+                "state_dir": found.state_dir,
+                "lake": found.lake,
             }
         )
         return
     rows = [
-        _row("Kafka", services.bootstrap_servers, services.kafka_pid),
-        _row("schema registry", services.registry_url, services.registry_pid),
+        _row("Kafka", found.bootstrap_servers, found.kafka_pid),
+        _row("schema registry", found.registry_url, found.registry_pid),
     ]
     print_rows(rows, ["service", "address", "state", "pid"], fmt)
-    if services.running:
-        click.echo(f"export KAFKA_BOOTSTRAP_SERVERS={services.bootstrap_servers}")
-        click.echo(f"export SCHEMA_REGISTRY_URL={services.registry_url}")
+    if found.running:
+        click.echo(f"export KAFKA_BOOTSTRAP_SERVERS={found.bootstrap_servers}")
+        click.echo(f"export SCHEMA_REGISTRY_URL={found.registry_url}")
 
 
 def _row(service: str, address: str, pid: int | None) -> dict[str, object]:
@@ -230,14 +228,14 @@ def demo(stop: bool, clean: bool) -> None:
     if stop or clean:
         click.echo(
             "the demo is stopped" + (" and removed" if clean else "")
-            if stop_services(home, clean=clean)
+            if services.down(home, clean=clean)
             else "nothing to stop"
         )
         return
     folder = demo_folder()
     click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
-    services = start_services(home)
-    pipeline = load(folder / "invoices.yaml", demo_environment(services))
+    running = services.up(home)
+    pipeline = load(folder / "invoices.yaml", demo_environment(running))
     played = False
     for scene in play(pipeline, folder):
         played = True
@@ -246,7 +244,7 @@ def demo(stop: bool, clean: bool) -> None:
     if not played:
         click.echo("Nothing to do: all four batches are through.\n")
         _show_scene(_scene(pipeline, BATCHES))
-    click.echo(_what_next(services))
+    click.echo(_what_next(running))
 
 
 @dataclass(frozen=True)
@@ -340,13 +338,13 @@ def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
     return rows
 
 
-def _what_next(services: Services) -> str:
-    names = " ".join(f"{name}={value}" for name, value in addresses(services).items())
+def _what_next(running: Services) -> str:
+    names = " ".join(f"{name}={value}" for name, value in addresses(running).items())
     return (
         "\nThe broker, the registry and the lake are still there."
         "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
         f"\n  go on by hand:    export {names}"
         "\n                    zync status demo/invoices.yaml"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"
-        f"\n  everything is in {services.state_dir}"
+        f"\n  everything is in {running.state_dir}"
     )

@@ -35,9 +35,8 @@ from zync_assets.cli.terminal import (
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError, ZyncError
-from zync_assets.lake import quarantine as side
 from zync_assets.lake import raw, staging
-from zync_assets.lake.quarantine import Held, Selection, held
+from zync_assets.lake.quarantine import Held, Selection, held, held_entries
 from zync_assets.lake.rows import DamagedFile, rows_at
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
@@ -383,7 +382,7 @@ def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
         found: Mapping[str, Any] = row.get(record.offset, {})
         sides = {name: found.get(name) for name in columns}
     else:
-        rows = python_rows(side.held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]))
+        rows = python_rows(held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]))
         found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
         sides = {}
         for name in ("key", "value"):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
+from zync_assets import runner
 from zync_assets.cli.terminal import DURATION, TOPIC, Format, format_option, print_json, print_rows, shown
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
-from zync_assets.etl.commit import EtlCommit
+from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
 from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS
@@ -24,7 +25,6 @@ from zync_assets.pipeline import Denorm, Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all
-from zync_assets.runner import Progress as Told
 from zync_assets.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -259,12 +259,10 @@ def _report_one(made: Commit, fmt: Format) -> None:
 
 
 @contextmanager
-def _progress() -> Generator[Told]:
+def _progress() -> Generator[runner.Progress]:
     """A line on stderr with records, rate and time left, where a person watches; else nothing."""
-    from zync_assets.runner import quiet
-
     if not sys.stderr.isatty():
-        yield quiet
+        yield runner.quiet
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

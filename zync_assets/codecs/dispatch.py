@@ -23,7 +23,7 @@ from zync_assets.codecs.avro.decoder import AvroDecoder, header
 from zync_assets.codecs.avro.schema import Node, parse
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import from_lake, row_writer
-from zync_assets.codecs.batches import BadRecord, Decoded, Encoded, bad_records, is_native
+from zync_assets.codecs.batches import Decoded, Encoded, bad_records, is_native
 from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
 from zync_assets.codecs.connect.schema import from_avro
 from zync_assets.codecs.evolution import check_writable, conform, merge_types, project
@@ -31,8 +31,6 @@ from zync_assets.codecs.json.columns import columns_reader, json_texts
 from zync_assets.codecs.spark_types import parse_ddl, spark_ddl
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import Format, SideFormat
-
-__all__ = ["BadRecord", "Decoded", "Decoder", "Encoded", "Encoder", "make_decoder", "make_encoder"]
 
 
 class Decoder(Protocol):

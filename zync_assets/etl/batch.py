@@ -25,8 +25,8 @@ from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.join_keys import is_hashed_as_ever, join_text, key_types
 from zync_assets.etl.rules.shapes import learn_types, note_schema
 from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import OutputPosition
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline, Rule
 from zync_assets.spark import frames

@@ -22,12 +22,7 @@ from zync_assets.etl.pending import Waiting
 from zync_assets.etl.plan import (
     EtlBatch,
     EtlCommit,
-    EtlPlan,
-    RawSlice,
     looking_again,
-    plan_etl,
-    read_raw,
-    transform,
     with_raw,
 )
 from zync_assets.etl.rules.missing_fields import with_missing_fields
@@ -35,17 +30,6 @@ from zync_assets.lake.quarantine import Held, admit
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark.tasks import spark_failures
-
-__all__ = [
-    "EtlBatch",
-    "EtlCommit",
-    "EtlPlan",
-    "RawSlice",
-    "commit_staging",
-    "plan_etl",
-    "read_raw",
-    "transform",
-]
 
 ROUNDS = 20
 """How often a batch is tried, each time without the records that the attempt before failed on."""

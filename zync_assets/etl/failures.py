@@ -32,9 +32,9 @@ from zync_assets.etl.rules.join_keys import key_types
 from zync_assets.etl.rules.matching import Target, conditions, has_schema, wanted
 from zync_assets.etl.rules.shapes import headers_sql, type_sql
 from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Input, Pipeline, Rule
 from zync_assets.spark import frames

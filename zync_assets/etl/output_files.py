@@ -28,7 +28,7 @@ from zync_assets.etl.rules.matching import LACKING
 from zync_assets.etl.rules.output_schemas import FieldPath, null_masks
 from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.lake import staging, storage
-from zync_assets.lake.tables import DataFile
+from zync_assets.lake.log import DataFile
 from zync_assets.spark.sql import name_sql
 from zync_assets.spark.tasks import released, settle
 

@@ -39,8 +39,8 @@ from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl.plan import EtlBatch
 from zync_assets.etl.rules import matching
 from zync_assets.lake import staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm
 from zync_assets.spark import frames

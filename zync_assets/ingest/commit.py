@@ -18,10 +18,10 @@ from zync_assets.ingest.shape import write_shaped
 from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
 from zync_assets.lake import compaction, quarantine, raw, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Held, admit
 from zync_assets.lake.raw_files import highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.upkeep import keep_short, keep_up

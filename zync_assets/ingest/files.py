@@ -20,9 +20,9 @@ from zync_assets.codecs.fields import Note
 from zync_assets.errors import SchemaError
 from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
 from zync_assets.lake import quarantine, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import RangeWriter, lift, lost_rows, raw_schema
 from zync_assets.lake.storage import has_longs
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
 from zync_assets.spark.tasks import run_tasks

@@ -33,8 +33,8 @@ from zync_assets.etl.rules.output_schemas import Notes, shape_notes, type_notes
 from zync_assets.ingest.files import table_schema
 from zync_assets.ingest.source import Arrived, Source, read_chunks, with_side_notes
 from zync_assets.lake import storage, tables
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import KAFKA_TYPE, RangeWriter, dropped_rows, raw_schema
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
 from zync_assets.pipeline_file.references import shape_in_lake_names, with_notes

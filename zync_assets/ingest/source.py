@@ -23,7 +23,8 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.dispatch import BadRecord, Decoded, Decoder, make_decoder
+from zync_assets.codecs.batches import BadRecord, Decoded
+from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
 from zync_assets.codecs.fields import Note, agreed, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import compaction, storage, tables
-from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 

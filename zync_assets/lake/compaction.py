@@ -41,9 +41,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform
 from zync_assets.errors import CommitConflict, LakeError, ZyncError
 from zync_assets.lake import log, raw, raw_files, storage, tables, tampering
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.lake.raw_files import MAX_RECORDS
 from zync_assets.lake.staging import ACCOUNT
-from zync_assets.lake.tables import DataFile, Opened
 
 SMALL = 200_000
 """Records of a file up to which it is small."""

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage, tables
-from zync_assets.lake.tables import Opened
+from zync_assets.lake.log import Opened
 
 _SCHEMA = pa.schema([("topic", pa.string())])
 

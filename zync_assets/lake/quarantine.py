@@ -37,10 +37,10 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import BadRecords, CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import raw, staging, storage, tables, tampering
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.lake.rows import rows_at
-from zync_assets.lake.tables import DataFile, Opened
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline
 

@@ -44,7 +44,7 @@ import pyarrow.parquet as pq
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables, tampering
-from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.offsets import OffsetRange, normalize
 
 _REPLAY = "replay-"

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import is_valid, pc, struct_of
 from zync_assets.lake import storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState, is_replay
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))

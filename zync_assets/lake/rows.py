@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc, python_rows
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
-from zync_assets.lake.tables import DataFile
+from zync_assets.lake.log import DataFile
 
 ROWS = 131_072
 """Rows in memory at once."""

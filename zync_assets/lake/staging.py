@@ -46,7 +46,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import storage, tables, tampering
-from zync_assets.lake.tables import DataFile, Opened
+from zync_assets.lake.log import DataFile, Opened
 
 ACCOUNT = "#account"
 ACCOUNT_FOLDER = "topic=%23account"

@@ -22,9 +22,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
 from zync_assets.lake import log, storage, stores, tampering
-from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened, list_files
-
-__all__ = ["TOKEN", "DataFile", "Opened", "commit", "create_table", "forget", "list_files", "open_table", "widen"]
+from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")

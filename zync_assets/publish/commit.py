@@ -24,11 +24,12 @@ from zync_assets.kafka.topics import (
     TopicState,
     create_topic,
     delete_topic,
+    high_watermark,
     is_compacted,
     new_topic_config,
     topic_states,
 )
-from zync_assets.kafka.writer import InOrder, high_watermark
+from zync_assets.kafka.writer import InOrder
 from zync_assets.lake import compaction, staging, storage
 from zync_assets.lake.publication import WrittenSchema, commit_published, open_published
 from zync_assets.offsets import OffsetRange

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import list_of, pc, with_type
 from zync_assets.codecs.avro.decoder import HEADER
-from zync_assets.codecs.dispatch import Encoded, Encoder, make_encoder
+from zync_assets.codecs.batches import Encoded
+from zync_assets.codecs.dispatch import Encoder, make_encoder
 from zync_assets.codecs.fields import topic_type_of
 from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.etl.rules.output_schemas import (
@@ -35,10 +36,10 @@ from zync_assets.etl.rules.output_schemas import (
 )
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake import staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import Published, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
-from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import SOURCE_HEADER, RegistryConfig
 
 _ENTRY = HEADERS_TYPE.value_type

@@ -13,9 +13,9 @@ from zync_assets.audit.guard import check_begins
 from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.topics import (
     TopicState,
+    high_watermark,
     topic_states,
 )
-from zync_assets.kafka.writer import high_watermark
 from zync_assets.lake import staging
 from zync_assets.lake.publication import Published, open_published, went_back
 from zync_assets.lake.staging import OutputPosition, StagingState

@@ -49,10 +49,10 @@ from zync_assets.ingest.source import (
     with_side_notes,
 )
 from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Selection, held
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
-from zync_assets.lake.tables import DataFile
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.tasks import indexes, looking, run_tasks, spark_failures, task_frame
 

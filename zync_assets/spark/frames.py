@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import listed_frame, spark_schema
 from zync_assets.lake import storage, stores
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.raw_files import carried_times
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.storage import by_own_types
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets.spark.sql import name_sql
 

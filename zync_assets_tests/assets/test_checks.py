@@ -29,7 +29,7 @@ from zync_assets.assets.names import Names
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BrokerUnavailable
-from zync_assets.etl.commit import EtlBatch
+from zync_assets.etl.plan import EtlBatch
 from zync_assets.kafka.topics import high_watermark, topic_states
 from zync_assets.lake import check_results, raw, staging, tables
 from zync_assets.lake.check_results import Look, open_checked

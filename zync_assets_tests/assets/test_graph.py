@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from zync_assets.assets import io_managers, resources
 from zync_assets.assets.build import build_definitions
-from zync_assets.etl.commit import EtlPlan
+from zync_assets.etl.plan import EtlPlan
 from zync_assets.ingest import plan
 from zync_assets.ingest.plan import RawBatch
 from zync_assets.lake import raw, staging

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.lake import tables
+from zync_assets.lake.log import DataFile, Opened
 from zync_assets.lake.staging import StagingState
-from zync_assets.lake.tables import DataFile, Opened
 
 Rows = list[dict[str, Any]]
 

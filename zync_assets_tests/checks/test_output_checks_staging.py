@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zync_assets.checks.output_checks import contiguous_output_offsets, exactly_once_done_coverage, pending_age
+from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
+from zync_assets.checks.output_checks import pending_age
 from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.staging import StagingState

@@ -13,9 +13,10 @@ from deltalake import write_deltalake
 from zync_assets.checks.raw_checks import monotonic_offsets, no_unexplained_loss, quarantine_size, schema_change
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RangeWriter, raw_schema
-from zync_assets.lake.tables import DataFile, open_table
+from zync_assets.lake.tables import open_table
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, SideFormat

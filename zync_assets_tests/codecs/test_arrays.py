@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from zync_assets.codecs.arrays import python_rows
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.rows import rows_at
-from zync_assets.lake.tables import DataFile
 
 UTC = pa.timestamp("us", tz="UTC")
 YEAR_10000 = 253_402_300_800_000_000

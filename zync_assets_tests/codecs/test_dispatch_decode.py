@@ -13,8 +13,8 @@ from confluent_kafka.schema_registry import SchemaRegistryClient, topic_subject_
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from zync_assets.codecs.batches import decode_way
-from zync_assets.codecs.dispatch import BadRecord, Decoder, make_decoder, make_encoder
+from zync_assets.codecs.batches import BadRecord, decode_way
+from zync_assets.codecs.dispatch import Decoder, make_decoder, make_encoder
 from zync_assets.errors import RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.local.services import Services
 from zync_assets.pipeline import SideFormat

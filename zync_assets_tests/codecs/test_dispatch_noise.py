@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs import dispatch
+from zync_assets.codecs.batches import Decoded
 from zync_assets.codecs.connect import codec
-from zync_assets.codecs.dispatch import Decoded, make_decoder
+from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.codecs.evolution import holds
 from zync_assets.codecs.json.values import json_reader
 from zync_assets.errors import SchemaUnknown

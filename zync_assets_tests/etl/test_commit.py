@@ -11,11 +11,12 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from zync_assets.checks.output_checks import exactly_once_done_coverage
+from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
 from zync_assets.etl import positions
 from zync_assets.etl.batch import EtlRun
-from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.etl.rules import join_keys
 from zync_assets.ingest import commit
 from zync_assets.kafka.topics import create_topic

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import BAD_SCHEMA, RangeWriter, raw_schema
-from zync_assets.lake.tables import DataFile
 
 SCHEMA = raw_schema(pa.string(), pa.struct([("id", pa.int64())]))
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

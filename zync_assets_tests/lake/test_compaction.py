@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from zync_assets.errors import LakeError
 from zync_assets.lake.compaction import FILES, SMALL, alike, due, rewrite
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import MAX_RECORDS, RangeWriter, carried_times, raw_schema
 from zync_assets.lake.staging import ACCOUNT
-from zync_assets.lake.tables import DataFile
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
 

@@ -9,10 +9,11 @@ from deltalake import DeltaTable
 
 from zync_assets.audit.account import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
+from zync_assets.lake.log import DataFile, list_files
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
 from zync_assets.lake.raw import RawState, commit_raw, commit_replay, open_raw
 from zync_assets.lake.storage import quarantine_uri, raw_uri
-from zync_assets.lake.tables import DataFile, forget, list_files, open_table
+from zync_assets.lake.tables import forget, open_table
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.errors import CommitConflict
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import (
     RawState,
     WriterSchema,
@@ -24,7 +25,6 @@ from zync_assets.lake.raw import (
 )
 from zync_assets.lake.raw_files import carried_times
 from zync_assets.lake.storage import raw_uri
-from zync_assets.lake.tables import DataFile
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 

@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import (
     BASE_SCHEMA,
     Head,
@@ -23,7 +24,6 @@ from zync_assets.lake.staging import (
     read_ledger,
     write_ledger,
 )
-from zync_assets.lake.tables import DataFile
 
 OUT = "out.new-orders"
 SCHEMA = BASE_SCHEMA.append(pa.field(staging.key_column(OUT), pa.string()))

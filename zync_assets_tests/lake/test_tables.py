@@ -16,7 +16,8 @@ from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableDamaged, TableUnsupported
 from zync_assets.lake import log, tables, tampering
-from zync_assets.lake.tables import DataFile, Opened, commit, create_table, list_files, open_table, widen
+from zync_assets.lake.log import DataFile, Opened, list_files
+from zync_assets.lake.tables import commit, create_table, open_table, widen
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
 

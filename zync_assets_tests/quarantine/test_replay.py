@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets import upkeep
-from zync_assets.checks.output_checks import exactly_once_done_coverage, run_all
+from zync_assets.audit.guard import exactly_once_done_coverage
+from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict
 from zync_assets.etl.retries import Retry

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs.dispatch import make_decoder, make_encoder
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import commit_raw, open_raw, raw_files
 from zync_assets.lake.storage import file_size, raw_uri
-from zync_assets.lake.tables import DataFile, create_table, open_table
+from zync_assets.lake.tables import create_table, open_table
 from zync_assets.pipeline import SideFormat
 from zync_assets.spark.frames import parquet_frame, raw_frame
 from zync_assets_tests.codecs.generated import Kind, datums, framed, kinds, recursive_kinds

@@ -20,7 +20,7 @@ import pytest
 
 from zync_assets import pipeline_file
 from zync_assets.checks.output_checks import run_all
-from zync_assets.kafka.writer import high_watermark
+from zync_assets.kafka.topics import high_watermark
 from zync_assets.lake import tables
 from zync_assets.lake.quarantine import held
 from zync_assets.local import processes

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.batches import decode_way
-from zync_assets.codecs.dispatch import Decoded, make_decoder, make_encoder
+from zync_assets.codecs.batches import Decoded, decode_way
+from zync_assets.codecs.dispatch import make_decoder, make_encoder
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import EXAMPLES, Kind, datums, framed, kinds, recursive_kinds, same
 

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.codecs.dispatch import BadRecord, Decoded, Decoder, make_decoder
+from zync_assets.codecs.batches import BadRecord, Decoded
+from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.connect_generated import VARIABLE, base64_of, enveloped

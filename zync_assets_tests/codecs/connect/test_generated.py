@@ -10,10 +10,11 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zync_assets.codecs.batches import Decoded
 from zync_assets.codecs.connect import codec
 from zync_assets.codecs.connect.codec import ConnectEncoder
 from zync_assets.codecs.connect.schema import lake_type, parse_connect
-from zync_assets.codecs.dispatch import Decoded, make_decoder
+from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.connect_generated import Kind, kinds
 from zync_assets_tests.codecs.generated import EXAMPLES, same
