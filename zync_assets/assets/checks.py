@@ -19,6 +19,7 @@ from dagster import (
 
 from zync_assets.assets import names
 from zync_assets.assets.names import Names
+from zync_assets.audit import guard
 from zync_assets.audit.guard import newly_staged
 from zync_assets.checks import output_checks, raw_checks
 from zync_assets.errors import ZyncError
@@ -86,7 +87,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
         if any(part is not None for part in made.values()):
             # All that was committed since the check passed last: a run that died had no check.
             ranges = newly_staged(pipeline, pool) or {topic: part or () for topic, part in made.items()}
-        return judged(pipeline, pool, lambda: output_checks.exactly_once_done_coverage(pipeline, pool, ranges))
+        return judged(pipeline, pool, lambda: guard.exactly_once_done_coverage(pipeline, pool, ranges))
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
@@ -95,19 +96,17 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
             ranges = run_ranges(context, key)
-            return judged(pipeline, pool, lambda: output_checks.contiguous_output_offsets(pipeline, topic, ranges))
+            return judged(pipeline, pool, lambda: guard.contiguous_output_offsets(pipeline, topic, ranges))
 
         yield _check(
             names,
             key,
-            output_checks.COVERAGE,
+            guard.COVERAGE,
             "Every input record below seen is in exactly one class of the account, and every done one made one output.",
             True,
             whole_pool,
         )
-        yield _check(
-            names, key, output_checks.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous
-        )
+        yield _check(names, key, guard.CONTIGUOUS, "Outputs are numbered without a gap or a double.", True, contiguous)
         yield _check(
             names,
             key,

@@ -25,6 +25,7 @@ from confluent_kafka import Producer
 
 from zync_assets import pipeline_file
 from zync_assets.etl import commit as etl_commit
+from zync_assets.etl import plan as etl_plan
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.registry import Registry
@@ -116,9 +117,9 @@ def run_steps(pipeline: Pipeline) -> None:
         plan = ingest_plan.plan_ingest(pipeline, item.topic)
         commit.commit_raw(pipeline, ingest_plan.read_input(spark, pipeline, plan))
     for pool in pipeline.staging_pools:
-        plan = etl_commit.plan_etl(pipeline, pool)
-        slices = {topic: etl_commit.read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
-        etl_commit.commit_staging(pipeline, etl_commit.transform(spark, pipeline, plan, slices))
+        plan = etl_plan.plan_etl(pipeline, pool)
+        slices = {topic: etl_plan.read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
+        etl_commit.commit_staging(pipeline, etl_plan.transform(spark, pipeline, plan, slices))
     for item in pipeline.outputs:
         plan = publish_plan.plan_publish(pipeline, item.topic)
         publish_commit.publish(pipeline, publish_plan.read_staging(spark, pipeline, plan))

@@ -9,20 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zync_assets.lake import tables
+from zync_assets.lake import log, tables
 from zync_assets_tests.checker.delta import open_table
 
 WRITERS = """
 import os, random, signal, sys, time
 import pyarrow as pa
-from zync_assets.lake import tables
+from zync_assets.lake import log, tables
 
 uri, kills = sys.argv[1], int(sys.argv[2])
 dice = random.Random(1)
 
 
 def entry(number):
-    return tables.DataFile(f"part-{number}.parquet", 1, 1, 0, number, number)
+    return log.DataFile(f"part-{number}.parquet", 1, 1, 0, number, number)
 
 
 def write():
@@ -32,7 +32,7 @@ def write():
         opened = tables.open_table(uri)
     while True:
         number = opened.number("number")
-        assert len(tables.list_files(opened)) == number
+        assert len(log.list_files(opened)) == number
         tables.commit(opened, [entry(number + 1)], {"number": number + 1})
         if number % 5 == 0:
             opened.table.create_checkpoint()
@@ -75,6 +75,6 @@ def test_a_commit_that_was_killed_is_there_whole_or_not_at_all(tmp_path: Path) -
     number = opened.number("number")
     assert number is not None
     assert number >= 20
-    assert {item.path for item in tables.list_files(opened)} == {f"part-{n}.parquet" for n in range(1, number + 1)}
+    assert {item.path for item in log.list_files(opened)} == {f"part-{n}.parquet" for n in range(1, number + 1)}
     assert (read_by_hand.version, read_by_hand.numbers["number"]) == (opened.version, number)
     assert len(read_by_hand.files) == number

@@ -303,7 +303,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from zync_assets.errors import SetupError
-from zync_assets.etl.commit import commit_staging, plan_etl, read_raw, transform
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_once
 from zync_assets.spark import shared_servers
