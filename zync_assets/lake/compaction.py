@@ -13,6 +13,9 @@ ever named.
 delta-rs lists the whole log three times for each commit. So the log is cleaned every COMMITS commits, and keeps
 LOG_VERSIONS versions. A commit then costs the same after a week as after LOG_VERSIONS commits.
 
+At one commit a second a table has millions of files that wait to be removed. So the files are in SHARES shares by their
+names, and each hour one share is looked at.
+
 A reader may still read a version whose files were replaced since. A writer writes files before the commit that names
 them. Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum";
 ``deletedFileRetentionDuration``). For a young file the hours count from the time when the file was written
@@ -23,11 +26,13 @@ file.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby, takewhile
@@ -241,12 +246,15 @@ _log = logging.getLogger(__name__)
 RETENTION_HOURS = tables.UNCOMMITTED_HOURS + 24
 COMMITS = 100
 """Commits of a table between two cleanings of its log; as many as between two checkpoints."""
-LOG_VERSIONS = 1_000
+LOG_VERSIONS = 300
 """Versions that a cleaned log keeps at the least, to be restored or read. delta-rs looks for conflicts in the entries since
-the version that a commit is based on. So a commit that is more versions late is refused, and is made again."""
-SWEEP_HOURS = 6
-"""Time between two looks at all files of a table. A file has RETENTION_HOURS / SWEEP_HOURS looks before it goes, so that all
-looks cost as much as the commits that wrote the files."""
+the version that a commit is based on. So a commit that is more versions late is refused, and is made again. At one commit a
+second a commit may take five minutes."""
+SHARES = 24
+"""Shares of a table's files, one for each hour of the day."""
+EVERY_SHARE = frozenset(range(SHARES))
+STORE_HOURS = 6
+"""Time between two looks at the files in a store. A store has to list all files for any share, so all shares are looked at."""
 MOST = 200_000
 """Files and log entries that one cleaning removes at the most."""
 _LOG_NUMBER = "zync:cleaned"
@@ -261,29 +269,38 @@ def is_due(opened: Opened) -> bool:
 
 
 def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
-    """Remove old entries of the log, and once in SWEEP_HOURS files that are older than ``hours`` and no longer, or not, in
-    the table. Returns the paths of these files, relative to the table.
+    """Remove old entries of the log. Also remove files that are older than ``hours`` and not, or no longer, in the table, of
+    the shares that are due. Returns the paths of these files, relative to the table.
 
     Raises CommitConflict if another writer cleans the table at the same moment, TableDamaged if another program changed the
     table: its older versions may be needed.
     """
     tampering.check(opened)
     now = time.time()
-    sweeps = now - (opened.number(_SWEPT) or 0) >= SWEEP_HOURS * 3600
-    numbers = {_LOG_NUMBER: opened.version // COMMITS} | ({_SWEPT: int(now)} if sweeps else {})
+    shares = shares_due(opened.number(_SWEPT), now, storage.is_store(opened.uri))
+    numbers = {_LOG_NUMBER: opened.version // COMMITS} | ({_SWEPT: int(now)} if shares else {})
     tables.commit(opened, [], numbers, partition_by=opened.metadata.partition_columns)
     found = tables.open_table(opened.uri)
     if found is None:
         return []
     clean_log(found)
-    if not sweeps:
+    if not shares:
         return []
     system, base = storage.filesystem(opened.uri)
-    gone = unneeded(found, hours)[:MOST]
+    gone = unneeded(found, hours, shares)[:MOST]
     _each(opened.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), gone)
     if not storage.is_store(opened.uri):
         _remove_folders(base, gone)
     return gone
+
+
+def shares_due(last: int | None, now: float, in_store: bool) -> frozenset[int]:
+    """The shares of the hours that began since the last look; none in the hour of that look. ``last`` and ``now``: seconds
+    since the epoch. After a day without a look, and in a store after STORE_HOURS, every share is due."""
+    this, before = int(now // 3600), (last or 0) // 3600
+    if in_store:
+        return EVERY_SHARE if this - before >= STORE_HOURS else frozenset()
+    return frozenset(hour % SHARES for hour in range(max(before, this - SHARES) + 1, this + 1))
 
 
 def clean_log(opened: Opened) -> int:
@@ -323,13 +340,14 @@ def tidy(uri: str) -> None:
         _log.warning("upkeep of table %s: %s", uri, error)
 
 
-def unneeded(opened: Opened, hours: float) -> list[str]:
+def unneeded(opened: Opened, hours: float, shares: Collection[int] = EVERY_SHARE) -> list[str]:
     """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
-    ago, or none names them. Paths relative to the table, the oldest first."""
+    ago, or none names them. Of a table in a folder, only the files of some shares. Paths relative to the table, the oldest
+    first."""
     limit = time.time() - hours * 3600
     kept = {item.path for item in opened.files}
     kept |= {path for path, removed in log.removed(opened.uri, opened.version).items() if removed / 1000 > limit}
-    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit)
+    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit, shares)
     return [each[1] for each in sorted(each for each in found if each[1] not in kept)]
 
 
@@ -341,24 +359,41 @@ def _stored(uri: str, limit: float) -> Iterator[tuple[float, str]]:
             yield written, path
 
 
-def _on_disk(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]:
-    """The same of a table in a folder. Arrow takes ten times as long for it.
+def _on_disk(uri: str, folder: str, limit: float, shares: Collection[int]) -> Iterator[tuple[float, str]]:
+    """The files of some shares of a table in a folder, likewise. Arrow takes ten times as long for it.
 
-    A batch's folder that changed after ``limit`` is passed over: its files are not older than the folder.
+    All files of a batch's folder are in the folder's share. A batch's folder that changed after ``limit`` is passed over:
+    its files are not older than the folder. Links are passed over too, since zync writes none.
     """
     base = os.path.join(uri, folder)  # noqa: PTH118  a week's files are a million paths
-    if folder and Path(base, "_delta_log").exists():
+    if folder and os.path.exists(os.path.join(base, "_delta_log")):  # noqa: PTH110, PTH118
         return  # another table, as a raw table below a staging pool of its pool's name
-    with os.scandir(base) as found:
+    with suppress(OSError), os.scandir(base) as found:  # another clean-up may just have removed the folder
         for entry in found:
-            path = f"{folder}/{entry.name}" if folder else entry.name
             if entry.name.startswith(("_", ".")):
                 continue
+            path = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir(follow_symlinks=False):
-                if not _OWN_FOLDER.fullmatch(entry.name) or entry.stat().st_mtime <= limit:
-                    yield from _on_disk(uri, path, limit)
-            elif entry.name.endswith(".parquet") and (written := entry.stat().st_mtime) <= limit:
-                yield written, path
+                if not _OWN_FOLDER.fullmatch(entry.name):
+                    yield from _on_disk(uri, path, limit, shares)
+                elif share(entry.name) in shares and _written(entry) <= limit:
+                    yield from _on_disk(uri, path, limit, EVERY_SHARE)
+            elif entry.name.endswith(".parquet") and (len(shares) == SHARES or share(entry.name) in shares):
+                written = _written(entry)
+                if written <= limit:
+                    yield written, path
+
+
+def share(name: str) -> int:
+    """The share of a file, or of a batch's folder, by its name."""
+    return zlib.crc32(os.fsencode(name)) % SHARES
+
+
+def _written(entry: os.DirEntry[str]) -> float:
+    """When a file was written, or a folder was changed; infinity for a link, and for what the system can't look at."""
+    with suppress(OSError):
+        return math.inf if entry.is_symlink() else entry.stat(follow_symlinks=False).st_mtime
+    return math.inf
 
 
 def _each(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:

@@ -256,10 +256,13 @@ class Opened:
     def give_away(self) -> DeltaTable:
         """delta-rs's object, for a newer version of the table. Nobody else has it then."""
         with self.lock:
-            # Holders ask for these after a commit too.
-            _ = self.delta_schema, self.metadata, self.files
+            self.settle()
             table, self._table = self.table, None
             return table
+
+    def settle(self) -> None:
+        """Ask delta-rs's object for all that holders ask for after a commit too. Where that fails, no commit happened yet."""
+        _ = self.delta_schema, self.metadata, self.files
 
     @cached_property
     def delta_schema(self) -> Schema:

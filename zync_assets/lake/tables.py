@@ -56,9 +56,9 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
     its version is still the newest, without a read of the log.
     """
     known = _newest.get(uri) if version is None else None
-    if known is not None and log.newest_mark(uri, known[0].version) == known[1]:
-        return known[0]
     newest = _known.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
+    if known is not None and known[0].version >= newest and log.newest_mark(uri, known[0].version) == known[1]:
+        return known[0]
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return _absent(uri)
@@ -118,6 +118,15 @@ def _pass_on(opened: Opened) -> None:
     known = _newest.get(opened.uri)
     if known is not None and known[0] is opened:
         _passed_on[opened.uri] = opened.give_away(), known[1]
+
+
+def _drop(opened: Opened) -> None:
+    """Read the log the next time, after a failed commit on an object: a newer version may hide behind a removed entry, and
+    the object may hold settings of the store that no longer hold."""
+    known = _newest.get(opened.uri)
+    if known is not None and known[0] is opened:
+        del _newest[opened.uri]
+    _passed_on.pop(opened.uri, None)
 
 
 def _remember(opened: Opened, before: tuple[Opened, log.Mark] | None) -> None:
@@ -237,6 +246,7 @@ def commit(
     before, token = opened.version, uuid.uuid4().hex
     try:
         with opened.lock:
+            opened.settle()
             opened.table.create_write_transaction(
                 [
                     RemoveAction(item.path, not rewritten, _removed_at(item, now), partition_values=_group(item))
@@ -249,8 +259,10 @@ def commit(
                 commit_properties=_properties(numbers, token),
                 post_commithook_properties=_HOOKS,
             )
+            _known[opened.uri] = max(before + 1, _known.get(opened.uri, 0))
             _pass_on(opened)
     except (DeltaError, OSError) as error:
+        _drop(opened)
         found = open_table(opened.uri)
         if found is not None and _committed(found, token, before):
             return
@@ -285,6 +297,7 @@ def widen(opened: Opened, wanted: pa.Schema) -> Opened:
             post_commithook_properties=_HOOKS,
         )
     except (DeltaError, OSError) as error:
+        _drop(opened)
         found = open_table(opened.uri)
         if found is not None and _committed(found, token, before):
             return found

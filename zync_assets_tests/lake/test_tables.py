@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,104 @@ def test_what_other_processes_committed_is_read_though_the_log_was_cleaned(table
     assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))
     commit(now, [file(table, records([9]))], {"n": 9})
     assert rows(table) == list(range(10))
+
+
+def test_a_commit_after_a_hole_in_a_cleaned_log_is_a_conflict_once(table: str) -> None:
+    """A clean-up that was killed may have removed the entry after the version that this process opened last."""
+    opened(table)
+    for number in range(3, 8):
+        commit(Opened(table, DeltaTable(table)), [file(table, records([number]))], {"n": number + 1})
+    DeltaTable(table).create_checkpoint()
+    for version in (1, 2):
+        Path(table, "_delta_log", log.name(version)).unlink()
+    with pytest.raises(CommitConflict, match="log entries between them were cleaned up"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert (opened(table).version, opened(table).number("n")) == (5, 8)
+    commit(opened(table), [file(table, records([8]))], {"n": 9})
+    assert rows(table) == list(range(9))
+
+
+def test_after_a_commit_that_failed_the_next_one_begins_with_a_new_object(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object may keep a token of a store that ran out."""
+    first = opened(table)
+    real = DeltaTable.create_write_transaction
+
+    def fail(self: DeltaTable, *args: Any, **named: Any) -> None:
+        if self is stale:
+            raise OSError("token has expired")
+        real(self, *args, **named)
+
+    stale = first.table
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", fail)
+    with pytest.raises(LakeError, match="token has expired"):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2, 3]
+
+
+def test_a_table_that_lost_the_last_commit_of_this_process_went_back(table: str) -> None:
+    """The process has not opened the table since its commit."""
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    commit(opened(table), [file(table, records([4]))], {"n": 5})
+    Path(table, "_delta_log", log.name(2)).unlink()
+    with pytest.raises(LakeError, match="went back: it is at version 1, and was at 2"):
+        opened(table)
+
+
+@pytest.mark.parametrize("other", ["widen", "property", "restore", "delete", "vacuum", "compact", "overwrite"])
+def test_what_another_program_committed_after_a_commit_is_as_a_whole_reading_finds_it(table: str, other: str) -> None:
+    for number in (3, 4):
+        state = opened(table)
+        assert state.number("n") == number
+        commit(state, [file(table, records([number]))], {"n": number + 1})
+    found = DeltaTable(table)
+    match other:
+        case "widen":
+            widen(Opened(table, found), wider(("city", pa.string())))
+        case "property":
+            found.alter.set_table_properties({"delta.logRetentionDuration": "interval 3 hours"})
+        case "restore":
+            found.restore(1)
+        case "delete":
+            found.delete("kafka.offset = 1")
+        case "vacuum":
+            found.vacuum(0, dry_run=False, enforce_retention_duration=False)
+        case "compact":
+            found.optimize.compact()
+        case _:
+            write_deltalake(table, records([9]), mode="overwrite", schema_mode="overwrite")
+    now, whole = opened(table), Opened(table, DeltaTable(table))
+    assert now.version == whole.version
+    assert sorted(known(now)) == sorted(known(whole))
+    assert (now.numbers, now.schema) == (whole.numbers, whole.schema)
+    assert now.metadata.configuration == whole.metadata.configuration
+    if other in ("restore", "delete", "compact", "overwrite"):
+        with pytest.raises(TableDamaged):
+            commit(now, [file(table, records([5]))], {"n": 6})
+
+
+def test_threads_that_commit_to_one_table_lose_and_double_nothing(table: str) -> None:
+    """Two share a number, a third has its own. All use the objects that this process keeps."""
+
+    def write(name: str) -> None:
+        done = 0
+        while done < 8:
+            state = opened(table)
+            number = state.number(name) or 0
+            with suppress(CommitConflict):
+                commit(state, [file(table, records([number], partition=len(name)))], {name: number + 1})
+                done += 1
+                assert (opened(table).number(name) or 0) > number
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, ["o", "o", "oo"]))
+    now = opened(table)
+    assert (now.number("o"), now.number("oo")) == (16, 8)
+    assert rows(table) == sorted([0, 1, 2, *range(16), *range(8)])
+    assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))
+    assert tampering.is_untouched(now)
 
 
 def known(state: Opened) -> list[tuple[object, ...]]:
