@@ -1,6 +1,6 @@
 """Offset arithmetic: half-open ranges, sets of ranges, partition keys, and ranges shared out to tasks.
 
-Offset arithmetic: half-open ranges, sets of ranges, partition keys. Pure, no I/O.
+Pure, without I/O.
 
 Offsets of a Kafka partition may have gaps (compaction, transaction markers). No function here takes ``end - first`` for
 a number of records: a range names offsets, and says nothing about the number of records.

@@ -15,7 +15,7 @@ Retention of raw data: removes records older than an input's ``retention``, once
 Retention takes two commits, because two tables change. First every staging pool releases the records
 (``staging.release``). The release conflicts with every batch planned before it, and no later batch reads a released
 record, not even to retry unmatched records. Second, the raw table removes the files. After a kill in between, the next
-attempt continues. A batch that still reads the files finds them on disk, because only ``cleaning`` deletes them, days
+attempt continues. A batch that still reads the files finds them on disk, because only ``lake.compaction`` deletes them, days
 later.
 
 Maintenance of a table in use: merges small files, and removes unneeded files.
@@ -227,7 +227,7 @@ def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int
 
 def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
     """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went. ``span``: see
-    ``compaction.due``.
+    ``compaction.is_due``.
 
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """

@@ -1,12 +1,9 @@
-"""Dagster's definitions of a pipeline, in one call, and what the pipelines of a code location share.
+"""Dagster's definitions of a pipeline, in one call.
 
-What the pipelines of a code location share (source topics), and what one pipeline alone may have (tables of a
-lake).
+The pipelines of a code location share source topics. A table of a lake belongs to one pipeline alone.
 
 A code location is a process. ``Definitions.merge`` shows no pipeline the others, so this module remembers each pipeline
 file whose definitions the process holds. A file that is built again takes the place of its earlier definitions.
-
-Dagster's definitions of a pipeline, in one call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The checks of outputs: of a staging pool, of a published topic, and all checks of a pipeline.
 
-Checks of a staging pool: its account against raw and outputs, its numbering, and what waits for long.
-
-The check of a published topic: what Kafka holds is what staging holds, by content.
-
-Every check of a pipeline, over everything.
+- A staging pool: its account against raw and outputs, its numbering, and records that are pending for long.
+- A published topic: Kafka and staging hold the same records, by content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Describes the schema changes in a raw table within some offset ranges.
-
-The checks of a raw table: order of offsets, completeness compared with Kafka, schemas, and quarantine.
-"""
+"""The checks of a raw table: order of offsets, completeness compared with Kafka, schemas, and quarantine."""
 
 from __future__ import annotations
 

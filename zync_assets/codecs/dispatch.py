@@ -1,11 +1,9 @@
 """The codecs by format: Kafka payloads to columns, and columns to Kafka payloads.
 
-Kafka payloads → columns. Pure: a column of bytes in, a typed column and the errors out.
+Pure: a column of bytes becomes a typed column and errors, and a typed column becomes a column of bytes and errors.
 
 A payload that can't be decoded does not affect other payloads: its value is null, and ``Decoded.bad`` has its error. An
 outage of the registry is no property of a record, and is raised.
-
-Columns → Kafka payloads. Pure: a typed column in, a column of bytes and the errors out.
 """
 
 from __future__ import annotations

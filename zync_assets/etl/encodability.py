@@ -27,7 +27,7 @@ A cheap SQL condition for outputs that may be impossible to encode. A later step
 
 The condition is true for every record that can't be encoded, and for few other records. JSON has no NaN and no
 infinities, most languages have no years past 9999, bytes that become text must be UTF-8, and a record has a largest
-size. The module ``codecs.utf8`` finds strings that are not UTF-8.
+size. The functions for text find strings that are not UTF-8.
 
 Finds outputs that can't be encoded, before ETL numbers them. Publish would stop at the offset of such an output for
 ever.

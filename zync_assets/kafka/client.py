@@ -1,10 +1,9 @@
-"""Tokens for OAUTHBEARER from a function of the user or of this package: ``oauth_cb: module:function``.
+"""librdkafka's clients: their configuration, their log, their tokens, and their errors as this package's own.
 
+Tokens for OAUTHBEARER may come from a function of the user or of this package: ``oauth_cb: module:function``.
 librdkafka fetches tokens itself from a server that accepts client credentials (``sasl.oauthbearer.method: oidc``). For other
 servers librdkafka calls a callback, confluent-kafka's ``oauth_cb``. In a pipeline file ``oauth_cb`` is the function's name,
 which travels to Spark's executors as text. An executor imports the function, and the function finds its credentials there.
-
-librdkafka's clients: their configuration, their log, and their errors as this package's own.
 
 A pipeline's ``kafka:`` mapping may hold any librdkafka property. The user's properties decide where and how to connect. The
 package's own properties, on which exactly-once depends, override the user's.

@@ -1,9 +1,7 @@
-"""Why a server's certificate was not taken, in words with a cure.
+"""Which side does not trust the other, and why: reports of librdkafka and OpenSSL as errors with a cure.
 
 The libraries below say "certificate verify failed" whatever the reason. OpenSSL knows it (``X509_V_ERR_*``), and Python's
 ``ssl`` passes it on as ``verify_code``.
-
-Which side does not trust the other, and why: librdkafka's reports as errors with a cure.
 
 librdkafka goes on trying whatever the reason; these reasons do not pass by themselves. Codes alone don't tell: a
 certificate that was refused comes as ``_SSL`` and as ``_TRANSPORT``, a token endpoint that is down as ``_AUTHENTICATION``.

@@ -1,4 +1,6 @@
-"""The key ``lake``: a folder, an object store's URI, or a mapping of ``uri`` and what opens that store.
+"""Loads a whole pipeline file, with its lake and its connections.
+
+The key ``lake`` is a folder, an object store's URI, or a mapping of ``uri`` and what opens that store.
 
 The connections of the ``zync`` command of brimdata: ``~/.zync/kafka.json`` and ``~/.zync/schema_registry.json``.
 
