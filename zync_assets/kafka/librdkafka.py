@@ -104,9 +104,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "rd_kafka_produceva": (_POINTER, [_POINTER, _POINTER, _SIZE]),
     "rd_kafka_error_code": (_INT, [_POINTER]),
     "rd_kafka_error_destroy": (None, [_POINTER]),
-    "rd_kafka_headers_new": (_POINTER, [_SIZE]),
-    "rd_kafka_header_add": (_INT, [_POINTER, _POINTER, ctypes.c_ssize_t, _POINTER, ctypes.c_ssize_t]),
-    "rd_kafka_headers_destroy": (None, [_POINTER]),
     "rd_kafka_purge": (_INT, [_POINTER, _INT]),
 }
 """Name → type of the result, types of the arguments, as rdkafka.h declares them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka import KafkaError as ClientError
 
-from zync_assets.codecs.arrays import pays, pc, validity_buffer
+from zync_assets.codecs.arrays import list_of, numbers, pays, pc, validity_buffer
 from zync_assets.errors import KafkaError as ZyncKafkaError
-from zync_assets.kafka.librdkafka import MESSAGE, Client, quick_library
+from zync_assets.kafka.librdkafka import MESSAGE, Client
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -77,7 +78,7 @@ def timestamps(pairs: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
     readers of a table know later years.
     """
     kinds, times = pairs[:, 0], pairs[:, 1]
-    return pa.array(times, pa.int64(), mask=(kinds == 0) | (times < 0) | (times > LATEST))
+    return numbers(np.ascontiguousarray(times), pa.int64(), (kinds != 0) & (times >= 0) & (times <= LATEST))
 
 
 Longs = npt.NDArray[np.int64]
@@ -147,9 +148,10 @@ class Intake(Client):
 
     def _look(self, messages: Longs) -> tuple[pa.RecordBatch, list[Trouble]]:
         count = len(messages)
-        errors, offsets, headers = np.empty(count, np.int32), np.empty(count, np.int64), np.empty(count, np.int64)
+        errors, offsets = np.empty(count, np.int32), np.empty(count, np.int64)
         values, keys = np.empty((count, 2), np.int64), np.empty((count, 2), np.int64)
-        self._loops.look(messages, errors, offsets, values, keys, headers)
+        lists, headers = np.empty(count, np.int64), np.empty(count, np.int64)
+        self._loops.look(messages, errors, offsets, values, keys, lists, headers)
         troubles: list[Trouble] = []
         if errors.any():
             for index in np.flatnonzero(errors).tolist():
@@ -158,14 +160,14 @@ class Intake(Client):
                 error = ClientError(int(errors[index]), text)
                 troubles.append(Trouble(error, self._topic, self._partition, int(offsets[index])))
             good = errors == 0
-            messages, offsets, headers = messages[good], offsets[good], headers[good]
+            messages, offsets, lists, headers = messages[good], offsets[good], lists[good], headers[good]
             values, keys = values[good], keys[good]
         pairs = np.empty((len(messages), 2), np.int64)
         self._loops.times(messages, pairs)
         columns = [
-            pa.array(offsets),
+            numbers(offsets, pa.int64()),
             timestamps(pairs),
-            self._headers(messages, headers),
+            self._headers(lists, headers),
             self._binary(keys),
             self._binary(values),
         ]
@@ -184,18 +186,18 @@ class Intake(Client):
         buffers = [validity_buffer(there), pa.py_buffer(ends), pa.py_buffer(data)]
         return pa.Array.from_buffers(pa.binary(), len(parts), buffers)
 
-    def _headers(self, messages: Longs, counts: Longs) -> pa.Array:
+    def _headers(self, lists: Longs, counts: Longs) -> pa.Array:
         total = int(counts.sum())
         if total == 0:
-            return pa.nulls(len(messages), HEADERS)
+            return pa.nulls(len(lists), HEADERS)
         names, values = np.empty((total, 2), np.int64), np.empty((total, 2), np.int64)
-        self._loops.look_headers(messages, names, values)
+        self._loops.look_headers(lists, counts, names, values)
         each = pa.StructArray.from_arrays(
             [_text(self._binary(names)), self._binary(values)], fields=list(HEADERS.value_type)
         )
-        ends: Any = np.zeros(len(messages) + 1, np.int32)
+        ends: Any = np.zeros(len(lists) + 1, np.int32)
         np.cumsum(counts, out=ends[1:])
-        return pa.ListArray.from_arrays(pa.array(ends), each, HEADERS, mask=pa.array(counts == 0))
+        return list_of(HEADERS, ends, each, counts != 0)
 
 
 def _text(names: pa.Array) -> pa.Array:
@@ -212,15 +214,16 @@ _QUEUED, _IN_FLIGHT = 0x1, 0x2
 
 _PART = np.dtype(
     {
-        "names": ["type", "number", "address", "size"],
-        "formats": ["<i4", "<i4", "u8", "u8"],
-        "offsets": [0, 8, 8, 16],
+        "names": ["type", "number", "address", "size", "name", "value", "value_size"],
+        "formats": ["<i4", "<i4", "u8", "u8", "u8", "u8", "u8"],
+        "offsets": [0, 8, 8, 16, 8, 16, 24],
         "itemsize": 72,
     }
 )
-"""``rd_kafka_vu_t``: a part of one message."""
-_PARTS = ("topic", "partition", "flags", "key", "value", "headers")
-_PART_TYPES = (2, 3, 7, 5, 4, 10)
+"""``rd_kafka_vu_t``: a part of one message. ``address`` and ``size`` are of a key or value, the last three of a header."""
+_PARTS = {"topic": 2, "partition": 3, "flags": 7, "key": 5, "value": 4}
+"""The parts of each message, and their types. The message's headers follow."""
+_HEADER = 9
 
 
 @dataclass(frozen=True)
@@ -260,41 +263,34 @@ class Handover(Client):
         return KafkaError(int(messages["err"][refused[0]])) if len(refused) else None
 
     def _hand_over_each(self, messages: Any, headers: pa.Array) -> KafkaError | None:
-        """librdkafka takes headers a record at a time."""
-        parts = np.zeros((len(messages), len(_PARTS)), _PART)
-        parts["type"] = _PART_TYPES
-        of = dict(zip(_PARTS, parts.T, strict=True))
-        of["topic"]["address"], of["partition"]["number"], of["flags"]["number"] = self._topic, self._partition, _COPY
+        """librdkafka takes records with headers one at a time."""
+        counts: Any = pc.fill_null(pc.list_value_length(headers), 0).to_numpy().astype(np.int64)
+        names, values = (column.cast(pa.binary()) for column in headers.flatten().flatten())
+        if names.null_count or pc.any(pc.match_substring(names, b"\0")).as_py():
+            return KafkaError(KafkaError._INVALID_ARG, "a header's name is null or contains a zero byte")
+        names = pc.binary_join_element_wise(names, b"\0", b"")
+        lengths = len(_PARTS) + counts
+        starts = np.cumsum(lengths) - lengths
+        parts = np.zeros(int(lengths.sum()), _PART)
+        parts["type"] = _HEADER
+        for place, kind in enumerate(_PARTS.values()):
+            parts["type"][starts + place] = kind
+        at = {part: starts + place for place, part in enumerate(_PARTS)}
+        parts["address"][at["topic"]], parts["number"][at["partition"]] = self._topic, self._partition
+        parts["number"][at["flags"]] = _COPY
         for side in ("key", "value"):
-            of[side]["address"], of[side]["size"] = messages[side], messages[f"{side}_size"]
-        first, step = parts.ctypes.data, _PART.itemsize * len(_PARTS)
-        names, values = (column.to_pylist() for column in headers.flatten().flatten())
-        names = [name.encode() for name in names]
-        counts = pc.fill_null(pc.list_value_length(headers), 0).to_pylist()
-        produce, place = self.library.rd_kafka_produceva, 0
-        for index, count in enumerate(counts):
-            end = place + count
-            made = self._headers(names[place:end], values[place:end]) if count else None
-            place = end
-            if made:
-                of["headers"]["address"][index] = made
-            error = produce(self.handle, first + index * step, len(_PARTS) if made else len(_PARTS) - 1)
+            parts["address"][at[side]], parts["size"][at[side]] = messages[side], messages[f"{side}_size"]
+        of_headers = parts["type"] == _HEADER
+        parts["name"][of_headers], _ = _places(names)
+        parts["value"][of_headers], parts["value_size"][of_headers] = _places(values)
+        calls = parts.ctypes.data + starts * _PART.itemsize
+        # The loop ends at the first error.
+        for error in map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist()):
             if error:
-                # Headers belong to librdkafka only with a message that it took.
-                if made:
-                    self.library.rd_kafka_headers_destroy(made)
                 code = self.library.rd_kafka_error_code(error)
                 self.library.rd_kafka_error_destroy(error)
                 return KafkaError(code)
         return None
-
-    def _headers(self, names: list[bytes], values: list[bytes | None]) -> int:
-        functions = quick_library()
-        made: int = functions.rd_kafka_headers_new(len(names))
-        add = functions.rd_kafka_header_add
-        for name, value in zip(names, values, strict=True):
-            add(made, name, len(name), value, 0 if value is None else len(value))
-        return made
 
     def reports(self, timeout: float) -> list[Report]:
         """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""

@@ -53,9 +53,12 @@ def release(messages: Any) -> None:
         _destroy(np.uintp(message))
 
 
-@njit(types.void(_Longs, _Ints, _Longs, types.int64[:, ::1], types.int64[:, ::1], _Longs), cache=True, nogil=True)
-def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, headers: Any) -> None:
-    """Fill the arrays with each message's error code, offset, value and key (address and size), and number of headers."""
+@njit(
+    types.void(_Longs, _Ints, _Longs, types.int64[:, ::1], types.int64[:, ::1], _Longs, _Longs), cache=True, nogil=True
+)
+def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, lists: Any, headers: Any) -> None:
+    """Fill the arrays with each message's error code, offset, value and key (address and size), and with the address of its
+    list of headers and the number of headers."""
     scratch = np.zeros(1, np.int64)
     found = np.uintp(scratch.ctypes.data)
     for index in range(len(messages)):
@@ -67,6 +70,7 @@ def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, heade
         offsets[index] = words[7]
         headers[index] = 0
         if errors[index] == 0 and _headers(message, found) == 0:
+            lists[index] = scratch[0]
             headers[index] = np.int64(_header_count(np.uintp(scratch[0])))
 
 
@@ -94,20 +98,17 @@ def times(messages: Any, pairs: Any) -> None:
         pairs[index, 0] = scratch[0] & 0xFFFFFFFF
 
 
-@njit(types.void(_Longs, types.int64[:, ::1], types.int64[:, ::1]), cache=True, nogil=True)
-def look_headers(messages: Any, names: Any, values: Any) -> None:
-    """Address and size of the name and of the value of each header of all messages."""
-    scratch = np.zeros(4, np.int64)
+@njit(types.void(_Longs, _Longs, types.int64[:, ::1], types.int64[:, ::1]), cache=True, nogil=True)
+def look_headers(lists: Any, headers: Any, names: Any, values: Any) -> None:
+    """Address and size of the name and of the value of each header in the lists, which hold so many headers."""
+    scratch = np.zeros(3, np.int64)
     at = scratch.ctypes.data
     place = 0
-    for index in range(len(messages)):
-        if _headers(np.uintp(messages[index]), np.uintp(at)) != 0:
-            continue
-        each = np.uintp(scratch[0])
-        for number in range(np.int64(_header_count(each))):
-            _header(each, np.uint64(number), np.uintp(at + 8), np.uintp(at + 16), np.uintp(at + 24))
-            names[place, 0] = scratch[1]
-            names[place, 1] = np.int64(_length(np.uintp(scratch[1])))
-            values[place, 0] = scratch[2]
-            values[place, 1] = scratch[3]
+    for index in range(len(lists)):
+        for number in range(headers[index]):
+            _header(np.uintp(lists[index]), np.uint64(number), np.uintp(at), np.uintp(at + 8), np.uintp(at + 16))
+            names[place, 0] = scratch[0]
+            names[place, 1] = np.int64(_length(np.uintp(scratch[0])))
+            values[place, 0] = scratch[1]
+            values[place, 1] = scratch[2]
             place += 1

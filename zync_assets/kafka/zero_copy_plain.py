@@ -1,13 +1,20 @@
-"""``zero_copy_loops`` without compiled code: for a process that reads few records, or where numba can keep no compiled code."""
+"""``zero_copy_loops`` without compiled code: for a process that reads few records, or where numba can keep no compiled code.
+
+A call through ctypes costs as much as a Python object. NumPy reads whole arrays of messages. ctypes makes only the calls that
+rdkafka.h demands for each message, from ``map`` instead of a Python loop.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from zync_assets.codecs.arrays import numbers
 from zync_assets.kafka.librdkafka import MESSAGE, quick_library
 
 Longs = npt.NDArray[np.int64]
@@ -15,23 +22,37 @@ Longs = npt.NDArray[np.int64]
 _bytes_at: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _bytes_at.restype, _bytes_at.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t]
 
+_Words: Any = ctypes.c_int64 * (1 << 44)
+_Bytes: Any = ctypes.c_uint8 * (1 << 47)
+"""All memory above an address, for NumPy to read items from."""
+
+_GAP = 1024
+"""Bytes between two values that are copied along with them. A further call would cost more. The values' own pages hold all
+bytes between them, for a gap is smaller than a page."""
+
 
 def release(messages: Longs) -> None:
-    destroy = quick_library().rd_kafka_message_destroy
-    for message in messages.tolist():
-        destroy(message)
+    """See ``zero_copy_loops.release``."""
+    deque(map(quick_library().rd_kafka_message_destroy, messages.tolist()), maxlen=0)
 
 
-def look(messages: Longs, errors: Any, offsets: Longs, values: Longs, keys: Longs, headers: Longs) -> None:
+def look(
+    messages: Longs, errors: Any, offsets: Longs, values: Longs, keys: Longs, lists: Longs, headers: Longs
+) -> None:
     """See ``zero_copy_loops.look``."""
-    found = np.frombuffer(b"".join([_bytes_at(address, MESSAGE.itemsize) for address in messages.tolist()]), MESSAGE)
+    headers[:] = 0
+    if not len(messages):
+        return
+    first = messages.min()
+    memory = np.frombuffer(_Words.from_address(int(first)), np.int64)
+    found = memory[((messages - first) >> 3)[:, None] + np.arange(MESSAGE.itemsize // 8)].view(MESSAGE)[:, 0]
     errors[:], offsets[:] = found["err"], found["offset"]
     for side, parts in (("value", values), ("key", keys)):
         parts[:, 0], parts[:, 1] = found[side], found[f"{side}_size"]
-    look_up, count = quick_library().rd_kafka_message_headers, quick_library().rd_kafka_header_cnt
-    place = ctypes.c_void_p()
-    at = ctypes.addressof(place)
-    headers[:] = [0 if look_up(address, at) else count(place) for address in messages.tolist()]
+    functions = quick_library()
+    absent = list(map(functions.rd_kafka_message_headers, messages.tolist(), _each(lists)))
+    there = (np.array(absent) == 0) & (errors == 0)
+    headers[there] = list(map(functions.rd_kafka_header_cnt, lists[there].tolist()))
 
 
 def gather(parts: Longs, ends: Any, data: Any) -> None:
@@ -39,37 +60,61 @@ def gather(parts: Longs, ends: Any, data: Any) -> None:
     sizes = np.where(parts[:, 0] != 0, parts[:, 1], 0)
     ends[0] = 0
     np.cumsum(sizes, out=ends[1:])
-    there = sizes != 0
-    data[:] = np.frombuffer(b"".join(map(_bytes_at, parts[there, 0].tolist(), sizes[there].tolist())), np.uint8)
+    there = np.flatnonzero(sizes)
+    if not len(there):
+        return
+    order = np.argsort(parts[there, 0], kind="stable")
+    starts, sizes = parts[there, 0][order], sizes[there][order]
+    stops = starts + sizes
+    # Values that lie close to each other are copied in one piece.
+    breaks = np.flatnonzero(starts[1:] - stops[:-1] > _GAP) + 1
+    first, last = np.append(0, breaks), np.append(breaks, len(starts)) - 1
+    lengths = stops[last] - starts[first]
+    pieces = b"".join(map(_bytes_at, starts[first].tolist(), lengths.tolist()))
+    shifts = np.repeat(np.cumsum(lengths) - lengths - starts[first], last - first + 1)
+    # Arrow's values are the pieces' values in turn with the bytes between them.
+    bounds = np.empty(2 * len(starts), np.int64)
+    bounds[::2], bounds[1::2] = starts + shifts, stops + shifts
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(pieces)]
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order)) * 2
+    copies = pa.Array.from_buffers(pa.large_binary(), len(bounds) - 1, buffers).take(numbers(places, pa.int64()))
+    data[:] = np.frombuffer(copies.buffers()[2], np.uint8, len(data))
 
 
 def times(messages: Longs, pairs: Longs) -> None:
     """See ``zero_copy_loops.times``."""
-    timestamp = quick_library().rd_kafka_message_timestamp
-    kind = ctypes.c_int()
-    at = ctypes.addressof(kind)
-    # The call comes before the look at ``kind``.
-    found = [(timestamp(message, at), kind.value) for message in messages.tolist()]
-    pairs[:] = np.array(found, np.int64).reshape(-1, 2)[:, ::-1]
+    kinds = np.zeros(len(messages), np.int64)
+    pairs[:, 1] = list(map(quick_library().rd_kafka_message_timestamp, messages.tolist(), _each(kinds)))
+    pairs[:, 0] = kinds & 0xFFFFFFFF
 
 
-def look_headers(messages: Longs, names: Longs, values: Longs) -> None:
+def look_headers(lists: Longs, headers: Longs, names: Longs, values: Longs) -> None:
     """See ``zero_copy_loops.look_headers``."""
-    functions = quick_library()
-    look_up, count, get = (
-        functions.rd_kafka_message_headers,
-        functions.rd_kafka_header_cnt,
-        functions.rd_kafka_header_get_all,
-    )
-    headers, out = ctypes.c_void_p(), (ctypes.c_uint64 * 3)()
-    at, first = ctypes.addressof(headers), ctypes.addressof(out)
-    found: list[list[int]] = []
-    for message in messages.tolist():
-        if look_up(message, at):
-            continue
-        for number in range(count(headers)):
-            get(headers, number, first, first + 8, first + 16)
-            found.append(out[:])
-    table = np.array(found, np.uint64).astype(np.int64).reshape(-1, 3)
-    names[:, 0], values[:] = table[:, 0], table[:, 1:]
-    names[:, 1] = [len(ctypes.string_at(name)) for name in table[:, 0].tolist()]
+    total = len(names)
+    owners = np.repeat(lists, headers)
+    numbers = np.arange(total) - np.repeat(np.cumsum(headers) - headers, headers)
+    found = np.zeros((3, total), np.int64)
+    get = quick_library().rd_kafka_header_get_all
+    deque(map(get, owners.tolist(), numbers.tolist(), *map(_each, found)), maxlen=0)
+    names[:, 0], values[:] = found[0], found[1:].T
+    names[:, 1] = _lengths(found[0])
+
+
+def _each(words: Longs) -> range:
+    """The addresses of an array's items."""
+    first = words.ctypes.data
+    return range(first, first + 8 * len(words), 8)
+
+
+def _lengths(texts: Longs) -> Longs:
+    """The lengths of the texts at these addresses, each of which ends with a zero byte."""
+    lengths = np.zeros(len(texts), np.int64)
+    first = texts.min()
+    memory = np.frombuffer(_Bytes.from_address(int(first)), np.uint8)
+    going, places = np.arange(len(texts)), texts - first
+    while len(going):
+        more = memory[places] != 0
+        going, places = going[more], places[more] + 1
+        lengths[going] += 1
+    return lengths

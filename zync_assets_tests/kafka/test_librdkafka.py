@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from packaging.requirements import Requirement
@@ -22,6 +25,7 @@ from zync_assets.kafka.librdkafka import Client, library
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic
 from zync_assets.kafka.writer import InOrder
+from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets_tests.network.secured import Secured
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,34 @@ def test_records_pass_by_the_thousand_and_many_by_compiled_code(
     assert sum(map(len, read_range(kafka, topic, 0, 0, 20_000))) == 20_000
     assert "compiled" in calls and "plain" not in calls
     assert calls.count("rd_kafka_consume_batch_queue") < 2_000
+
+
+def test_bytes_near_and_far_and_in_any_order_are_gathered_alike() -> None:
+    memory, far = np.arange(200_000, dtype=np.uint32).view(np.uint8), np.arange(50, dtype=np.uint8)
+    draw = np.random.default_rng(1)
+    starts = np.cumsum(draw.choice([0, 1, 900, 1100, 5000], 200) + 60)
+    near = np.stack([memory.ctypes.data + starts, draw.integers(0, 60, 200)], axis=1)
+    parts = draw.permutation(np.vstack([near, [[far.ctypes.data, 50], [0, 0], [0, 7]]])).astype(np.int64)
+    whole = [b"" if not address else ctypes.string_at(address, size) for address, size in parts.tolist()]
+    for some in (0, 1, len(parts)):
+        for loops in (zero_copy_loops, zero_copy_plain):
+            data, ends = np.zeros(len(b"".join(whole[:some])), np.uint8), np.zeros(some + 1, np.int32)
+            loops.gather(parts[:some], ends, data)
+            assert [data[a:b].tobytes() for a, b in itertools.pairwise(ends)] == whole[:some]
+
+
+def test_a_read_of_few_records_loads_neither_pandas_nor_numba(kafka: dict[str, str], topic: str) -> None:
+    """Each takes as long to load as 100,000 records take to read."""
+    with InOrder(kafka, topic, 0, 0, "zync to-kafka") as writer:
+        columns = {"key": pa.array([b"k"]), "value": pa.array([b"v"]), "headers": pa.array([[("h", b"x")]], HEADERS)}
+        writer.write(pa.record_batch(columns))
+    code = (
+        "import sys; from zync_assets.kafka.reader import read_range;"
+        f" (batch,) = read_range({kafka!r}, {topic!r}, 0, 0, 1); print(batch['headers'][0].is_valid);"
+        " print({'pandas', 'numba'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["True", "set()", ""], done.stderr
 
 
 def test_a_property_that_librdkafka_does_not_know_is_named(kafka: dict[str, str], topic: str) -> None:
