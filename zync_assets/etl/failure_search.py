@@ -61,7 +61,7 @@ class OverflowSearch:
 
     def records(self, topic: str, ranges: Sequence[OffsetRange], known: str) -> Iterator[Found]:
         """Records that overflow in a ``where`` or a ``join-on``, MOST and one of a range at the most. ``known``: as for
-        ``failing.failing_records``."""
+        ``failures.failing_records``."""
         item = self.pipeline.input(topic)
 
         def overflows(part: OffsetRange) -> bool:

@@ -99,7 +99,7 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
-    ``failing.looking``. Lazy."""
+    ``tasks.looking``. Lazy."""
     void, where, sides = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     made = " OR ".join(fails(sql) for sql in sides.values())
