@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PACKAGE = Path(zync_assets.__file__).parent
-NEEDS_A_FILE = set(COMMANDS) - {"ls", "info", "consume", "produce", "local", "spark", "demo", "version"}
+NEEDS_A_FILE = set(COMMANDS) - {"ls", "info", "consume", "produce", "local", "spark", "demo", "version", "help"}
 PRINTED = re.compile(rf"\bzync ({'|'.join(sorted(COMMANDS))})\b[^`;,:]*")
-HELP = {"assets/component.py", "cli/local.py", "cli/query.py", "cli/validate.py", "pipeline_file/keys.py"}
+HELP = {"cli/local.py", "cli/query.py"}
 """Modules whose texts show commands by way of example."""
 
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from zync_assets.assets.build import build_definitions
 from zync_assets.pipeline_file.loader import load_pipeline
 
-STARTER = """# A pipeline of zync_assets. `zync validate FILE` names every error of a file.
+STARTER = """# A pipeline of zync_assets. `zync help` shows every key of a file.
 kafka: {bootstrap.servers: "${KAFKA_BOOTSTRAP_SERVERS:-localhost:9092}"}
 lake: ./lake
 inputs:

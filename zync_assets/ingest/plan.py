@@ -19,7 +19,7 @@ from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest import source
 from zync_assets.ingest.files import Reading
 from zync_assets.ingest.shape import looks_at_time, shaped_records
-from zync_assets.ingest.shape_task import known_types
+from zync_assets.ingest.shape_types import known_types
 from zync_assets.ingest.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw

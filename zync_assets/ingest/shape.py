@@ -30,12 +30,8 @@ from zync_assets.ingest.shape_task import (
     Types,
     Writer,
     decoded_schema,
-    known_types,
-    remember,
-    shaped_notes,
-    shaped_schema,
-    with_types,
 )
+from zync_assets.ingest.shape_types import known_types, remember, shaped_notes, shaped_schema, with_types
 from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Shape

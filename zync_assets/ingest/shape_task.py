@@ -1,47 +1,32 @@
-"""The Spark task that shapes records, and the types of the records before and after the shape.
+"""The two ends of a Spark task that shapes records: Kafka → decoded columns, and shaped columns → files of the raw table.
 
-The two ends of a Spark task that shapes records: Kafka → decoded columns, and shaped columns → files of the raw
-table.
-
-The module ``shape`` holds the Spark SQL in the middle. The decoded records pass through the task in memory.
-
-The types of a topic that is shaped: those that its records are decoded to, and those of its raw table.
-
-What records are decoded to is kept in a table without rows (``~decoded``), with the notes of Connect's schemas. A bare
-column in the shape passes its notes on to the raw table.
+The module ``shape`` holds the Spark SQL in the middle. The decoded records pass through the task in memory. Spark's workers
+import this module, so it imports nothing that only the driver needs.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.evolution import conform, holds, merge_types
-from zync_assets.codecs.fields import PLAIN, Note, connect_note_of, optional, with_connect_note
-from zync_assets.codecs.spark_types import arrow_type
-from zync_assets.errors import SchemaError, ZyncError
-from zync_assets.etl.rules import output_schemas
-from zync_assets.etl.rules.output_schemas import Notes, shape_notes, type_notes
-from zync_assets.ingest.files import table_schema
-from zync_assets.ingest.source import Arrived, Source, read_chunks, with_side_notes
-from zync_assets.lake import storage, tables
+from zync_assets.codecs.evolution import conform, holds
+from zync_assets.errors import ZyncError
+from zync_assets.etl.rules.output_schemas import type_notes
+from zync_assets.ingest.source import Arrived, Source, read_chunks
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import KAFKA_TYPE, RangeWriter, dropped_rows, raw_schema
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Input
-from zync_assets.pipeline_file.references import shape_in_lake_names, with_notes
 from zync_assets.spark.tasks import indexes
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 CONTROL = "control"
 """The column of the one row of a task that is no record: what the reading end has to say (pickled), at the end."""
@@ -248,85 +233,3 @@ class _Gaps:
 
 def _no_ranges() -> pa.RecordBatch:
     return dropped_rows(pa.array([], KAFKA_TYPE), pa.array([], pa.int64()), pa.array([], pa.int64()))
-
-
-def known_types(lake: str, item: Input) -> Types | None:
-    """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
-    opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
-    if opened is None:
-        return None
-    names = opened.schema.names
-    key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
-    return key, value
-
-
-def remember(lake: str, item: Input, source: Source, notes: Mapping[str, Note]) -> pa.Schema:
-    """Keep the types that records are decoded to, with the notes of their sides; returns the columns that are kept."""
-    uri = storage.decoded_uri(lake, item.pool, item.topic)
-    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    opened = tables.open_table(uri)
-    schema = with_side_notes(schema, opened.schema if opened else None, notes)
-    if opened is None:
-        tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
-    else:
-        tables.widen(opened, schema)
-    return schema
-
-
-def with_types(source: Source, met: Sequence[Types]) -> Source:
-    """The source with its types widened by the types ``met``. A type that can't be merged is skipped: the first type wins."""
-    key, value = source.key_type, source.value_type
-    for one, other in met:
-        with suppress(SchemaError):
-            key = key if one is None else merge_types(key, one, "key")
-        with suppress(SchemaError):
-            value = value if other is None else merge_types(value, other, "value")
-    return replace(source, key_type=key, value_type=value)
-
-
-def shaped_schema(item: Input, source: Source, table: pa.Schema, made: DataFrame) -> pa.Schema:
-    """The raw table's present columns (``table``) merged with the columns of a shaped frame.
-
-    Raises SchemaError for types that can't be merged.
-    """
-    types: dict[str, pa.DataType] = {}
-    for side in ("key", "value"):
-        have = table.field(side).type if side in table.names else None
-        try:
-            kind = with_notes(arrow_type(made.schema[side].dataType))
-            noted = output_schemas.with_notes(kind, _notes(item, source, side, kind))
-            types[side] = merge_types(have, noted, side)
-        except SchemaError as error:
-            raise SchemaError(
-                f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"
-                " ingested. CAST the result to the type of the table. Or begin anew: give the input another pool, and its"
-                " outputs another staging pool and other topics."
-            ) from None
-    return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
-
-
-def shaped_notes(item: Input, source: Source, decoded: pa.Schema, shaped: pa.Schema) -> dict[str, Note]:
-    """Side → what Connect's schemas say of the whole key or value after the shape. ``decoded``, ``shaped``: the columns before
-    and after it."""
-    own = {side: connect_note_of(decoded.field(side)) for side in ("key", "value") if side in decoded.names}
-    return {
-        side: optional(_notes(item, source, side, shaped.field(side).type, own).get(()) or PLAIN)
-        for side in ("key", "value")
-        if side in shaped.names
-    }
-
-
-def _notes(
-    item: Input, source: Source, side: str, kind: pa.DataType, own: Mapping[str, Note] = MappingProxyType({})
-) -> Notes:
-    """What Connect's schemas say of a side as the shape makes it. ``kind``: its type; ``own``: what they say of a whole key or
-    value before it is shaped."""
-    assert item.shape is not None
-    types = {"key": source.key_type or pa.null(), "value": source.value_type or pa.null()}
-    shape = shape_in_lake_names(item.shape, types["key"], types["value"])
-    # A null value stays null: within the shaped value, the value before is there.
-    columns = [
-        with_connect_note(pa.field(name, type), replace(own.get(name, PLAIN), required=name == side == "value"))
-        for name, type in types.items()
-    ]
-    return shape_notes(shape.sides.get(side, side), kind, {"": pa.schema(columns)}, certain=True)

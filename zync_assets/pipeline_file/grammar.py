@@ -372,7 +372,7 @@ FILE: tuple[Key, ...] = (
         "missing-field",
         "one of the allowed values",
         "The effect of a named field that neither a record nor the registry's newest schema has. A rule or an input's"
-        " `shape` names the field. `null` gives null and one warning. `fail` stops ETL, or ingest for a shape.",
+        " `shape` names the field. `null` gives null and one warning, and `fail` stops ETL, or ingest for a shape.",
         "missing-field: fail",
         default="null",
         allowed=("null", "fail"),

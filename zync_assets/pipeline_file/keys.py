@@ -154,7 +154,7 @@ RULE: tuple[Key, ...] = (
     Key(
         "name",
         "one line of text",
-        "The rule's name in the account, in `zync pending` and in the outputs. Name the rules of a file that will be"
+        "The rule's name in the account, among pending records and in the outputs. Name the rules of a file that will be"
         " edited.",
         "name: new-invoice",
         default="position and type: `1-denorm`",

@@ -36,7 +36,8 @@ from zync_assets.errors import LakeError, ZyncError
 from zync_assets.ingest.files import table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
-from zync_assets.ingest.shape_task import KEPT, decoded_schema, shaped_batch, shaped_schema, with_control
+from zync_assets.ingest.shape_task import KEPT, decoded_schema, shaped_batch, with_control
+from zync_assets.ingest.shape_types import shaped_schema
 from zync_assets.ingest.source import (
     Arrived,
     Source,

@@ -23,11 +23,11 @@ worker would lack the threads, and no task needs linear algebra."""
 MODULES = (
     "zync_assets.ingest.files",
     "zync_assets.publish.commit",
-    "zync_assets.quarantine.replay",
     "zync_assets.ingest.shape_task",
     "zync_assets.etl.output_files",
 )
-"""The modules of the tasks. Numba is not imported here, because small tasks run without it: see ``codecs.arrays``."""
+"""The modules of the tasks of ingest, ETL and publish. A replay is rare, and its tasks import their module themselves. Numba is
+not imported here, because small tasks run without it: see ``codecs.arrays``."""
 
 
 def load() -> None:
