@@ -28,8 +28,7 @@ from zync_assets.lake.quarantine import Selection, held
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import plan_publish, read_staging
-from zync_assets.quarantine.drop import drop_once
-from zync_assets.quarantine.replay import ReplayCommit, commit_replay, plan_replay
+from zync_assets.quarantine.replay import ReplayCommit, commit_replay, drop_once, plan_replay
 from zync_assets.spark.session import Session
 
 Progress = Callable[[str, int, int], None]

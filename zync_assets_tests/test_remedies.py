@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(zync_assets.__file__).parent
 NEEDS_A_FILE = set(COMMANDS) - {"ls", "info", "consume", "produce", "local", "spark", "demo", "version", "help"}
 PRINTED = re.compile(rf"\bzync ({'|'.join(sorted(COMMANDS))})\b[^`;,:]*")
-HELP = {"cli/local.py", "cli/query.py"}
+HELP = {"cli/demo.py", "cli/query.py"}
 """Modules whose texts show commands by way of example."""
 
 

@@ -51,7 +51,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "local": Lazy("zync_assets.cli.local:local", "A Kafka broker and a schema registry on this machine."),
     "spark": Lazy("zync_assets.cli.local:spark", "Spark servers that stay between commands."),
     "help": Lazy("zync_assets.cli.validate:help_", "The keys of the pipeline file: type, default, example."),
-    "demo": Lazy("zync_assets.cli.local:demo", "The demo, from nothing to its result."),
+    "demo": Lazy("zync_assets.cli.demo:demo", "The demo, from nothing to its result."),
     "version": Lazy("zync_assets.cli.validate:version", "The versions of everything that matters."),
 }
 

@@ -1,4 +1,4 @@
-"""Replay: records in quarantine, decoded once more and put into their place in the raw table.
+"""Replay and drop: a quarantined record is decoded once more and put into its place, or given up.
 
 The Spark task of a replay: entries of the side table, decoded once more, with the times that they keep in the raw
 table.
@@ -16,11 +16,15 @@ that can be decoded now. A record in the raw table is no longer in quarantine, a
 table. ETL compares the number of replays with its account, and so finds the replayed records below *seen*. A kill
 before the commit leaves no trace; after the commit, the replay is complete. Of two concurrent replays, the second
 conflicts and plans again.
+
+Drop: a record of quarantine is given up. It stays where it is, and the account has it in the class dropped.
 """
 
 from __future__ import annotations
 
 import pickle
+import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +37,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import LakeError, ZyncError
+from zync_assets.etl.retries import Taken, carve, met
 from zync_assets.ingest.files import table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
@@ -49,11 +54,13 @@ from zync_assets.ingest.source import (
     settled,
     with_side_notes,
 )
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import quarantine, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Selection, held
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.tasks import indexes, looking, run_tasks, spark_failures, task_frame
 
@@ -360,3 +367,55 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         raw.commit_replay(state, schema, done.files, writers)
     records = sum(found.records for found in done.files)
     return ReplayCommit(item.topic, records, done.reasons)
+
+
+Place = tuple[str, int, int]
+
+
+def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]:
+    """Drop the selected records in the account of one staging pool, in one commit; their places. No JVM.
+
+    Raises CommitConflict if an ETL batch came first, ZyncError for a record that ETL has not seen yet: the account can't
+    say of it that it is dropped.
+    """
+    state = staging.open_staging(pipeline.lake, pool)
+    places: set[Place] = set()
+    for record in held(pipeline, selection):
+        if record.stage == "etl" and record.pool != pool:
+            continue
+        if record.stage != "etl" and pool not in pipeline.readers_of(record.topic):
+            continue
+        if not record.seen:
+            raise ZyncError(
+                f"topic {record.topic}, partition {record.partition}, offset {record.offset} was not seen by ETL yet. First"
+                f" run {pipeline.command('etl')}"
+            )
+        places.add(record.place)
+    if state is None or not places:
+        return set()
+    taken = list(_quarantined(state, places))
+    if not taken:
+        return set()
+    files, removed = carve(state, taken)
+    folder = f"batch-{state.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}/{staging.ACCOUNT_FOLDER}"
+    entries = [item.entry("dropped") for item in taken]
+    files.append(staging.write_ledger(state.opened.uri, f"{folder}/dropped.parquet", entries))
+    counts = Counter(state.head.counts)
+    for item in taken:
+        counts[item.topic, item.part.partition, "quarantined"] -= item.records
+        counts[item.topic, item.part.partition, "dropped"] += item.records
+    head = replace(state.head, batch=state.head.batch + 1, counts=dict(counts))
+    staging.commit_batch(pipeline.lake, pool, state, head, state.schema, files, removed)
+    return places
+
+
+def _quarantined(state: StagingState, places: Iterable[Place]) -> Iterator[Taken]:
+    """The places that are quarantined in this state of the account."""
+    wanted: dict[tuple[str, int], list[int]] = {}
+    for topic, partition, offset in sorted(places):
+        wanted.setdefault((topic, partition), []).append(offset)
+    for entry in staging.read_ledger(state, ["quarantined"]).to_pylist():
+        topic, partition = entry["topic"], entry["partition"]
+        offsets = np.array(wanted.get((topic, partition), []), np.int64)
+        for part in met(OffsetRange(partition, entry["first"], entry["end"]), offsets):
+            yield Taken(topic, "quarantined", None, part)

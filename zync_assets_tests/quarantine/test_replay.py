@@ -19,8 +19,7 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw, staging
 from zync_assets.lake.quarantine import EVERYTHING, held
 from zync_assets.local.services import Services
-from zync_assets.quarantine.drop import drop_once
-from zync_assets.quarantine.replay import commit_replay, plan_replay
+from zync_assets.quarantine.replay import commit_replay, drop_once, plan_replay
 from zync_assets.runner import drop_all, etl_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking

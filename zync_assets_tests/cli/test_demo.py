@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zync_assets.cli.local import OUTPUT, play
+from zync_assets.cli.demo import OUTPUT, play
 from zync_assets.cli.main import main
 from zync_assets.local.services import Services, demo_folder
 from zync_assets.pipeline import Pipeline
