@@ -19,7 +19,7 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from zync_assets.cli.main import main
-from zync_assets.errors import CommitConflict, EtlError, LakeError, TopicMissing, ZyncError
+from zync_assets.errors import CheckFailed, CommitConflict, EtlError, LakeError, TopicMissing, ZyncError
 from zync_assets.ingest.plan import plan_ingest
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
@@ -147,7 +147,7 @@ def test_a_raw_file_that_spark_can_t_read_is_an_error_in_a_line(make: Make) -> N
     it.ingest()
     [path] = Path(it.lake, "Raw", it.left).glob("*.parquet")
     path.write_bytes(b"PAR1" + b"\0" * 100 + b"PAR1")
-    with pytest.raises(LakeError, match=rf"file {path} .*Nothing was committed") as raised:
+    with pytest.raises(CheckFailed, match=rf"file {path} can't be read: .*Nothing was transformed") as raised:
         it.etl()
     assert "\n" not in str(raised.value)
 

@@ -282,8 +282,9 @@ def refuse_disordered(
         files = raw.raw_files(state, new)
         in_files = (problem for file in files for problem in file_problems(state.opened.uri, file))
         for problem in chain(log_problems(state, files), in_files):
+            line = " ".join(problem.split()).rstrip(" .")
             raise CheckFailed(
-                f"pool {pool}: table {state.opened.uri}: {problem}. Nothing was transformed. Restore the file from a copy,"
+                f"pool {pool}: table {state.opened.uri}: {line}. Nothing was transformed. Restore the file from a copy,"
                 f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"
             )
 

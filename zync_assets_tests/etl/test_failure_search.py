@@ -249,9 +249,7 @@ def test_more_outputs_than_may_be_odd_stop_the_run(make: Make, monkeypatch: pyte
     it.send(it.left, *[row(number, "d" * 30, op="1") for number in range(5)])
     it.ingest()
     monkeypatch.setattr(failures, "MOST_FAILURES", 4)
-    with pytest.raises(
-        EtlError, match=r"rule odd, output to .* takes 2000 at most .* 5 records or more, .* offset 0\."
-    ):
+    with pytest.raises(EtlError, match=r"rule odd, output to .* takes 2000 at most .* 5 records or more .* offset 0\."):
         it.etl()
     assert staging.open_staging(it.lake, "Staging") is None
 

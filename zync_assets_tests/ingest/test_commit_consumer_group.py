@@ -68,7 +68,7 @@ def test_a_group_that_can_not_be_written_is_a_warning(
     finally:
         member.close()
     assert it.next(it.left) == {0: 1}
-    [told] = [item.getMessage() for item in caplog.records if item.name == "zync_assets.ingest.plan"]
+    [told] = [item.getMessage() for item in caplog.records if item.name == "zync_assets.ingest.commit"]
     assert f"the lag that Kafka shows for {it.left} is out of date, and nothing else" in told
     assert group in told
 

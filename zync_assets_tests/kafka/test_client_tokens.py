@@ -77,7 +77,7 @@ def broken(config: str) -> tuple[str, float]:
 
 
 def test_a_function_that_fails_is_named_at_once_without_its_words(msk: Mapping[str, str]) -> None:
-    with pytest.raises(AuthenticationFailed, match=r"test_tokens:broken made no token \(ValueError\)") as caught:
+    with pytest.raises(AuthenticationFailed, match=r"test_client_tokens:broken made no token \(ValueError\)") as caught:
         Connection({**msk, "oauth_cb": f"{__name__}:broken", "sasl.oauthbearer.config": "key=hidden"}, {})
     assert "hidden" not in str(caught.value)
     for name in ("zync_assets.kafka.msk_iam:nothing", "no.such.module:token"):
