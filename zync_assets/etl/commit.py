@@ -47,6 +47,8 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     CommitConflict if another batch was committed since the plan. Raises BadRecords if the pipeline file does not accept the
     bad records. Raises EtlError for every other failure.
     """
+    refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
+    refuse_disordered(pipeline, batch.plan.pool, batch.plan.raw, batch.plan.ranges)
     try:
         return _commit(pipeline, batch)
     except FieldMissing as error:
@@ -61,8 +63,6 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     started = time.monotonic()
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     failures = NONE
-    refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
-    refuse_disordered(pipeline, batch.plan.pool, batch.plan.raw, batch.plan.ranges)
     with spark_failures(
         lambda text: EtlError(
             f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."

@@ -262,8 +262,7 @@ def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
 def with_raw(pipeline: Pipeline, batch: EtlBatch, raw: Mapping[str, RawState]) -> EtlBatch:
     """The batch with other states of some raw tables, by topic."""
     states = {topic: with_ids(pipeline, topic, state) for topic, state in raw.items()}
-    plan = replace(batch.plan, raw={**batch.plan.raw, **states})
-    return replace(batch, plan=plan, slices={topic: replace(part, plan=plan) for topic, part in batch.slices.items()})
+    return _with_plan(batch, replace(batch.plan, raw={**batch.plan.raw, **states}))
 
 
 def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) -> EtlBatch:
@@ -271,8 +270,13 @@ def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) ->
     plan = batch.plan
     if plan.state is None:
         return batch
-    whole = replace(plan, reopening=with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules))
-    return replace(batch, plan=whole, slices={topic: replace(part, plan=whole) for topic, part in batch.slices.items()})
+    reopening = with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules)
+    return _with_plan(batch, replace(plan, reopening=reopening))
+
+
+def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:
+    """The batch and its slices with another plan."""
+    return replace(batch, plan=plan, slices={topic: replace(part, plan=plan) for topic, part in batch.slices.items()})
 
 
 def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
