@@ -213,16 +213,12 @@ def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int
     span = None if retention_ms is None else retention_ms // SHARES
     if before is None or not (compaction.due(before.files, span) or compaction.is_due(before)):
         return
-    try:
+    with compaction.failures_logged(before.uri):
         compact(spark, before.uri, span)
         opened = tables.open_table(before.uri)
         if opened is not None and compaction.is_due(opened):
             compaction.clean(opened)
             crash_point("clean:done")
-    except CommitConflict as error:
-        _log.info("%s", error)
-    except (ZyncError, OSError) as error:
-        _log.warning("upkeep of table %s: %s", before.uri, error)
 
 
 def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:

@@ -32,9 +32,9 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import groupby, takewhile
 from pathlib import Path
 
@@ -329,11 +329,18 @@ def clean_log(opened: Opened) -> int:
 
 
 def tidy(uri: str) -> None:
-    """Look after a side table after a commit to it, where that is due. A failure is logged: another commit tries again."""
-    try:
+    """Look after a side table after a commit to it, where that is due."""
+    with failures_logged(uri):
         opened = tables.open_table(uri)
         if opened is not None and is_due(opened):
             clean(opened)
+
+
+@contextmanager
+def failures_logged(uri: str) -> Generator[None]:
+    """Log the failure of a table's upkeep instead of raising the error. A later commit tries again."""
+    try:
+        yield
     except CommitConflict as error:
         _log.info("%s", error)
     except (ZyncError, OSError) as error:

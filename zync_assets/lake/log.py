@@ -254,9 +254,9 @@ class Opened:
             return self._table
 
     def give_away(self) -> DeltaTable:
-        """delta-rs's object, for a newer version of the table. Nobody else has it then."""
+        """delta-rs's object, for a newer version of the table. Nobody else has it then. ``settle`` must have run before the
+        commit on the object: the object shows the newer version since."""
         with self.lock:
-            self.settle()
             table, self._table = self.table, None
             return table
 

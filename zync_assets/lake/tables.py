@@ -125,7 +125,7 @@ def _drop(opened: Opened) -> None:
     the object may hold settings of the store that no longer hold."""
     known = _newest.get(opened.uri)
     if known is not None and known[0] is opened:
-        del _newest[opened.uri]
+        _newest.pop(opened.uri, None)  # another thread's failed commit may have dropped the object meanwhile
     _passed_on.pop(opened.uri, None)
 
 
