@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Message
-from confluent_kafka import KafkaError as ClientError
 
 from zync_assets.codecs.arrays import list_of, numbers, pays, pc, validity_buffer
 from zync_assets.errors import KafkaError as ZyncKafkaError
@@ -48,7 +47,7 @@ LATEST = 253_402_300_799_999
 class Trouble:
     """An error that came in place of a record, or a partition's end. ``topic``: None where it is of the connection."""
 
-    error: ClientError
+    error: KafkaError
     topic: str | None
     partition: int | None
     offset: int | None
@@ -100,7 +99,7 @@ class Intake(Client):
             self.handle, self._topic.encode(), self._partition, low, high, int(timeout * 1000)
         )
         if code:
-            raise KafkaException(ClientError(code))
+            raise KafkaException(KafkaError(code))
         return low.value, high.value
 
     def start(self, first: int, count: int) -> None:
@@ -122,7 +121,7 @@ class Intake(Client):
         finally:
             self.library.rd_kafka_topic_partition_list_destroy(places)
         if code:
-            raise KafkaException(ClientError(code))
+            raise KafkaException(KafkaError(code))
 
     def close(self) -> None:
         """End the consumer."""
@@ -157,7 +156,7 @@ class Intake(Client):
             for index in np.flatnonzero(errors).tolist():
                 address, size = values[index].tolist()
                 text = ctypes.string_at(address, size).decode(errors="replace") if address else None
-                error = ClientError(int(errors[index]), text)
+                error = KafkaError(int(errors[index]), text)
                 troubles.append(Trouble(error, self._topic, self._partition, int(offsets[index])))
             good = errors == 0
             messages, offsets, lists, headers = messages[good], offsets[good], lists[good], headers[good]
