@@ -30,7 +30,7 @@ NAMES = (
 
 
 def private(package: str, place: str, name: str) -> Any:
-    """The name of a module or class of the package. SetupError if it is not there."""
+    """The name of a module or class of the package. SetupError if the library lacks the name."""
     assert (package, place, name) in NAMES
     try:
         return of(package, _found(place), name)
@@ -39,7 +39,7 @@ def private(package: str, place: str, name: str) -> Any:
 
 
 def of(package: str, owner: Any, name: str) -> Any:
-    """The attribute of an object, module or class of the package. SetupError if it is not there."""
+    """The attribute of an object, module or class of the package. SetupError if the library lacks the name."""
     try:
         return getattr(owner, name)
     except AttributeError:

@@ -105,7 +105,7 @@ def test_what_an_earlier_version_made_goes_on(shop: Shop) -> None:
     assert len(shop.published("shop.sales")) == 4
     assert shop.zync("pending") == []
 
-    # What failed in its rule goes through the mended rule; what is no JSON is given up; what no rule took gets one.
+    # The failed record passes the corrected rule. The record without JSON is dropped. The unmatched record gets a rule.
     text = shop.file.read_text()
     shop.file.write_text(text.replace("CAST(in.value.note AS INT)", "TRY_CAST(in.value.note AS INT)"))
     assert shop.zync("quarantine replay", "--offsets", "0:3") == [{"replayed": 1, "left": 0}]

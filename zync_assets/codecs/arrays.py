@@ -78,7 +78,7 @@ def obstacle() -> str | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest existing parent."""
     return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 

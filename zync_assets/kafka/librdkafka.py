@@ -1,7 +1,7 @@
 """A client made by librdkafka's public functions (rdkafka.h). confluent-kafka's extension module is linked with librdkafka.
 
 confluent-kafka's clients make a Python object of every record, which costs more than librdkafka's own work. ``zero_copy``
-reads and writes with this client instead, and pass librdkafka's memory to Arrow and back.
+reads and writes with this client instead, and passes librdkafka's memory to Arrow and back.
 
 ``Client.poll`` takes librdkafka's reports from a queue of events. librdkafka's own thread calls ``oauth_cb``, and nothing else
 in Python, so that a client which is not polled gets its next token in time.

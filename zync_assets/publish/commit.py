@@ -2,7 +2,7 @@
 
 The record at Kafka offset k is the record that staging numbers k. Kafka can't keep a second writer out (with
 transactions it could, but then commit markers would take offsets). Publish therefore first compares all unverified
-records of the topic. Each delivery must then get the offset that staging gave it.
+records of the topic. Kafka must then give each delivered record the offset from staging.
 """
 
 from __future__ import annotations

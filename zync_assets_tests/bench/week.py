@@ -131,7 +131,7 @@ class _Run:
         return _Sample(list(commits), list(upkeep), _timed(lambda: [self._swept(uri) for uri in self._tables()]))
 
     def sizes(self) -> list[str]:
-        """What there is of each table, in words."""
+        """A line for each table: the number of files and of log entries."""
         found: list[str] = []
         for uri in self._tables():
             opened = tables.open_table(uri)
