@@ -20,9 +20,9 @@ settings.register_profile("many", max_examples=2_000, deadline=None)
 ORDER = (
     # These need no service: on a fresh machine the jars of the services are fetched meanwhile.
     "test_style",
-    "codecs.avro.test_generated",
+    "codecs.avro.test_decoder_generated",
     "codecs.test_evolution_generated",
-    "codecs.connect.test_generated",
+    "codecs.connect.test_codec_generated",
     "codecs.json.test_columns",
     # These take longest: no worker is to be left alone with one of them at the end.
     "test_torture",
@@ -33,7 +33,7 @@ ORDER = (
     "test_topics_as_they_are",
     "test_secrets",
     "cli.test_run_rights",
-    "assets.test_webserver",
+    "assets.test_graph_webserver",
     "checks.test_output_checks_staging",
     "test_exactly_once",
     "test_upkeep_retention",

@@ -102,6 +102,29 @@ def test_imports_form_no_circle() -> None:
     assert {name: sorted(others & left.keys()) for name, others in left.items()} == {}
 
 
+CHAIN = set(
+    """
+    chain connect_chain connect_sink connect_types exactly_once evolution field_names edits topics_as_they_are two_writers
+    writers_side_by_side kills outage lake_faults replication s3 secrets upgrades cluster_spark remedies readme packages
+    public_api layers style checker torture
+    """.split()
+)
+"""Test files for the whole chain or the whole project. They stand beside the folders."""
+
+
+def test_the_test_file_of_a_module_has_the_modules_name() -> None:
+    """``etl/test_pending.py`` and ``etl/test_pending_fold.py`` test ``etl/pending.py``."""
+    tests = PACKAGE.parent / "zync_assets_tests"
+    strays: list[str] = []
+    for path in tests.rglob("test_*.py"):
+        inner, name = path.parent.relative_to(tests), path.stem.removeprefix("test_")
+        if (PACKAGE / inner).is_dir() and not (inner == Path() and name in CHAIN):
+            modules = {item.stem for item in (PACKAGE / inner).glob("*.py")}
+            if not any(name == module or name.startswith(f"{module}_") for module in modules):
+                strays.append(str(path.relative_to(tests)))
+    assert strays == []
+
+
 @pytest.mark.parametrize(
     ("package", "folders"),
     [

@@ -130,7 +130,7 @@ def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True
     """The pipeline in ``folder``, with an instance of its own. With ``keys``, the open ranges have theirs.
 
     The instance keeps its runs in memory: each run's file of SQLite costs more than the run. On disk they are where a webserver
-    or another process looks at them (``test_webserver``, ``test_secrets``, ``test_two_writers``).
+    or another process looks at them (``test_graph_webserver``, ``test_secrets``, ``test_two_writers``).
     """
     pipeline = make_pipeline(services, folder, prefix)
     with DagsterInstance.ephemeral(settings={"telemetry": {"enabled": False}}) as instance:
