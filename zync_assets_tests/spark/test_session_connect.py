@@ -251,14 +251,22 @@ def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
     assert it.classes(it.left) == {"dropped": 1}
 
 
-QUARANTINE = ("bad_records", "replay", "failing", "shape_input", "shape_output", "evolution", "two_ingests")
-"""The test modules of ``steps`` that look into quarantine."""
+QUARANTINE = (
+    "ingest/test_commit_bad_records.py",
+    "ingest/test_commit_two_writers.py",
+    "ingest/test_shape.py",
+    "quarantine/test_replay.py",
+    "etl/test_failure_search.py",
+    "etl/test_output_files_shape.py",
+    "test_evolution.py",
+)
+"""The test modules that look into quarantine."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_tests_of_quarantine_pass_on_it(warm: Warm) -> None:
-    modules = [str(Path(__file__).with_name(f"test_{name}.py")) for name in QUARANTINE]
+    modules = [str(Path(__file__).parents[1] / name) for name in QUARANTINE]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ON_CONNECT, "1")
         process = warm.begin("-m", "pytest", "-q", "-n", "0", "-m", "", *modules)
