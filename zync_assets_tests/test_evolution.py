@@ -181,7 +181,7 @@ def test_a_change_is_told_once_with_what_it_changes_and_where(it: Mini) -> None:
     assert it.ingest(it.left)[it.left].schema_changes == ()
     it.send(it.left, new({"id": 3, "title": "c", "note": None}), old({"id": 4, "name": "d", "gone": 4}))
     (change,) = it.ingest(it.left)[it.left].schema_changes
-    assert (change.side, change.partition, change.offset, change.taken) == ("value", 0, 2, True)
+    assert (change.side, change.partition, change.offset, change.in_table) == ("value", 0, 2, True)
     assert set(change.diff) == {
         "removed value.gone",
         "widened value.id from int to bigint",
@@ -220,7 +220,7 @@ def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) 
     it.send(it.left, old({"id": 1}), new({"id": 2, "note": "x"}), old({"id": 3}))
     for _ in range(2):
         done = strict.ingest(it.left)[it.left]
-        assert (done.records, done.quarantined, [change.taken for change in done.schema_changes]) == (2, 1, [False])
+        assert (done.records, done.quarantined, [change.in_table for change in done.schema_changes]) == (2, 1, [False])
         it.send(it.left, new({"id": 2, "note": "x"}), old({"id": 1}), old({"id": 3}))
     assert {tuple(row["value"]) for row in it.raw(it.left)} == {("id",)}
     (held, _) = [each for each in quarantine.held(strict.pipeline) if each.topic == it.left]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing
 from zync_assets.ingest import source
-from zync_assets.ingest.files import Reading, added_fields, with_carried_times, write_lost, write_plain
+from zync_assets.ingest.files import BatchFiles, Reading, added_fields, with_carried_times, write_lost, write_plain
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreated, task_ranges
 from zync_assets.ingest.shape import write_shaped
 from zync_assets.ingest.source import SchemaChange
@@ -20,6 +21,7 @@ from zync_assets.kafka.topics import commit_group_offsets, led_state
 from zync_assets.lake import compaction, quarantine, raw, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Held, admit
+from zync_assets.lake.raw import RawAdvance, WriterSchema
 from zync_assets.lake.raw_files import highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
@@ -46,92 +48,121 @@ class RawCommit:
 
 
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
-    """The commit half: run the batch, write its files, commit quarantine, then data with the next offsets.
+    """The commit half: read the batch, and commit its records with the next offsets (design.md, section 3).
 
     Nothing of the batch is visible after an error. Raises CommitConflict if another writer committed first, SchemaChanged if
     the pipeline file accepts no new schema, and BadRecords if the file accepts no undecodable records.
     """
     started = time.monotonic()
     plan, item = batch.plan, batch.plan.input
-    lake, pool, topic = pipeline.lake, item.pool, item.topic
-    known = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
-    attempt = quarantine.new_attempt()
-    parts, reached = task_ranges(batch.spark, plan), highest_times(plan.state)
-    reading = Reading(batch.spark, lake, item, batch.source, parts, now_millis(), known, attempt, reached)
+    reading = _reading(pipeline, batch)
+    # 1. Read, decode and write. No commit names the files yet, so that a kill leaves nothing visible.
     try:
-        made = write_plain(reading) if item.shape is None else write_shaped(pipeline, reading)
+        files = write_plain(reading) if item.shape is None else write_shaped(pipeline, reading)
     except DataLoss:
         # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
         _check_identity(pipeline, plan)
         raise
+    # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
     _check_identity(pipeline, plan)
-    made, reached = with_carried_times(reading, made)
+    # 3. Carry the times from task to task.
+    files, times = with_carried_times(reading, files)
     lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
-    files, schema = made.files, made.schema
-    writers, changes = source.settled(item, made.source, made.arrived)
-    schema = source.with_side_notes(schema, plan.state.schema if plan.state else None, made.notes)
-    if item.shape is None:
-        schema = source.with_lacking_fields(schema, made.source, plan.state, writers)
-    _admit(pipeline, plan, made.bad)
-    bad = [*made.bad, *lost, *made.dropped]
-    before = dict(plan.state.next if plan.state else {}) | dict(plan.first)
-    until = before | {part.partition: part.end for part in plan.lost} | {p.partition: p.end for p in plan.ranges}
-    changed = {p: end for p, end in until.items() if plan.state is None or plan.state.next.get(p) != end}
-    bad_counts: dict[int, int] = {}
-    for found in (*made.bad, *lost):
-        bad_counts[found.partition or 0] = bad_counts.get(found.partition or 0, 0) + found.records
-
-    def still_first() -> None:
-        now = raw.open_raw(lake, pool, topic)
-        if (now.next if now else {}) != (plan.state.next if plan.state else {}):
-            raise CommitConflict(
-                f"table {storage.raw_uri(lake, pool, topic)}: another writer committed first; run again"
-            )
-
-    quarantine.add(lake, pool, topic, plan.state, bad, still_first)
-    if bad:
+    # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
+    writers, changes = source.schema_changes(item, files.source, files.new_schemas)
+    schema = _table_schema(plan, files, writers)
+    _admit(pipeline, plan, files.bad)
+    # 5. Commit quarantine and dropped ranges to the side table. The entries count from step 6 on.
+    side_files = [*files.bad, *lost, *files.dropped]
+    uri = storage.raw_uri(pipeline.lake, item.pool, item.topic)
+    quarantine.add(
+        pipeline.lake, item.pool, item.topic, plan.state, side_files, lambda: _check_next(pipeline.lake, plan)
+    )
+    if side_files:
         crash_point("ingest:quarantine-written")
+    # 6. Commit the files and the next offsets on the table as the plan opened it. The loser of a race gets a conflict.
+    advance = _advance(plan, reading, files, lost, schema, writers, times)
     try:
-        raw.commit_raw(
-            lake,
-            pool,
-            topic,
-            plan.topic_state.topic_id,
-            plan.state,
-            schema,
-            files,
-            plan.first,
-            changed,
-            bad_counts,
-            writers,
-            made.left_out,
-            {found.partition or 0: attempt for found in bad},
-            reached,
-        )
+        raw.commit_raw(uri, plan.state, advance)
     except CommitConflict:
-        quarantine.withdraw(lake, pool, topic, bad)
+        quarantine.withdraw(pipeline.lake, item.pool, item.topic, side_files)
         raise
-    _show_progress(pipeline, topic, until)
+    # 7. Show the progress in Kafka, and look after the tables. A failure here does not undo the commit.
+    until = {**(plan.state.next if plan.state else {}), **advance.next}
+    _show_progress(pipeline, item.topic, until)
     keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
-    if bad:
-        compaction.tidy(storage.quarantine_uri(lake, pool, topic))
+    if side_files:
+        compaction.tidy(storage.quarantine_uri(pipeline.lake, item.pool, item.topic))
     keep_short(pipeline, item, plan.state)
     return RawCommit(
-        topic,
+        item.topic,
         plan.ranges,
-        sum(found.records for found in files),
-        sum(bad_counts.values()),
+        sum(each.records for each in files.files),
+        sum(advance.bad.values()),
         until,
-        tuple(added_fields(known, schema)) if plan.state else (),
+        tuple(added_fields(reading.table, schema)) if plan.state else (),
         changes,
         time.monotonic() - started,
-        sum(made.left_out.values()),
+        sum(files.left_out.values()),
     )
 
 
+def _reading(pipeline: Pipeline, batch: RawBatch) -> Reading:
+    plan = batch.plan
+    table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
+    parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
+    attempt = quarantine.new_attempt()
+    return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now_millis(), table, attempt, times)
+
+
+def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterSchema]) -> pa.Schema:
+    """The raw table's columns after the batch, with the notes of Kafka Connect and the writers that lack a field."""
+    schema = source.with_side_notes(files.schema, plan.state.schema if plan.state else None, files.notes)
+    if plan.input.shape is None:
+        schema = source.with_lacking_fields(schema, files.source, plan.state, writers)
+    return schema
+
+
+def _advance(
+    plan: IngestPlan,
+    reading: Reading,
+    files: BatchFiles,
+    lost: Sequence[DataFile],
+    schema: pa.Schema,
+    writers: Sequence[WriterSchema],
+    times: Mapping[int, int],
+) -> RawAdvance:
+    known = plan.state.next if plan.state else {}
+    ends = {**plan.first, **{part.partition: part.end for part in (*plan.lost, *plan.ranges)}}
+    bad = Counter[int]()
+    for each in (*files.bad, *lost):
+        bad[each.partition or 0] += each.records
+    return RawAdvance(
+        plan.input.topic,
+        plan.topic_state.topic_id,
+        schema,
+        files.files,
+        plan.first,
+        {partition: end for partition, end in ends.items() if known.get(partition) != end},
+        bad=bad,
+        left_out=files.left_out,
+        attempts={each.partition or 0: reading.attempt for each in (*files.bad, *lost, *files.dropped)},
+        times=times,
+        writers=writers,
+    )
+
+
+def _check_next(lake: str, plan: IngestPlan) -> None:
+    """CommitConflict if the table's next offsets are no longer those of the plan."""
+    now = raw.open_raw(lake, plan.input.pool, plan.input.topic)
+    if (now.next if now else {}) != (plan.state.next if plan.state else {}):
+        uri = storage.raw_uri(lake, plan.input.pool, plan.input.topic)
+        raise CommitConflict(f"table {uri}: another writer committed first; run again")
+
+
 def _show_progress(pipeline: Pipeline, topic: str, until: Mapping[int, int]) -> None:
-    """Tell Kafka's own tools how far the topic is read. Nothing depends on it: what is ingested, the lake alone says."""
+    """Tell Kafka's own tools the next offsets. No step reads them: the lake alone holds the progress of ingest."""
     if pipeline.consumer_group is None:
         return
     try:
@@ -141,7 +172,7 @@ def _show_progress(pipeline: Pipeline, topic: str, until: Mapping[int, int]) -> 
 
 
 def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> None:
-    """BadRecords where what could not be decoded may not be committed. ``bad`` is on disk; no commit names it yet."""
+    """BadRecords if the pipeline file does not accept the undecodable records. ``bad``: their files, not yet committed."""
     item = plan.input
     if item.on_bad_record == "quarantine" and item.max_bad_records is None:
         return
@@ -156,8 +187,8 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
 
 
 def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:
-    """TopicRecreated if the topic that was read is not the one that the plan was made for: offsets alone don't tell, since
-    the new one may have as many records."""
+    """TopicRecreated if the topic is another topic than the topic of the plan. Offsets alone can't show this: the new topic
+    may have as many records."""
     topic = plan.input.topic
     found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if found is None:

@@ -1,37 +1,45 @@
-"""The files of one batch of ingest, and the columns of the raw table after it.
+"""The files of one batch of ingest, and the columns of the raw table after the batch.
 
-The columns of a raw table after a batch: what its files were written with, as one schema.
-
-The files of one batch of ingest, as Spark tasks write them; a later commit names them.
+Spark tasks write the files; a later commit names them. The columns are those that the files were written with, as one
+schema. A shaped topic has two sets of types: the types that its records are decoded to, and the types of its raw table. A
+table without rows (``~decoded``) keeps the decoded types, with the notes of Connect's schemas. A bare column in the shape
+passes its notes on to the raw table.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from zync_assets.codecs.evolution import holds, merge_types
-from zync_assets.codecs.fields import Note
+from zync_assets.codecs.fields import PLAIN, Note, connect_note_of, optional, with_connect_note
+from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import SchemaError
-from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
-from zync_assets.lake import quarantine, storage
+from zync_assets.etl.rules import output_schemas
+from zync_assets.etl.rules.output_schemas import Notes, shape_notes
+from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, with_schemas, with_side_notes
+from zync_assets.ingest.task import Reader, TaskEnd, Types, write_part
+from zync_assets.lake import quarantine, storage, tables
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import RangeWriter, lift, lost_rows, raw_schema
 from zync_assets.lake.storage import has_longs
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
+from zync_assets.pipeline_file.references import shape_in_lake_names, with_notes
 from zync_assets.spark.tasks import run_tasks
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
-def settled_types(source: Source, schemas: Sequence[pa.Schema]) -> Source:
+def merged_types(source: Source, schemas: Sequence[pa.Schema]) -> Source:
     """The source with its sides' types after all files, in their order; what can't be merged has no say."""
     sides = {"key": source.key_type, "value": source.value_type}
     for schema in schemas:
@@ -83,7 +91,7 @@ class Reading:
     """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
 
     ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of side
-    files; ``reached``: partition → the highest time of the records before the batch. Times are milliseconds since the epoch.
+    files; ``times``: partition → the highest time of the records before the batch. Times are milliseconds since the epoch.
     """
 
     spark: SparkSession = field(repr=False)
@@ -94,7 +102,7 @@ class Reading:
     now: int
     table: pa.Schema = field(repr=False)
     attempt: int
-    reached: Mapping[int, int] = field(default_factory=dict)
+    times: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def uri(self) -> str:
@@ -115,8 +123,8 @@ class BatchFiles:
     """The uncommitted files of one batch.
 
     ``schema``: the raw table's columns after the batch; ``source``: the source with the column types after the batch;
-    ``arrived``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
-    ``left_out``: partition → number of excluded records; ``reached``: the time of the last record of each part, in
+    ``new_schemas``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
+    ``left_out``: partition → number of excluded records; ``last_times``: the time of the last record of each part, in
     milliseconds since the epoch, 0 for a part without records; ``notes``: side → the note of Kafka Connect's schemas for the
     whole key or value.
     """
@@ -125,41 +133,66 @@ class BatchFiles:
     bad: list[DataFile]
     schema: pa.Schema
     source: Source
-    arrived: list[Arrived]
-    dropped: list[DataFile] = field(default_factory=list)
-    left_out: Mapping[int, int] = field(default_factory=dict)
-    reached: Sequence[int] = ()
-    notes: Mapping[str, Note] = field(default_factory=dict[str, Note])
+    new_schemas: list[NewSchema]
+    dropped: list[DataFile]
+    left_out: Mapping[int, int]
+    last_times: Sequence[int]
+    notes: Mapping[str, Note]
+
+
+def reader_of(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> Reader:
+    """The reading half of the batch's tasks. ``rejections``, ``side_uri``: see ``Reader``."""
+    return Reader(reading.source, reading.parts, reading.now, reading.times, rejections, side_uri, reading.side_name)
+
+
+def batch_files(
+    reading: Reading,
+    ends: Sequence[TaskEnd],
+    schema: pa.Schema,
+    schemas: Sequence[NewSchema],
+    notes: Mapping[str, Note],
+) -> BatchFiles:
+    """The files of a batch from the results of its tasks, a result for each part of ``reading``.
+
+    ``reading``: with the source after the batch; the others: see ``BatchFiles``.
+    """
+    left_out = Counter[int]()
+    for part, end in zip(reading.parts, ends, strict=True):
+        left_out[part.partition] += end.left_out
+    return BatchFiles(
+        sorted((item for end in ends for item, _ in end.files), key=_place),
+        [item for end in ends for item in end.read.bad],
+        schema,
+        reading.source,
+        list(schemas),
+        [item for end in ends for item in end.dropped],
+        +left_out,
+        [end.read.last_time for end in ends],
+        notes,
+    )
 
 
 def write_plain(reading: Reading) -> BatchFiles:
     """Read, decode and write the records as they are."""
-    assumed: list[Arrived] = []
+    baseline: list[NewSchema] = []
     while True:
-        source = reading.source
-        written = _write(reading)
-        pairs = sorted((pair for part in written for pair in part.files), key=lambda pair: _place(pair[0]))
-        schemas = [schema for _, schema in pairs]
-        arrived = [found for part in written for found in part.arrived]
-        if firsts := first_schemas(source, reading.item, arrived):
+        reader, uri = reader_of(reading, {}, reading.side_uri), reading.uri
+        ends = run_tasks(
+            reading.spark, len(reading.parts), lambda index, each=reader, to=uri: write_part(each, index, to)
+        )
+        pairs = sorted((pair for end in ends for pair in end.files), key=lambda pair: _place(pair[0]))
+        new_schemas = [found for end in ends for found in end.read.new_schemas]
+        if firsts := first_schemas(reading.source, reading.item, new_schemas):
             # Only now is known which schema came first, so that the others are changes.
-            assumed += firsts
-            reading = replace(reading, source=assuming(source, firsts))
+            baseline += firsts
+            reading = replace(reading, source=with_schemas(reading.source, firsts))
             continue
-        settled = settled_types(source, schemas)
-        if all(can_read(settled, found) for found in schemas):
-            return BatchFiles(
-                [found for found, _ in pairs],
-                [found for part in written for found in part.bad],
-                table_schema(reading.table, settled),
-                settled,
-                [*assumed, *arrived],
-                reached=[part.reached for part in written],
-                notes=notes_of([*assumed, *arrived]),
-            )
+        reading = replace(reading, source=merged_types(reading.source, [schema for _, schema in pairs]))
+        if all(can_read(reading.source, schema) for _, schema in pairs):
+            schemas = [*baseline, *new_schemas]
+            return batch_files(reading, ends, table_schema(reading.table, reading.source), schemas, notes_of(schemas))
         # Two tasks found writer schemas that can't share a column. The first schema gets the column, as within one task,
         # and the files of the other tasks stay invisible. The loop ends because each round widens the types.
-        reading = replace(reading, source=settled)
 
 
 def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
@@ -172,78 +205,126 @@ def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
     return files
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The files that one task wrote: data files with their schemas, and quarantine files. Also the writer schemas that the task
-    read first, and the time of the task's last record."""
-
-    files: list[tuple[DataFile, pa.Schema]]
-    bad: list[DataFile]
-    arrived: list[Arrived]
-    reached: int
-
-
-def _write(reading: Reading) -> list[_Written]:
-    """Read, decode and write in one Spark job: what became of each of the reading's parts."""
-    before = dict(reading.reached)
-    source, parts, now, uri = reading.source, reading.parts, reading.now, reading.uri
-    side_uri, side_name = reading.side_uri, reading.side_name
-
-    def work(index: int) -> _Written:
-        part = parts[index]
-        arrived: list[Arrived] = []
-        reached = before.get(part.partition, 0)
-        data, side = RangeWriter(uri, part.partition), RangeWriter(side_uri, part.partition, side_name)
-        with data, side:
-            for chunk in read_chunks(source, part, now, reached=reached):
-                data.write(chunk.records)
-                side.write(chunk.bad)
-                arrived.extend(chunk.arrivals)
-                reached = chunk.reached
-        return _Written(data.files, [found for found, _ in side.files], arrived, reached)
-
-    return run_tasks(reading.spark, len(parts), work)
-
-
-def with_carried_times(reading: Reading, made: BatchFiles) -> tuple[BatchFiles, dict[int, int]]:
+def with_carried_times(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int]]:
     """The files with times that never decrease from part to part, and partition → the highest time after the batch.
 
     A task does not know the times of the part before its own. A file with a lower time than that part is written again. This
     is rare: timestamps ascend in most topics, and a batch without a backlog has one part per partition.
     """
-    ends, floors = dict(reading.reached), dict[OffsetRange, int]()
-    for part, reached in sorted(zip(reading.parts, made.reached, strict=True)):
+    ends, floors = dict(reading.times), dict[OffsetRange, int]()
+    for part, last_time in sorted(zip(reading.parts, batch.last_times, strict=True)):
         floors[part] = ends.get(part.partition, 0)
-        ends[part.partition] = max(floors[part], reached)
+        ends[part.partition] = max(floors[part], last_time)
     starts = sorted((part.partition, part.first) for part in floors)
     lows = {(part.partition, part.first): low for part, low in floors.items()}
 
     def floor(item: DataFile) -> int:
         return lows[starts[bisect_right(starts, _place(item)) - 1]]
 
-    written = (
-        (reading.uri, "part", made.files),
-        (reading.side_uri, reading.side_name, [*made.bad, *made.dropped]),
+    groups = (
+        (reading.uri, "part", batch.files),
+        (reading.side_uri, reading.side_name, [*batch.bad, *batch.dropped]),
     )
-    late = [
+    low_files = [
         (uri, item, floor(item), name)
-        for uri, name, files in written
+        for uri, name, files in groups
         for item in files
         if (item.min_time or 0) < floor(item)
     ]
-    if not late:
-        return made, ends
-    lifted = run_tasks(reading.spark, len(late), lambda index: lift(*late[index]))
-    for uri, item, _, _ in late:
+    if not low_files:
+        return batch, ends
+    lifted = run_tasks(reading.spark, len(low_files), lambda index: lift(*low_files[index]))
+    for uri, item, _, _ in low_files:
         storage.remove_file(storage.join(uri, item.path))
-    others = {item.path: found for (_, item, _, _), found in zip(late, lifted, strict=True)}
+    replacements = {item.path: files for (_, item, _, _), files in zip(low_files, lifted, strict=True)}
 
-    def settled(files: Sequence[DataFile]) -> list[DataFile]:
-        return [found for item in files for found in others.get(item.path, [item])]
+    def final(files: Sequence[DataFile]) -> list[DataFile]:
+        return [file for item in files for file in replacements.get(item.path, [item])]
 
-    files, bad, dropped = settled(made.files), settled(made.bad), settled(made.dropped)
-    return replace(made, files=files, bad=bad, dropped=dropped), ends
+    return replace(batch, files=final(batch.files), bad=final(batch.bad), dropped=final(batch.dropped)), ends
 
 
 def _place(item: DataFile) -> tuple[int, int]:
     return item.partition or 0, item.first or 0
+
+
+def decoded_types(lake: str, item: Input) -> Types | None:
+    """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
+    opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
+    if opened is None:
+        return None
+    names = opened.schema.names
+    key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
+    return key, value
+
+
+def commit_types(lake: str, item: Input, source: Source, notes: Mapping[str, Note]) -> pa.Schema:
+    """Keep the types that records are decoded to, with the notes of their sides; returns the columns that are kept."""
+    uri = storage.decoded_uri(lake, item.pool, item.topic)
+    schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    opened = tables.open_table(uri)
+    schema = with_side_notes(schema, opened.schema if opened else None, notes)
+    if opened is None:
+        tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
+    else:
+        tables.widen(opened, schema)
+    return schema
+
+
+def with_types(source: Source, types: Sequence[Types]) -> Source:
+    """The source with its types widened by other types. A type that can't be merged is skipped: the first type wins."""
+    key, value = source.key_type, source.value_type
+    for own_key, own_value in types:
+        with suppress(SchemaError):
+            key = key if own_key is None else merge_types(key, own_key, "key")
+        with suppress(SchemaError):
+            value = value if own_value is None else merge_types(value, own_value, "value")
+    return replace(source, key_type=key, value_type=value)
+
+
+def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFrame) -> pa.Schema:
+    """The raw table's present columns (``table``) merged with the columns of a shaped ``frame``.
+
+    Raises SchemaError for types that can't be merged.
+    """
+    types: dict[str, pa.DataType] = {}
+    for side in ("key", "value"):
+        have = table.field(side).type if side in table.names else None
+        try:
+            kind = with_notes(arrow_type(frame.schema[side].dataType))
+            noted = output_schemas.with_notes(kind, _notes(item, source, side, kind))
+            types[side] = merge_types(have, noted, side)
+        except SchemaError as error:
+            raise SchemaError(
+                f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"
+                " ingested. CAST the result to the type of the table. Or begin anew: give the input another pool, and its"
+                " outputs another staging pool and other topics."
+            ) from None
+    return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
+
+
+def shaped_notes(item: Input, source: Source, decoded: pa.Schema, shaped: pa.Schema) -> dict[str, Note]:
+    """Side → what Connect's schemas say of the whole key or value after the shape. ``decoded``, ``shaped``: the columns before
+    and after it."""
+    own = {side: connect_note_of(decoded.field(side)) for side in ("key", "value") if side in decoded.names}
+    return {
+        side: optional(_notes(item, source, side, shaped.field(side).type, own).get(()) or PLAIN)
+        for side in ("key", "value")
+        if side in shaped.names
+    }
+
+
+def _notes(
+    item: Input, source: Source, side: str, kind: pa.DataType, own: Mapping[str, Note] = MappingProxyType({})
+) -> Notes:
+    """What Connect's schemas say of a side as the shape makes it. ``kind``: its type; ``own``: what they say of a whole key or
+    value before it is shaped."""
+    assert item.shape is not None
+    types = {"key": source.key_type or pa.null(), "value": source.value_type or pa.null()}
+    shape = shape_in_lake_names(item.shape, types["key"], types["value"])
+    # A null value stays null: within the shaped value, the value before is there.
+    columns = [
+        with_connect_note(pa.field(name, type), replace(own.get(name, PLAIN), required=name == side == "value"))
+        for name, type in types.items()
+    ]
+    return shape_notes(shape.sides.get(side, side), kind, {"": pa.schema(columns)}, certain=True)

@@ -17,9 +17,8 @@ from zync_assets.audit.guard import check_before_ingest
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest import source
-from zync_assets.ingest.files import Reading
+from zync_assets.ingest.files import Reading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
-from zync_assets.ingest.shape_types import known_types
 from zync_assets.ingest.source import Source, read_chunks
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
@@ -81,8 +80,8 @@ class RawBatch:
         return self.plan.input.topic
 
     def dataframe(self) -> DataFrame:
-        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table. ``kafka.time`` begins anew
-        in each Spark task: only committed records have the carried time."""
+        """The records that can be decoded, as a Spark DataFrame with the columns of a raw table. ``kafka.time`` starts
+        again in each Spark task: only committed records have the carried time."""
         source, parts, now = self.source, task_ranges(self.spark, self.plan), now_millis()
         if self.plan.input.shape is not None:
             reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
@@ -161,7 +160,7 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source
 
     key, value = present("key"), present("value")
     if item.shape is not None:
-        key, value = known_types(pipeline.lake, item) or (None, None)
+        key, value = decoded_types(pipeline.lake, item) or (None, None)
     return Source(
         pipeline.kafka,
         pipeline.registry,

@@ -21,18 +21,18 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.rules.missing_fields import Expected, expected_fields
-from zync_assets.ingest.files import BatchFiles, Reading
-from zync_assets.ingest.shape_task import (
-    CONTROL,
-    KEPT,
-    Reader,
-    TaskEnd,
-    Types,
-    Writer,
-    decoded_schema,
+from zync_assets.ingest.files import (
+    BatchFiles,
+    Reading,
+    batch_files,
+    commit_types,
+    reader_of,
+    shaped_notes,
+    shaped_schema,
+    with_types,
 )
-from zync_assets.ingest.shape_types import known_types, remember, shaped_notes, shaped_schema, with_types
-from zync_assets.ingest.source import Arrived, Source, assuming, first_schemas, notes_of, read_chunks
+from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, read_chunks, with_schemas
+from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
@@ -131,90 +131,75 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
 
 
 def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
-    """Read, decode, shape and write. The source has the types of ``known_types``.
+    """Read, decode, shape and write. The source has the types of ``files.decoded_types``.
 
     Raises SchemaError if the shape does not fit the records or its result the table, FieldMissing for a field that no record
-    has had where the file says so, and what reading raises.
+    has had where the file says so, and the errors of reading.
     """
     item, strict = reading.item, pipeline.missing_field == "fail"
     expected: Expected | None = None
-    assumed: list[Arrived] = []
-    first_met: list[Arrived] = []
-    looked = known_types(reading.lake, item) is None
-    if looked:
-        reading, assumed, first_met = _looked_at(reading)
+    baseline: list[NewSchema] = []
+    initial: list[NewSchema] = []
+    types_known = reading.source.key_type is not None or reading.source.value_type is not None
+    if not types_known:
+        reading, baseline, initial = _with_first_types(reading)
     job = _Job(reading, {})
     while True:
         try:
             ends = job.run()
         except SchemaError:
-            found = _expected(pipeline, job.reading.item, job.reading.source)
-            if found is not None and (looked or not strict or not found.missing):
-                expected = found
+            fields = _expected(pipeline, job.reading.item, job.reading.source)
+            if fields is not None and (not types_known or not strict or not fields.missing):
+                expected = fields
                 if strict:
                     expected.say()
                 source = replace(job.reading.source, **expected.types)
                 job = replace(job, reading=replace(job.reading, item=expected.item, source=source))
                 continue
-            if looked:
+            if not types_known:
                 raise
             # The shape may need a field that comes with this batch.
-            looked = True
-            reading, assumed, first_met = _looked_at(reading)
+            types_known = False
+            reading, baseline, initial = _with_first_types(reading)
             job = _Job(reading, {})
             continue
         except _FailsOnData as error:
             failing = _failing(job)
             if not failing:
                 raise SchemaError(f"input {item.topic}: its shape fails: {error} Nothing was committed.") from error
-            job = replace(job, refused={**job.refused, **failing})
+            job = replace(job, rejections={**job.rejections, **failing})
             continue
         source = job.reading.source
         wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
-        arrived = [found for end in ends for found in end.read.arrived]
+        new_schemas = [found for end in ends for found in end.read.new_schemas]
         if wider:
-            # With the shape as the file has it: these records may have what was missing.
-            job, expected = job.anew(with_types(source, wider), item), None
-        elif firsts := first_schemas(source, item, arrived):
-            assumed += firsts
-            job, expected = job.anew(assuming(source, firsts), item), None
+            # With the shape as the file has it: these records may have the missing fields.
+            job, expected = job.with_source(with_types(source, wider), item), None
+        elif firsts := first_schemas(source, item, new_schemas):
+            baseline += firsts
+            job, expected = job.with_source(with_schemas(source, firsts), item), None
         else:
             break
     if expected is not None:
         expected.say()
-    decoded = remember(reading.lake, item, source, notes_of(first_met or [*assumed, *arrived]))
+    schemas = initial or [*baseline, *new_schemas]
+    decoded = commit_types(reading.lake, item, source, notes_of(schemas))
     schema = job.schema()
-    left_out: dict[int, int] = {}
-    for part, end in zip(reading.parts, ends, strict=True):
-        left_out[part.partition] = left_out.get(part.partition, 0) + end.left_out
-    files = [found for end in ends for found in end.files]
-    files.sort(key=lambda found: (found.partition or 0, found.first or 0))
-    return BatchFiles(
-        files,
-        [found for end in ends for found in end.read.bad],
-        schema,
-        source,
-        first_met or [*assumed, *arrived],
-        [found for end in ends for found in end.dropped],
-        {partition: count for partition, count in left_out.items() if count},
-        [end.read.reached for end in ends],
-        shaped_notes(job.reading.item, source, decoded, schema),
-    )
+    return batch_files(job.reading, ends, schema, schemas, shaped_notes(job.reading.item, source, decoded, schema))
 
 
-def _looked_at(reading: Reading) -> tuple[Reading, list[Arrived], list[Arrived]]:
-    """Look at the first records of a reading. Returns three values.
+def _with_first_types(reading: Reading) -> tuple[Reading, list[NewSchema], list[NewSchema]]:
+    """Decode the records once for their types. Returns three values.
 
-    The reading with the types of these records; the writer schemas that the batch assumes as known; and, if no schema is
-    assumed, every writer schema of these records. The batch would not report the latter as changes, because the types hold
-    them already.
+    The reading with these types; the writer schemas that the batch takes as known; and, if there is no such schema, every
+    writer schema of the records. The batch would not report the latter as changes, because the types hold them already.
     """
-    types, arrived = _first_look(reading)
-    firsts = first_schemas(reading.source, reading.item, arrived)
-    source = assuming(reading.source, firsts)
-    settled = {first.side for first in firsts}
-    met = [(None if "key" in settled else key, None if "value" in settled else value) for key, value in types]
-    return replace(reading, source=with_types(source, met)), firsts, [] if firsts else arrived
+    types, new_schemas = _first_look(reading)
+    firsts = first_schemas(reading.source, reading.item, new_schemas)
+    source = with_schemas(reading.source, firsts)
+    sides = {first.side for first in firsts}
+    others = [(None if "key" in sides else key, None if "value" in sides else value) for key, value in types]
+    return replace(reading, source=with_types(source, others)), firsts, [] if firsts else new_schemas
 
 
 class _FailsOnData(Exception):
@@ -230,9 +215,9 @@ class _Job:
     """One attempt at a batch, or at a part of it."""
 
     reading: Reading
-    refused: Mapping[tuple[int, int], str]
+    rejections: Mapping[tuple[int, int], str]
 
-    def anew(self, source: Source, item: Input) -> _Job:
+    def with_source(self, source: Source, item: Input) -> _Job:
         return replace(self, reading=replace(self.reading, source=source, item=item))
 
     def run(self) -> list[TaskEnd]:
@@ -254,7 +239,7 @@ class _Job:
         """
         most = MOST_FAILURES + 1
         with looking(self.reading.spark):
-            frame = failing_frame(_decoded(self.reading, self.refused, None), self.reading.item)
+            frame = failing_frame(_decoded(self.reading, self.rejections, None), self.reading.item)
             rows = self._collected(frame.limit(most + len(self.reading.parts)))
         for row in rows:
             if row[CONTROL] is not None and (end := pickle.loads(bytes(row[CONTROL]))).error is not None:
@@ -285,7 +270,7 @@ class _Job:
         return shaped_schema(self.reading.item, self.reading.source, self.reading.table, made)
 
     def _frame(self, side_uri: str | None) -> DataFrame:
-        return shaped_frame(_decoded(self.reading, self.refused, side_uri), self.reading.item)
+        return shaped_frame(_decoded(self.reading, self.rejections, side_uri), self.reading.item)
 
     def _collected(self, frame: DataFrame) -> list[Mapping[str, Any]]:
         from py4j.protocol import Py4JError
@@ -326,18 +311,18 @@ def resolvable(
 
 
 def _failing(job: _Job) -> dict[tuple[int, int], str]:
-    """(partition, offset) of every record that the shape fails on, with what Spark says of the first TEXTS.
+    """(partition, offset) of every record that the shape fails on, with Spark's error for the first TEXTS records.
 
-    SchemaError if there are more than MOST_FAILURES; it tells of the first alone.
+    SchemaError if there are more than MOST_FAILURES; the error names the first record.
     """
     found: dict[tuple[int, int], str] = {}
     try:
         failing = job.failing()
     except _Overflows:
         return _overflowing(job)
-    told = TEXTS if len(failing) <= MOST_FAILURES else 1
+    texts = TEXTS if len(failing) <= MOST_FAILURES else 1
     for partition, offset in failing:
-        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < told else None
+        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < texts else None
         found[partition, offset] = words or "an expression fails on this record."
     if len(found) > MOST_FAILURES:
         (partition, offset), text = min(found.items())
@@ -367,9 +352,9 @@ def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
 def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The pickled results of the reading ends, without the evaluated records."""
     for batch in batches:
-        said = batch.column(0).drop_null()
-        if len(said):
-            yield pa.RecordBatch.from_arrays([said], names=["found"])
+        ends = batch.column(0).drop_null()
+        if len(ends):
+            yield pa.RecordBatch.from_arrays([ends], names=["found"])
 
 
 def shaped_records(reading: Reading) -> DataFrame:
@@ -381,28 +366,28 @@ def shaped_records(reading: Reading) -> DataFrame:
     return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
 
 
-def _decoded(reading: Reading, refused: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
-    reader = Reader(reading.source, reading.parts, reading.now, reading.reached, refused, side_uri, reading.side_name)
+def _decoded(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
+    reader = reader_of(reading, rejections, side_uri)
     schema = spark_schema(decoded_schema(reading.source))
     return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
 
 
-def _first_look(reading: Reading) -> tuple[list[Types], list[Arrived]]:
-    """The types of all records, by decoding them once for that alone, and the writer schemas that come."""
+def _first_look(reading: Reading) -> tuple[list[Types], list[NewSchema]]:
+    """The types of all records, and the new writer schemas, by decoding the records without a write."""
     source, parts, now = reading.source, reading.parts, reading.now
 
-    def work(index: int) -> tuple[Types, list[Arrived]]:
+    def work(index: int) -> tuple[Types, list[NewSchema]]:
         types: Types = (None, None)
-        arrived: list[Arrived] = []
+        new_schemas: list[NewSchema] = []
         for chunk in read_chunks(source, parts[index], now):
             schema = chunk.records.schema
             key, value = (schema.field(side).type if side in schema.names else None for side in ("key", "value"))
             types = (key, value)
-            arrived += chunk.arrivals
-        return types, arrived
+            new_schemas += chunk.new_schemas
+        return types, new_schemas
 
     found = run_tasks(reading.spark, len(parts), work)
-    return [types for types, _ in _in_order(parts, found)], [one for _, arrived in found for one in arrived]
+    return [types for types, _ in _in_order(parts, found)], [each for _, schemas in found for each in schemas]
 
 
 def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:

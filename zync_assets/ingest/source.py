@@ -57,7 +57,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class NewSchema:
     """A writer schema that came for the first time, and the first record that has it."""
 
     side: str
@@ -69,28 +69,28 @@ class Arrived:
 @dataclass(frozen=True)
 class Chunk:
     """Some records of one partition, in offset order: those that could be decoded (columns of ``lake.raw_files.raw_schema``),
-    and those that could not (``lake.raw_files.BAD_SCHEMA``). ``reached``: the time of the last record, milliseconds since the
+    and those that could not (``lake.raw_files.BAD_SCHEMA``). ``last_time``: the time of the last record, milliseconds since the
     epoch."""
 
     records: pa.RecordBatch
     bad: pa.RecordBatch
-    reached: int
-    arrivals: tuple[Arrived, ...] = ()
+    last_time: int
+    new_schemas: tuple[NewSchema, ...] = ()
 
 
 def read_chunks(
-    source: Source, part: OffsetRange, now: int, refused: Mapping[int, str] | None = None, *, reached: int = 0
+    source: Source, part: OffsetRange, now: int, rejections: Mapping[int, str] | None = None, *, floor: int = 0
 ) -> Iterator[Chunk]:
-    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``refused``: offset →
-    why that record counts as bad (stage ``shape``); ``reached``: the time of the record before the range, so that times
-    run on from there.
+    """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``rejections``: offset →
+    why that record counts as bad (stage ``shape``); ``floor``: the time of the record before the range, so that times run
+    on from there.
 
     Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
     """
     key, value = make_decoders(source)
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
-        chunk = _decode(source.topic, part.partition, batch, key, value, reached, now, refused or {})
-        reached = chunk.reached
+        chunk = _decode(source.topic, part.partition, batch, key, value, floor, now, rejections or {})
+        floor = chunk.last_time
         yield chunk
 
 
@@ -135,14 +135,14 @@ def _decode(
     value: Decoder,
     highest: int,
     now: int,
-    refused: Mapping[int, str],
+    rejections: Mapping[int, str],
 ) -> Chunk:
     rows = batch.num_rows
     keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
     errors = bad_sides(keys, values)
-    if refused:
-        for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(refused))).tolist():
-            error = BadRecord(index, refused[batch.column("offset")[index].as_py()])
+    if rejections:
+        for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(rejections))).tolist():
+            error = BadRecord(index, rejections[batch.column("offset")[index].as_py()])
             errors.setdefault(index, ("shape", error))
     good = np.ones(rows, dtype=bool)
     good[list(errors)] = False
@@ -159,17 +159,17 @@ def _decode(
         fields=list(KAFKA_TYPE),
     )
     records = record_batch(kafka, keys, values)
-    reached = int(times[-1])
-    arrivals = arrived(partition, batch.column("offset"), keys, values)
+    last_time = int(times[-1])
+    found = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:
-        return Chunk(records, _no_rows(), reached, arrivals)
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), reached, arrivals)
+        return Chunk(records, _no_rows(), last_time, found)
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, found)
 
 
-def arrived(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[Arrived, ...]:
+def new_schemas(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[NewSchema, ...]:
     """The writer schemas that came for the first time, with their places."""
     return tuple(
-        Arrived(side, partition, offsets[found.index].as_py(), found)
+        NewSchema(side, partition, offsets[found.index].as_py(), found)
         for side, decoded in (("key", keys), ("value", values))
         for found in decoded.arrivals
     )
@@ -222,19 +222,19 @@ _SIDES = ("key", "value")
 @dataclass(frozen=True)
 class SchemaChange:
     """A writer schema with other columns than those before. ``schema_id`` is None for Connect's JSON; ``diff`` has a line
-    a field; ``taken``: its records are in the table (else in quarantine)."""
+    a field; ``in_table``: its records are in the table (else in quarantine)."""
 
     side: str
     schema_id: int | None
     partition: int
     offset: int
     diff: tuple[str, ...]
-    taken: bool
+    in_table: bool
 
     def __str__(self) -> str:
         name = f"{self.side} schema" + ("" if self.schema_id is None else f" id {self.schema_id}")
-        said = "; ".join(self.diff)
-        return f"{name}, from partition {self.partition}, offset {self.offset}: {said}{'' if self.taken else ' (quarantined)'}"
+        changes = "; ".join(self.diff) + ("" if self.in_table else " (quarantined)")
+        return f"{name}, from partition {self.partition}, offset {self.offset}: {changes}"
 
 
 def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -244,25 +244,25 @@ def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]
     return keys, values
 
 
-def first_schemas(source: Source, item: Input, arrived: Sequence[Arrived]) -> list[Arrived]:
+def first_schemas(source: Source, item: Input, schemas: Sequence[NewSchema]) -> list[NewSchema]:
     """The first schema, by partition and offset, of each side without a known schema. Only for ``quarantine``, else empty.
 
     The caller must read the batch again with these schemas as known, because a change needs a schema to compare with.
     """
     if item.on_schema_change != "quarantine":
         return []
-    firsts: list[Arrived] = []
+    firsts: list[NewSchema] = []
     for side in _SIDES:
-        ordered = _ordered(arrived, side)
+        ordered = _ordered(schemas, side)
         ids, type = getattr(source, f"{side}_schemas"), getattr(source, f"{side}_type")
         if not ordered or ids or (ordered[0].schema.schema_id is None and type is not None):
             continue
-        if any(diff for _, diff, _ in _judged(item, ordered, side, None)):
+        if any(diff for _, diff, _ in _schema_steps(item, ordered, side, None)):
             firsts.append(ordered[0])
     return firsts
 
 
-def assuming(source: Source, firsts: Sequence[Arrived]) -> Source:
+def with_schemas(source: Source, firsts: Sequence[NewSchema]) -> Source:
     """The source with these schemas as known."""
     for first in firsts:
         side, schema = first.side, first.schema
@@ -272,8 +272,8 @@ def assuming(source: Source, firsts: Sequence[Arrived]) -> Source:
     return source
 
 
-def settled(
-    item: Input, source: Source, arrived: Sequence[Arrived]
+def schema_changes(
+    item: Input, source: Source, schemas: Sequence[NewSchema]
 ) -> tuple[tuple[WriterSchema, ...], tuple[SchemaChange, ...]]:
     """A batch's new known schemas, and its schema changes. ``source`` has the columns' types after the batch.
 
@@ -283,11 +283,11 @@ def settled(
     changes: list[SchemaChange] = []
     for side in _SIDES:
         column = getattr(source, f"{side}_type")
-        for each, diff, taken in _judged(item, _ordered(arrived, side), side, column):
+        for each, diff, in_table in _schema_steps(item, _ordered(schemas, side), side, column):
             number, partition, offset = each.schema.schema_id, each.partition, each.offset
             if diff:
-                changes.append(SchemaChange(side, number, partition, offset, diff, taken))
-            if taken:
+                changes.append(SchemaChange(side, number, partition, offset, diff, in_table))
+            if in_table:
                 writers.append(WriterSchema(side, number, partition, offset, bool(diff)))
     if changes and item.on_schema_change == "error":
         first = min(changes, key=lambda change: (change.partition, change.offset))
@@ -324,10 +324,10 @@ def with_lacking_fields(
     return schema
 
 
-def notes_of(arrived: Sequence[Arrived]) -> dict[str, Note]:
+def notes_of(schemas: Sequence[NewSchema]) -> dict[str, Note]:
     """Side → what all schemas that came say of the whole key or value."""
     found: dict[str, Note] = {}
-    for each in arrived:
+    for each in schemas:
         note = optional(each.schema.note)
         found[each.side] = agreed(found[each.side], note) if each.side in found else note
     return found
@@ -341,12 +341,12 @@ def with_side_notes(schema: pa.Schema, known: pa.Schema | None, notes: Mapping[s
     for side in _SIDES:
         if side in schema.names:
             column = schema.field(side)
-            said = [notes[side]] if side in notes else []
+            own = [notes[side]] if side in notes else []
             if known is not None and side in known.names:
                 column = column.with_metadata(known.field(side).metadata)
-                said.append(connect_note_of(column))
-            if said:
-                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(agreed, said)))
+                own.append(connect_note_of(column))
+            if own:
+                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(agreed, own)))
     return schema
 
 
@@ -358,28 +358,28 @@ def _type_of(registry: Registry, number: int) -> pa.DataType | None:
         return None
 
 
-def _judged(
-    item: Input, ordered: Sequence[Arrived], side: str, column: pa.DataType | None
-) -> Iterator[tuple[Arrived, tuple[str, ...], bool]]:
+def _schema_steps(
+    item: Input, ordered: Sequence[NewSchema], side: str, column: pa.DataType | None
+) -> Iterator[tuple[NewSchema, tuple[str, ...], bool]]:
     """Each new schema of a side once, in order, with its differences from the known schemas, and whether it becomes known.
 
     ``column``: the column's type after the batch.
     """
     known = ordered[0].schema.before if ordered else ()
-    met: set[int] = set()
+    ids: set[int] = set()
     for each in ordered:
         schema = each.schema
-        if schema.schema_id in met:
+        if schema.schema_id in ids:
             continue
         type, diff = _change(known, schema.type, side, of_table=schema.schema_id is None)
         if schema.schema_id is not None:
-            met.add(schema.schema_id)
+            ids.add(schema.schema_id)
         elif known and not diff:
             continue
-        taken = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
-        if taken:
+        in_table = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
+        if in_table:
             known = (*known, type)
-        yield each, diff, taken
+        yield each, diff, in_table
 
 
 def _change(
@@ -402,7 +402,7 @@ def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
     return True
 
 
-def _ordered(arrived: Sequence[Arrived], side: str) -> list[Arrived]:
+def _ordered(schemas: Sequence[NewSchema], side: str) -> list[NewSchema]:
     """A side's new schemas by partition and offset."""
-    new = (each for each in arrived if each.side == side and each.schema.is_new)
+    new = (each for each in schemas if each.side == side and each.schema.is_new)
     return sorted(new, key=lambda each: (each.partition, each.offset))

@@ -254,66 +254,82 @@ def commit_replay(
     tables.commit(opened, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
 
 
-def commit_raw(
-    lake: str,
-    pool: str,
-    topic: str,
-    topic_id: str,
-    before: RawState | None,
-    schema: pa.Schema,
-    files: Sequence[DataFile],
-    first: Mapping[int, int],
-    until: Mapping[int, int],
-    bad: Mapping[int, int],
-    writers: Sequence[WriterSchema] = (),
-    left_out: Mapping[int, int] | None = None,
-    attempts: Mapping[int, int] | None = None,
-    times: Mapping[int, int] | None = None,
-) -> None:
-    """Commit files and next offsets together.
+@dataclass(frozen=True)
+class RawAdvance:
+    """The advance of a raw table by one ingest batch: the files of the batch, and the table's new numbers.
 
-    ``before`` is the state that the batch was planned on; ``first`` names the partitions that are new; ``until`` gives
-    each partition's next offset after this batch; ``bad`` and ``left_out`` how many records of it were quarantined,
-    and left out by a shape, in this batch; ``writers`` the writer schemas that are new; ``attempts``: partition → the
-    attempt whose files in the side table count from now on, for the partitions that have some; ``times`` the highest time
-    of each partition, in milliseconds.
-    Raises CommitConflict if another writer got ahead; nothing of this batch is visible then.
+    ``first`` and ``next`` name offsets, by partition. The counts and times are by partition too.
     """
-    uri = storage.raw_uri(lake, pool, topic)
-    numbers = {f"zync:next:{p}": end for p, end in until.items()}
-    numbers |= {f"zync:first:{p}": start for p, start in first.items()}
-    known = before.first if before else {}
-    if first:
-        numbers["zync:partitions"] = max([*first, *known]) + 1
-    old_bad = before.bad if before else {}
-    numbers |= {f"zync:bad:{p}": old_bad.get(p, 0) + count for p, count in bad.items() if count}
-    position = {**(before.next if before else {}), **first}
-    numbers |= {f"zync:began:{p}": position[p] for p in until}
-    numbers |= {f"zync:attempt:{p}": attempt for p, attempt in (attempts or {}).items()}
-    for partition in until:
-        counted = before.records.get(partition) if before and partition in before.next else 0
-        if counted is not None:
-            made = sum(item.records for item in files if item.partition == partition)
-            numbers[f"zync:records:{partition}"] = counted + made
-    numbers |= {f"zync:time:{p}": time for p, time in (times or {}).items() if p in until}
-    numbers |= _writer_numbers(before, writers)
-    old_out = before.left_out if before else {}
-    numbers |= {f"zync:left-out:{p}": old_out.get(p, 0) + count for p, count in (left_out or {}).items()}
+
+    topic: str
+    topic_id: str
+    schema: pa.Schema
+    """The table's columns after the batch."""
+    files: Sequence[DataFile]
+    first: Mapping[int, int]
+    """New partition → its first offset."""
+    next: Mapping[int, int]
+    """Partition → its next offset after the batch, where the batch changes it."""
+    bad: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Partition → records of the batch in quarantine."""
+    left_out: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Partition → records of the batch that the input's shape leaves out."""
+    attempts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Partition → the attempt whose files in the side table count from now on."""
+    times: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Partition → the highest time of its records, in milliseconds since the epoch."""
+    writers: Sequence[WriterSchema] = ()
+    """The writer schemas that the batch brought first."""
+
+
+def commit_raw(uri: str, before: RawState | None, advance: RawAdvance) -> None:
+    """Commit the files and next offsets of a batch together. ``before``: the state that the batch was planned on.
+
+    Raises CommitConflict if another writer committed first; nothing of this batch is visible then.
+    """
+    numbers = _numbers(before, advance)
     if before is None:
-        numbers[f"zync:topic:{topic_id}"] = 0
-        tables.create_table(uri, schema, f"Kafka topic {topic}, id {topic_id}", files, numbers)
+        numbers[f"zync:topic:{advance.topic_id}"] = 0
+        description = f"Kafka topic {advance.topic}, id {advance.topic_id}"
+        tables.create_table(uri, advance.schema, description, advance.files, numbers)
         crash_point("ingest:table-created")
         return
-    writers_before = before.writers  # widening takes the opened table along
-    opened = tables.widen(before.opened, schema)
+    known = before.writers  # widening takes the opened table along
+    opened = tables.widen(before.opened, advance.schema)
     if opened is not before.opened:
         crash_point("ingest:columns-added")
-        found = open_raw(lake, pool, topic)
-        if found is None or (found.next, found.first, found.writers) != (before.next, before.first, writers_before):
+        found = _state(opened)
+        if (found.next, found.first, found.writers) != (before.next, before.first, known):
             raise CommitConflict(f"table {uri}: another writer committed first; run again")
-        opened = found.opened
-    tables.commit(opened, files, numbers)
+    tables.commit(opened, advance.files, numbers)
     crash_point("ingest:committed")
+
+
+def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
+    """Application id → number, for the commit of a batch."""
+
+    def known(name: str) -> Mapping[int, int]:
+        return getattr(before, name) if before else {}
+
+    bad, records, left_out, upcoming = known("bad"), known("records"), known("left_out"), known("next")
+    starts = {**upcoming, **advance.first}
+    numbers = {f"zync:next:{p}": end for p, end in advance.next.items()}
+    numbers |= {f"zync:first:{p}": start for p, start in advance.first.items()}
+    if advance.first:
+        numbers["zync:partitions"] = max([*advance.first, *known("first")]) + 1
+    numbers |= {f"zync:bad:{p}": bad.get(p, 0) + count for p, count in advance.bad.items() if count}
+    numbers |= {f"zync:began:{p}": starts[p] for p in advance.next}
+    numbers |= {f"zync:attempt:{p}": attempt for p, attempt in advance.attempts.items()}
+    for partition in advance.next:
+        # A table of an older version may lack the count.
+        ingested = records.get(partition) if partition in upcoming else 0
+        if ingested is not None:
+            new = sum(item.records for item in advance.files if item.partition == partition)
+            numbers[f"zync:records:{partition}"] = ingested + new
+    numbers |= {f"zync:time:{p}": time for p, time in advance.times.items() if p in advance.next}
+    numbers |= _writer_numbers(before, advance.writers)
+    numbers |= {f"zync:left-out:{p}": left_out.get(p, 0) + count for p, count in advance.left_out.items()}
+    return numbers
 
 
 def _count_writers(opened: Opened) -> int:

@@ -38,22 +38,21 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.etl.retries import Taken, carve, met
-from zync_assets.ingest.files import table_schema
+from zync_assets.ingest.files import shaped_schema, table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
-from zync_assets.ingest.shape_task import KEPT, decoded_schema, shaped_batch, with_control
-from zync_assets.ingest.shape_types import shaped_schema
 from zync_assets.ingest.source import (
-    Arrived,
+    NewSchema,
     Source,
-    arrived,
     bad_sides,
     make_decoders,
+    new_schemas,
     notes_of,
     record_batch,
-    settled,
+    schema_changes,
     with_side_notes,
 )
+from zync_assets.ingest.task import KEPT, decoded_schema, shaped_batch, with_control
 from zync_assets.lake import quarantine, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Selection, held
@@ -125,7 +124,7 @@ class Decoded:
     value_type: pa.DataType = field(default_factory=pa.null)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     """(partition, offset) → why the record stays in quarantine."""
-    arrived: list[Arrived] = field(default_factory=list)
+    new_schemas: list[NewSchema] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,9 @@ class ReplayTask:
         for partition in sorted(self.wanted):
             for rows in self._rows(partition):
                 keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
-                found.arrived += arrived(partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values)
+                found.new_schemas += new_schemas(
+                    partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values
+                )
                 errors = bad_sides(keys, values)
                 offsets = pc.struct_field(rows.column("kafka"), "offset")
                 for index, (side, worst) in errors.items():
@@ -361,9 +362,9 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         [done] = run_tasks(spark, 1, lambda _: task.run())
         source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
         schema = table_schema(state.schema, source)
-        schema = with_side_notes(schema, state.schema, notes_of(done.arrived))
+        schema = with_side_notes(schema, state.schema, notes_of(done.new_schemas))
     if done.files:
-        writers, _ = settled(item, source, done.arrived)
+        writers, _ = schema_changes(item, source, done.new_schemas)
         raw.commit_replay(state, schema, done.files, writers)
     records = sum(found.records for found in done.files)
     return ReplayCommit(item.topic, records, done.reasons)

@@ -21,9 +21,8 @@ QUIET = {
 worker would lack the threads, and no task needs linear algebra."""
 
 MODULES = (
-    "zync_assets.ingest.files",
+    "zync_assets.ingest.task",
     "zync_assets.publish.commit",
-    "zync_assets.ingest.shape_task",
     "zync_assets.etl.output_files",
 )
 """The modules of the tasks of ingest, ETL and publish. A replay is rare, and its tasks import their module themselves. Numba is

@@ -35,7 +35,7 @@ from zync_assets.assets.names import Names
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
-from zync_assets.lake import raw
+from zync_assets.lake import raw, storage
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all
 from zync_assets.spark.session import spark_session
@@ -513,7 +513,8 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
     """Such as a disk that is not mounted: raw tables that are gone are no topics that were never ingested."""
     for topic, state in topic_states(rig.pipeline.kafka, [item.topic for item in rig.pipeline.inputs]).items():
         start = {item.partition: 0 for item in state.partitions}
-        raw.commit_raw(rig.pipeline.lake, "Raw", topic, state.topic_id, None, SCHEMA, [], start, start, {})
+        advance = raw.RawAdvance(topic, state.topic_id, SCHEMA, [], start, start)
+        raw.commit_raw(storage.raw_uri(rig.pipeline.lake, "Raw", topic), None, advance)
     assert jobs(ticks()) == []
     rig.send(rig.payments, payments(1))
     lake, away = Path(rig.pipeline.lake), Path(f"{rig.pipeline.lake}-away")

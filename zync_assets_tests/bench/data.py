@@ -193,7 +193,8 @@ def append_raw(
                 columns = [kafka, keys[part], values[part], pa.nulls(count, pa.int32()), ids]
                 writer.write(pa.RecordBatch.from_arrays(columns, schema=schema))
         files += [found for found, _ in writer.files]
-    raw.commit_raw(lake, pool, topic, "bench", state, schema, files, {} if state else {0: start}, {0: end}, {})
+    advance = raw.RawAdvance(topic, "bench", schema, files, {} if state else {0: start}, {0: end})
+    raw.commit_raw(storage.raw_uri(lake, pool, topic), state, advance)
     if known is not None and (made := raw.open_raw(lake, pool, topic)) is not None:
         known[topic] = made
 

@@ -184,9 +184,8 @@ class _Run:
             DataFile(f"compact-{uuid.uuid4().hex}.parquet", 1000, LARGE, 0, at, at + LARGE - 1, now, now)
             for at in starts
         ]
-        raw.commit_raw(
-            self.lake, "Raw", TOPIC, "bench", raw_state, raw_state.schema, made, {}, {0: self.end}, {}, times={0: now}
-        )
+        advance = raw.RawAdvance(TOPIC, "bench", raw_state.schema, made, {}, {0: self.end}, times={0: now})
+        raw.commit_raw(raw_state.opened.uri, raw_state, advance)
         outputs = [
             replace(item, path=f"compact-{uuid.uuid4().hex}/topic={OUT}/part-0.parquet", group=OUT) for item in made
         ]

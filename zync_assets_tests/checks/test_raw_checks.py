@@ -14,7 +14,7 @@ from zync_assets.checks.raw_checks import monotonic_offsets, no_unexplained_loss
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw import RawAdvance, RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RangeWriter, raw_schema
 from zync_assets.lake.tables import open_table
 from zync_assets.local.services import Services
@@ -178,7 +178,8 @@ def ingest_by_hand(pipeline: Pipeline, offsets: list[int], lost: OffsetRange | N
     topic_id = topic_state(pipeline.kafka, topic).topic_id
     bad = {0: 1 if lost else 0}
     files = [found for found, _ in writer.files]
-    raw.commit_raw(lake, "Raw", topic, topic_id, None, schema, files, {0: 0}, {0: 10}, bad, attempts={0: 7})
+    advance = RawAdvance(topic, topic_id, schema, files, {0: 0}, {0: 10}, bad=bad, attempts={0: 7})
+    raw.commit_raw(storage.raw_uri(lake, "Raw", topic), None, advance)
     return topic
 
 

@@ -66,8 +66,11 @@ def make_pipeline(folder: Path) -> Path:
     path.write_text(FILE)
     bad = file(storage.quarantine_uri(lake, "Raw", "a"), bad_records([1]), quarantine.file_name(1))
     quarantine.add(lake, "Raw", "a", None, [bad], lambda: None)
-    good = file(storage.raw_uri(lake, "Raw", "a"), records([0]))
-    raw.commit_raw(lake, "Raw", "a", "id", None, SCHEMA, [good], {0: 0}, {0: 2}, {0: 1}, attempts={0: 1})
+    raw_uri = storage.raw_uri(lake, "Raw", "a")
+    good = file(raw_uri, records([0]))
+    raw.commit_raw(
+        raw_uri, None, raw.RawAdvance("a", "id", SCHEMA, [good], {0: 0}, {0: 2}, bad={0: 1}, attempts={0: 1})
+    )
     uri, name = storage.staging_uri(lake, "Staging"), "batch-000000000001-000000000000/topic=o/part-0.parquet"
     storage.make_folder(storage.join(uri, name.rsplit("/", 1)[0]))
     place = {"topic": "o", "partition": 0, "offset": 0}

@@ -11,7 +11,7 @@ from zync_assets.audit.account import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.log import DataFile, list_files
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
-from zync_assets.lake.raw import RawState, commit_raw, commit_replay, open_raw
+from zync_assets.lake.raw import RawAdvance, RawState, commit_raw, commit_replay, open_raw
 from zync_assets.lake.storage import quarantine_uri, raw_uri
 from zync_assets.lake.tables import forget, open_table
 from zync_assets.offsets import OffsetRange
@@ -38,21 +38,11 @@ def commit(lake: Path, attempt: int, until: dict[int, int], bad: dict[int, int] 
     before = state(lake)
     known = before.next if before else {}
     first = {partition: 0 for partition in until if partition not in known}
-    data = [
-        file(raw_uri(str(lake), *PLACE), records([known.get(partition, 0)], partition=partition)) for partition in until
-    ]
-    commit_raw(
-        str(lake),
-        *PLACE,
-        "id-1",
-        before,
-        SCHEMA,
-        data,
-        first,
-        until,
-        bad or {},
-        attempts=dict.fromkeys(until, attempt) if attempt else {},
-    )
+    uri = raw_uri(str(lake), *PLACE)
+    data = [file(uri, records([known.get(partition, 0)], partition=partition)) for partition in until]
+    attempts = dict.fromkeys(until, attempt) if attempt else {}
+    advance = RawAdvance(PLACE[1], "id-1", SCHEMA, data, first, until, bad=bad or {}, attempts=attempts)
+    commit_raw(uri, before, advance)
 
 
 def counted(lake: Path, upcoming: dict[int, int] | None = None) -> list[tuple[int | None, int | None]]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from zync_assets.errors import CommitConflict
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import (
+    RawAdvance,
     RawState,
     WriterSchema,
     commit_raw,
@@ -43,10 +44,11 @@ def put(
 ) -> None:
     """Commit records at some offsets of a partition, which begins at 0."""
     known = before.first if before else {}
-    data = file(raw_uri(str(lake), "Raw", TOPIC), records(list(offsets), partition=partition))
+    uri = raw_uri(str(lake), "Raw", TOPIC)
+    data = file(uri, records(list(offsets), partition=partition))
     first = {} if partition in known else {partition: 0}
     until = {partition: offsets.stop}
-    commit_raw(str(lake), "Raw", TOPIC, topic_id, before, schema, [data], first, until, bad or {}, writers)
+    commit_raw(uri, before, RawAdvance(TOPIC, topic_id, schema, [data], first, until, bad=bad or {}, writers=writers))
 
 
 def state(lake: Path) -> RawState:
@@ -177,9 +179,8 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
     whole = DataFile("whole.parquet", 1, 4_000_000_000, 0, 100, 4_000_000_099)
     gaps = file(uri, records([3, 4, 7, 9]))
     other = file(uri, records([50], partition=1))
-    commit_raw(
-        lake, "Raw", TOPIC, "id", None, SCHEMA, [gaps, whole, other], {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}, {}
-    )
+    files = [gaps, whole, other]
+    commit_raw(uri, None, RawAdvance(TOPIC, "id", SCHEMA, files, {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}))
     state = open_raw(lake, "Raw", TOPIC)
     assert state is not None
     found = held_ranges(state, OffsetRange(0, 0, 5_000_000_000))

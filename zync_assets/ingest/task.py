@@ -1,7 +1,8 @@
-"""The two ends of a Spark task that shapes records: Kafka → decoded columns, and shaped columns → files of the raw table.
+"""A Spark task of ingest: a range of Kafka's offsets → decoded columns → files of the raw table and of its quarantine.
 
-The module ``shape`` holds the Spark SQL in the middle. The decoded records pass through the task in memory. Spark's workers
-import this module, so it imports nothing that only the driver needs.
+``Reader`` reads and decodes, for inputs with and without a shape. Without a shape, ``write_part`` writes the decoded records
+in the same loop. With a shape, Spark SQL stands between ``Reader`` and ``Writer`` (module ``shape``). The decoded records then
+pass through the task in memory. Spark's workers import this module, so it imports nothing that only the driver needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,32 +19,31 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform, holds
 from zync_assets.errors import ZyncError
 from zync_assets.etl.rules.output_schemas import type_notes
-from zync_assets.ingest.source import Arrived, Source, read_chunks
+from zync_assets.ingest.source import NewSchema, Source, read_chunks
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import KAFKA_TYPE, RangeWriter, dropped_rows, raw_schema
 from zync_assets.offsets import OffsetRange
 from zync_assets.spark.tasks import indexes
 
-if TYPE_CHECKING:
-    pass
-
 CONTROL = "control"
-"""The column of the one row of a task that is no record: what the reading end has to say (pickled), at the end."""
+"""The column of the one row of a task that is no record. The row is the last one and holds the pickled ``ReadEnd``."""
 KEPT = "kept"
 
 Types = tuple[pa.DataType | None, pa.DataType | None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadEnd:
-    """The results of the reading end. ``wider``: set if the end stopped at records that the source's types don't hold; these
-    types hold the records."""
+    """The results of the reading half of a task.
+
+    ``wider``: set if the half stopped at records that the source's types don't hold; these types hold the records.
+    """
 
     bad: list[DataFile] = field(default_factory=list)
     wider: Types | None = None
-    arrived: list[Arrived] = field(default_factory=list)
+    new_schemas: list[NewSchema] = field(default_factory=list)
     error: ZyncError | None = None
-    reached: int = 0
+    last_time: int = 0
     """The time of the last record, milliseconds since the epoch."""
 
 
@@ -52,75 +51,94 @@ class ReadEnd:
 class TaskEnd:
     """The results of one task.
 
-    ``dropped``: side files with the offset ranges that the shape excludes; ``left_out``: the number of excluded records.
+    ``files``: data files with their schemas; ``dropped``: side files with the offset ranges that the shape excludes;
+    ``left_out``: the number of excluded records.
     """
 
     read: ReadEnd
-    files: list[DataFile] = field(default_factory=list)
+    files: list[tuple[DataFile, pa.Schema]] = field(default_factory=list)
     dropped: list[DataFile] = field(default_factory=list)
     left_out: int = 0
     error: ZyncError | None = None
 
 
 def decoded_schema(source: Source) -> pa.Schema:
-    """The columns between the two ends: those of decoded records, and CONTROL."""
+    """The columns between the two halves: those of decoded records, and CONTROL."""
     sides = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
     return pa.schema([pa.field(CONTROL, pa.binary()), *sides])
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The reading end. ``refused``: (partition, offset) → why the record goes to quarantine; ``reached``: as in ``Reading``."""
+    """The reading half of a task. ``times``: as in ``Reading``; ``rejections``: (partition, offset) → why the record goes to
+    quarantine."""
 
     source: Source
     parts: Sequence[OffsetRange]
     now: int
-    reached: Mapping[int, int]
-    refused: Mapping[tuple[int, int], str]
+    times: Mapping[int, int]
+    rejections: Mapping[tuple[int, int], str]
     side_uri: str | None
     """The table of the quarantine files; None for a trial run, which writes no files."""
     side_name: str
     """The prefix of the quarantine files' names."""
 
+    def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
+        """The decodable records of a part. The bad records go to files of the side table. ``end`` grows on the way, and is
+        complete at the end of the iteration."""
+        rejections = {
+            offset: text for (partition, offset), text in self.rejections.items() if partition == part.partition
+        }
+        end.last_time = self.times.get(part.partition, 0)
+        with ExitStack() as stack:
+            side: RangeWriter | None = None
+            if self.side_uri is not None:
+                side = stack.enter_context(RangeWriter(self.side_uri, part.partition, self.side_name))
+            for chunk in read_chunks(self.source, part, self.now, rejections, floor=end.last_time):
+                end.new_schemas.extend(chunk.new_schemas)
+                end.last_time = chunk.last_time
+                if side is not None:
+                    side.write(chunk.bad)
+                yield chunk.records
+        if side is not None:
+            end.bad.extend(item for item, _ in side.files)
+
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Decoded records for Spark SQL, and the control row of each part."""
         for index in indexes(batches):
             yield from self._part(self.parts[index])
 
     def _part(self, part: OffsetRange) -> Iterator[pa.RecordBatch]:
         schema = decoded_schema(self.source)
-        refused = {offset: text for (partition, offset), text in self.refused.items() if partition == part.partition}
-        wider: Types | None = None
-        arrived: list[Arrived] = []
-        writer = RangeWriter(self.side_uri, part.partition, self.side_name) if self.side_uri is not None else None
-        reached = self.reached.get(part.partition, 0)
+        end = ReadEnd()
         try:
-            with ExitStack() as stack:
-                if writer is not None:
-                    stack.enter_context(writer)
-                for chunk in read_chunks(self.source, part, self.now, refused, reached=reached):
-                    arrived.extend(chunk.arrivals)
-                    reached = chunk.reached
-                    wider = self._wider(chunk.records.schema)
-                    if wider is not None:
-                        break
-                    if writer is not None:
-                        writer.write(chunk.bad)
-                    yield with_control(chunk.records, schema)
-            bad = [item for item, _ in writer.files] if writer is not None else []
-            found = ReadEnd(bad, wider, arrived, reached=reached)
+            for records in self.records(part, end):
+                end.wider = self._wider(records.schema)
+                if end.wider is not None:
+                    break
+                yield with_control(records, schema)
         except ZyncError as error:
-            found = ReadEnd(error=error)
-        yield _control(found, schema)
+            end = ReadEnd(error=error)
+        yield _control(end, schema)
 
-    def _wider(self, met: pa.Schema) -> Types | None:
+    def _wider(self, schema: pa.Schema) -> Types | None:
         own = {"key": self.source.key_type, "value": self.source.value_type}
-        types = {side: met.field(side).type if side in met.names else None for side in own}
+        types = {side: schema.field(side).type if side in schema.names else None for side in own}
         fits = all(kind is None or _holds(own[side], kind) for side, kind in types.items())
         return None if fits else (types["key"], types["value"])
 
 
+def write_part(reader: Reader, index: int, uri: str) -> TaskEnd:
+    """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
+    part, end = reader.parts[index], ReadEnd()
+    with RangeWriter(uri, part.partition) as data:
+        for records in reader.records(part, end):
+            data.write(records)
+    return TaskEnd(end, data.files)
+
+
 def _holds(own: pa.DataType | None, kind: pa.DataType) -> bool:
-    """Whether a type has room for the values of another one, and says of them for Kafka Connect what the other one says."""
+    """Whether a type has room for the values of another type, and has the same notes of Kafka Connect."""
     if own is None or own.equals(kind, check_metadata=True):
         return own is not None
     return holds(own, kind) and list(type_notes(own)) == list(type_notes(kind))
@@ -137,14 +155,17 @@ def with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _control(found: ReadEnd, schema: pa.Schema) -> pa.RecordBatch:
-    columns = [pa.array([pickle.dumps(found)]) if item.name == CONTROL else pa.nulls(1, item.type) for item in schema]
+def _control(end: ReadEnd, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [pa.array([pickle.dumps(end)]) if item.name == CONTROL else pa.nulls(1, item.type) for item in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The writing end. Its input has CONTROL, KEPT and the columns of ``schema``, in the order of offsets."""
+    """The writing half of a task with a shape.
+
+    Its input has CONTROL, KEPT and the columns of ``schema``, in the order of offsets.
+    """
 
     uri: str
     side_uri: str
@@ -153,10 +174,10 @@ class Writer:
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
-            found = self._write(batches)
+            end = self._write(batches)
         except ZyncError as error:
-            found = TaskEnd(ReadEnd(), error=error)
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+            end = TaskEnd(ReadEnd(), error=error)
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(end)])], names=["found"])
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> TaskEnd:
         data = side = None
@@ -183,7 +204,7 @@ class Writer:
         side.write(gaps.rest())
         data.close()
         side.close()
-        return TaskEnd(read, [item for item, _ in data.files], [item for item, _ in side.files], left_out)
+        return TaskEnd(read, data.files, [item for item, _ in side.files], left_out)
 
 
 def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
