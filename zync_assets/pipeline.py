@@ -94,6 +94,21 @@ class LakeUri(str):
 
 
 @dataclass(frozen=True)
+class SourceOrder:
+    """The ``order`` of an input: how its records are compared with the records of other inputs.
+
+    ``time``: by ``kafka.time``. ``by``: by an SQL expression over the record. Neither: by the position that Debezium's
+    connector gives, else by time. ``path``: the names of ``by`` where it is a plain field. ``domain``: the name of the total
+    order; None: ``source.name`` of the first record, or the pipeline's name for ``by``.
+    """
+
+    by: str | None = None
+    domain: str | None = None
+    time: bool = False
+    path: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Input:
     """A source topic and the raw pool that it is read into."""
 
@@ -114,6 +129,8 @@ class Input:
     """The filter and mapping of every record before the raw pool."""
     retention_ms: int | None = None
     """The age in milliseconds, by its time, at which a raw record may be removed; None: records are kept for ever."""
+    order: SourceOrder | None = None
+    """None: the order of Debezium's connector, where the records show one, else the order of time."""
 
 
 @dataclass(frozen=True)

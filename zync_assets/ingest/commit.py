@@ -6,23 +6,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing
 from zync_assets.ingest import source
-from zync_assets.ingest.files import BatchFiles, Reading, added_fields, with_carried_times, write_lost, write_plain
+from zync_assets.ingest.files import BatchFiles, Reading, added_fields, with_carried, write_lost, write_plain
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreated, task_ranges
 from zync_assets.ingest.shape import write_shaped
 from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
 from zync_assets.lake import compaction, quarantine, raw, storage
-from zync_assets.lake.log import DataFile
+from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.quarantine import Held, admit
-from zync_assets.lake.raw import RawAdvance, WriterSchema
-from zync_assets.lake.raw_files import highest_times, raw_schema
+from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
+from zync_assets.lake.raw_files import ORDER_TYPE, highest_orders, highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
@@ -65,8 +65,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         raise
     # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
     _check_identity(pipeline, plan)
-    # 3. Carry the times from task to task.
-    files, times = with_carried_times(reading, files)
+    # 3. Carry the times and orders from task to task.
+    files, times, orders = with_carried(reading, files)
     lost = write_lost(reading, plan.lost)
     crash_point("ingest:files-written")
     # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
@@ -83,6 +83,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         crash_point("ingest:quarantine-written")
     # 6. Commit the files and the next offsets on the table as the plan opened it. The loser of a race gets a conflict.
     advance = _advance(plan, reading, files, lost, schema, writers, times)
+    advance = _ordered(pipeline, plan, files, advance, orders)
     try:
         raw.commit_raw(uri, plan.state, advance)
     except CommitConflict:
@@ -112,8 +113,9 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> Reading:
     plan = batch.plan
     table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
-    attempt = quarantine.new_attempt()
-    return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now_millis(), table, attempt, times)
+    orders = highest_orders(plan.state) if plan.state and plan.state.ordered else None
+    attempt, now = quarantine.new_attempt(), now_millis()
+    return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
 
 
 def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterSchema]) -> pa.Schema:
@@ -151,6 +153,24 @@ def _advance(
         times=times,
         writers=writers,
     )
+
+
+def _ordered(
+    pipeline: Pipeline, plan: IngestPlan, files: BatchFiles, advance: RawAdvance, orders: Mapping[int, Order]
+) -> RawAdvance:
+    """The advance of a table with a source order: its column, its orders and its domain. Other advances stay as they are."""
+    known = plan.state.domain if plan.state else None
+    rule = plan.input.order
+    if rule is not None and rule.time:
+        domain = None
+    elif not orders:
+        domain = known
+    else:
+        domain = (rule.domain if rule else None) or known or (files.domain if not rule or rule.by is None else None)
+        domain = domain or pipeline.name
+    if orders:
+        advance = replace(advance, schema=advance.schema.append(pa.field(ORDER, ORDER_TYPE)), orders=orders)
+    return replace(advance, domain=domain)
 
 
 def _check_next(lake: str, plan: IngestPlan) -> None:

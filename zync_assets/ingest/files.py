@@ -27,8 +27,8 @@ from zync_assets.etl.rules.output_schemas import Notes, shape_notes
 from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, with_schemas, with_side_notes
 from zync_assets.ingest.task import Reader, TaskEnd, Types, write_part
 from zync_assets.lake import quarantine, storage, tables
-from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw_files import RangeWriter, lift, lost_rows, raw_schema
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, lost_rows, raw_schema
 from zync_assets.lake.storage import has_longs
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
@@ -91,7 +91,8 @@ class Reading:
     """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
 
     ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of side
-    files; ``times``: partition → the highest time of the records before the batch. Times are milliseconds since the epoch.
+    files; ``times``, ``orders``: partition → the highest time and order of the records before the batch. ``orders`` is None for a
+    table without orders. Times are milliseconds since the epoch.
     """
 
     spark: SparkSession = field(repr=False)
@@ -103,6 +104,7 @@ class Reading:
     table: pa.Schema = field(repr=False)
     attempt: int
     times: Mapping[int, int] = field(default_factory=dict)
+    orders: Mapping[int, Order] | None = None
 
     @property
     def uri(self) -> str:
@@ -125,8 +127,9 @@ class BatchFiles:
     ``schema``: the raw table's columns after the batch; ``source``: the source with the column types after the batch;
     ``new_schemas``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
     ``left_out``: partition → number of excluded records; ``last_times``: the time of the last record of each part, in
-    milliseconds since the epoch, 0 for a part without records; ``notes``: side → the note of Kafka Connect's schemas for the
-    whole key or value.
+    milliseconds since the epoch, 0 for a part without records; ``first_orders``, ``last_orders``: the orders of the first and
+    the last record of each part, None for a part without records or orders; ``domain``: the ``source.name`` of the first
+    Debezium envelope; ``notes``: side → the note of Kafka Connect's schemas for the whole key or value.
     """
 
     files: list[DataFile]
@@ -137,12 +140,16 @@ class BatchFiles:
     dropped: list[DataFile]
     left_out: Mapping[int, int]
     last_times: Sequence[int]
+    first_orders: Sequence[Order | None]
+    last_orders: Sequence[Order | None]
+    domain: str | None
     notes: Mapping[str, Note]
 
 
 def reader_of(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> Reader:
     """The reading half of the batch's tasks. ``rejections``, ``side_uri``: see ``Reader``."""
-    return Reader(reading.source, reading.parts, reading.now, reading.times, rejections, side_uri, reading.side_name)
+    places = reading.times, reading.orders
+    return Reader(reading.source, reading.parts, reading.now, *places, rejections, side_uri, reading.side_name)
 
 
 def batch_files(
@@ -157,8 +164,11 @@ def batch_files(
     ``reading``: with the source after the batch; the others: see ``BatchFiles``.
     """
     left_out = Counter[int]()
+    domains: list[tuple[OffsetRange, str]] = []
     for part, end in zip(reading.parts, ends, strict=True):
         left_out[part.partition] += end.left_out
+        if end.read.domain is not None:
+            domains.append((part, end.read.domain))
     return BatchFiles(
         sorted((item for end in ends for item, _ in end.files), key=_place),
         [item for end in ends for item in end.read.bad],
@@ -168,6 +178,9 @@ def batch_files(
         [item for end in ends for item in end.dropped],
         +left_out,
         [end.read.last_time for end in ends],
+        [end.first_order for end in ends],
+        [end.last_order for end in ends],
+        min(domains)[1] if domains else None,
         notes,
     )
 
@@ -205,43 +218,66 @@ def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
     return files
 
 
-def with_carried_times(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int]]:
-    """The files with times that never decrease from part to part, and partition → the highest time after the batch.
+def with_carried(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int], dict[int, Order]]:
+    """The files with times and orders that never decrease from part to part. Also partition → the highest time, and partition
+    → the highest order, after the batch.
 
-    A task does not know the times of the part before its own. A file with a lower time than that part is written again. This
-    is rare: timestamps ascend in most topics, and a batch without a backlog has one part per partition.
+    A task does not know the records of the part before its own. A file that begins below that part is written again. This is
+    rare: timestamps and orders ascend in most topics, and a batch without a backlog has one part per partition.
     """
-    ends, floors = dict(reading.times), dict[OffsetRange, int]()
-    for part, last_time in sorted(zip(reading.parts, batch.last_times, strict=True)):
-        floors[part] = ends.get(part.partition, 0)
-        ends[part.partition] = max(floors[part], last_time)
-    starts = sorted((part.partition, part.first) for part in floors)
-    lows = {(part.partition, part.first): low for part, low in floors.items()}
+    times, orders = dict(reading.times), dict(reading.orders or {})
+    floors: dict[OffsetRange, _Floor] = {}
+    ends = zip(reading.parts, batch.last_times, batch.first_orders, batch.last_orders, strict=True)
+    for part, last_time, first_order, last_order in sorted(ends, key=lambda end: end[0]):
+        partition = part.partition
+        order = orders.get(partition, None if reading.orders is None else LOWEST)
+        is_below = order is not None and (first_order is None or first_order < order)
+        floors[part] = _Floor(times.get(partition, 0), order if is_below else None)
+        times[partition] = max(times.get(partition, 0), last_time)
+        if last_order is not None:
+            orders[partition] = last_order if order is None else max(order, last_order)
+    parts = sorted(floors)
+    starts = [(part.partition, part.first) for part in parts]
 
-    def floor(item: DataFile) -> int:
-        return lows[starts[bisect_right(starts, _place(item)) - 1]]
+    def floor(item: DataFile) -> _Floor:
+        return floors[parts[bisect_right(starts, _place(item)) - 1]]
 
     groups = (
-        (reading.uri, "part", batch.files),
-        (reading.side_uri, reading.side_name, [*batch.bad, *batch.dropped]),
+        (reading.uri, "part", batch.files, True),
+        (reading.side_uri, reading.side_name, [*batch.bad, *batch.dropped], False),
     )
     low_files = [
-        (uri, item, floor(item), name)
-        for uri, name, files in groups
+        (uri, item, floor(item).time, floor(item).order if with_order else None, name)
+        for uri, name, files, with_order in groups
         for item in files
-        if (item.min_time or 0) < floor(item)
+        if floor(item).is_above(item, with_order)
     ]
     if not low_files:
-        return batch, ends
+        return batch, times, orders
     lifted = run_tasks(reading.spark, len(low_files), lambda index: lift(*low_files[index]))
-    for uri, item, _, _ in low_files:
+    for uri, item, *_ in low_files:
         storage.remove_file(storage.join(uri, item.path))
-    replacements = {item.path: files for (_, item, _, _), files in zip(low_files, lifted, strict=True)}
+    replacements = {item.path: files for (_, item, *_), files in zip(low_files, lifted, strict=True)}
 
     def final(files: Sequence[DataFile]) -> list[DataFile]:
         return [file for item in files for file in replacements.get(item.path, [item])]
 
-    return replace(batch, files=final(batch.files), bad=final(batch.bad), dropped=final(batch.dropped)), ends
+    batch = replace(batch, files=final(batch.files), bad=final(batch.bad), dropped=final(batch.dropped))
+    return batch, times, orders
+
+
+@dataclass(frozen=True)
+class _Floor:
+    """The least time and order of a part's records. ``order``: None where the part's own orders are high enough."""
+
+    time: int
+    order: Order | None
+
+    def is_above(self, item: DataFile, with_order: bool) -> bool:
+        """Whether a file of the part may have records below the floor. ``with_order``: whether its records have orders."""
+        if (item.min_time or 0) < self.time:
+            return True
+        return with_order and self.order is not None and (item.min_order is None or item.min_order < self.order)
 
 
 def _place(item: DataFile) -> tuple[int, int]:

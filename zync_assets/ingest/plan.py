@@ -171,6 +171,7 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source
         value,
         *source.known_ids(state),
         closed=item.on_schema_change != "merge",
+        order=item.order,
     )
 
 

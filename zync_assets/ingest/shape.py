@@ -33,6 +33,8 @@ from zync_assets.ingest.files import (
 )
 from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, read_chunks, with_schemas
 from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema
+from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
@@ -90,7 +92,8 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
     shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
-    return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id")
+    orders = [f"`{ORDER}`"] if ORDER in frame.columns else []
+    return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id", *orders)
 
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
@@ -223,7 +226,10 @@ class _Job:
     def run(self) -> list[TaskEnd]:
         """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
         reading = self.reading
-        writer = Writer(reading.uri, reading.side_uri, reading.side_name, self.schema())
+        schema = self.schema()
+        if reading.orders is not None or ORDER in decoded_schema(reading.source).names:
+            schema = schema.append(pa.field(ORDER, ORDER_TYPE))
+        writer = Writer(reading.uri, reading.side_uri, reading.side_name, schema, reading.orders)
         rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:

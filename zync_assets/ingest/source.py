@@ -28,12 +28,13 @@ from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
 from zync_assets.codecs.fields import Note, agreed, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
+from zync_assets.ingest.order import own_orders
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake.raw import RawState, WriterSchema
+from zync_assets.lake.raw import ORDER, RawState, WriterSchema
 from zync_assets.lake.raw_files import BAD_SCHEMA, HEADERS_TYPE, KAFKA_TYPE, raw_schema
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Input, RegistryConfig, SideFormat
+from zync_assets.pipeline import Input, RegistryConfig, SideFormat, SourceOrder
 
 _TIME = pa.timestamp("us", "UTC")
 
@@ -54,6 +55,8 @@ class Source:
     """The registry ids that came before, in that order."""
     closed: bool = False
     """Whether records of a schema with other columns go into quarantine."""
+    order: SourceOrder | None = None
+    """The pipeline file's order of the input."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ class NewSchema:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some records of one partition, in offset order: those that could be decoded (columns of ``lake.raw_files.raw_schema``),
-    and those that could not (``lake.raw_files.BAD_SCHEMA``). ``last_time``: the time of the last record, milliseconds since the
-    epoch."""
+    """Some records of one partition, in offset order: the decoded records, and the bad records (``lake.raw_files.BAD_SCHEMA``).
+
+    Decoded records have the columns of ``lake.raw_files.raw_schema``, and ``order`` where records have orders of their own.
+    ``last_time``: the time of the last record, milliseconds since the epoch.
+    """
 
     records: pa.RecordBatch
     bad: pa.RecordBatch
@@ -89,7 +94,7 @@ def read_chunks(
     """
     key, value = make_decoders(source)
     for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
-        chunk = _decode(source.topic, part.partition, batch, key, value, floor, now, rejections or {})
+        chunk = _decode(source, part.partition, batch, key, value, floor, now, rejections or {})
         floor = chunk.last_time
         yield chunk
 
@@ -128,7 +133,7 @@ def running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
 
 
 def _decode(
-    topic: str,
+    source: Source,
     partition: int,
     batch: pa.RecordBatch,
     key: Decoder,
@@ -149,7 +154,7 @@ def _decode(
     times = running_times(batch.column("timestamp"), highest, now)
     kafka = pa.StructArray.from_arrays(
         [
-            pa.repeat(pa.scalar(topic), rows),
+            pa.repeat(pa.scalar(source.topic), rows),
             pa.repeat(pa.scalar(partition, pa.int32()), rows),
             batch.column("offset"),
             _timestamps(batch.column("timestamp")),
@@ -159,6 +164,9 @@ def _decode(
         fields=list(KAFKA_TYPE),
     )
     records = record_batch(kafka, keys, values)
+    orders = own_orders(source.order, {"kafka": kafka, "key": keys.values, "value": values.values})
+    if orders is not None:
+        records = records.append_column(ORDER, orders)
     last_time = int(times[-1])
     found = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:

@@ -19,9 +19,20 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform, holds
 from zync_assets.errors import ZyncError
 from zync_assets.etl.rules.output_schemas import type_notes
+from zync_assets.ingest.order import has_orders, source_name
 from zync_assets.ingest.source import NewSchema, Source, read_chunks
-from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw_files import KAFKA_TYPE, RangeWriter, dropped_rows, raw_schema
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import (
+    KAFKA_TYPE,
+    LOWEST,
+    ORDER_TYPE,
+    RangeWriter,
+    dropped_rows,
+    order_at,
+    raw_schema,
+    with_orders,
+)
 from zync_assets.offsets import OffsetRange
 from zync_assets.spark.tasks import indexes
 
@@ -45,6 +56,8 @@ class ReadEnd:
     error: ZyncError | None = None
     last_time: int = 0
     """The time of the last record, milliseconds since the epoch."""
+    domain: str | None = None
+    """The ``source.name`` of the first Debezium envelope."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,8 @@ class TaskEnd:
     """The results of one task.
 
     ``files``: data files with their schemas; ``dropped``: side files with the offset ranges that the shape excludes;
-    ``left_out``: the number of excluded records.
+    ``left_out``: the number of excluded records; ``first_order``: the order of the first record; ``last_order``: the order of
+    the last record, None where no record has an order.
     """
 
     read: ReadEnd
@@ -60,28 +74,38 @@ class TaskEnd:
     dropped: list[DataFile] = field(default_factory=list)
     left_out: int = 0
     error: ZyncError | None = None
+    first_order: Order | None = None
+    last_order: Order | None = None
 
 
 def decoded_schema(source: Source) -> pa.Schema:
-    """The columns between the two halves: those of decoded records, and CONTROL."""
+    """The columns between the two halves: those of decoded records with their own orders, and CONTROL."""
     sides = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    return pa.schema([pa.field(CONTROL, pa.binary()), *sides])
+    orders = [pa.field(ORDER, ORDER_TYPE)] if has_orders(source.order, source.value_type) else []
+    return pa.schema([pa.field(CONTROL, pa.binary()), *sides, *orders])
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The reading half of a task. ``times``: as in ``Reading``; ``rejections``: (partition, offset) → why the record goes to
-    quarantine."""
+    """The reading half of a task.
+
+    ``times``, ``orders``: as in ``Reading``; ``rejections``: (partition, offset) → why the record goes to quarantine.
+    """
 
     source: Source
     parts: Sequence[OffsetRange]
     now: int
     times: Mapping[int, int]
+    orders: Mapping[int, Order] | None
     rejections: Mapping[tuple[int, int], str]
     side_uri: str | None
     """The table of the quarantine files; None for a trial run, which writes no files."""
     side_name: str
     """The prefix of the quarantine files' names."""
+
+    def floor(self, partition: int) -> Order | None:
+        """The order before the batch; None where the raw table has no orders."""
+        return None if self.orders is None else self.orders.get(partition, LOWEST)
 
     def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
         """The decodable records of a part. The bad records go to files of the side table. ``end`` grows on the way, and is
@@ -99,6 +123,8 @@ class Reader:
                 end.last_time = chunk.last_time
                 if side is not None:
                     side.write(chunk.bad)
+                if end.domain is None and ORDER in chunk.records.schema.names:
+                    end.domain = source_name(chunk.records)
                 yield chunk.records
         if side is not None:
             end.bad.extend(item for item, _ in side.files)
@@ -128,13 +154,29 @@ class Reader:
         return None if fits else (types["key"], types["value"])
 
 
+class Carrier:
+    """Gives the records of one part their carried orders, batch by batch. ``first``, ``last``: the orders at both ends."""
+
+    def __init__(self, floor: Order | None) -> None:
+        """``floor``: the order before the part; None where no record had an order."""
+        self.first: Order | None = None
+        self.last = floor
+
+    def carried(self, records: pa.RecordBatch) -> pa.RecordBatch:
+        records, self.last = with_orders(records, self.last)
+        if self.first is None and records.num_rows:
+            self.first = order_at(records.column(ORDER), 0) if ORDER in records.schema.names else LOWEST
+        return records
+
+
 def write_part(reader: Reader, index: int, uri: str) -> TaskEnd:
     """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
     part, end = reader.parts[index], ReadEnd()
+    orders = Carrier(reader.floor(part.partition))
     with RangeWriter(uri, part.partition) as data:
         for records in reader.records(part, end):
-            data.write(records)
-    return TaskEnd(end, data.files)
+            data.write(orders.carried(records))
+    return TaskEnd(end, data.files, first_order=orders.first, last_order=orders.last)
 
 
 def _holds(own: pa.DataType | None, kind: pa.DataType) -> bool:
@@ -171,6 +213,8 @@ class Writer:
     side_uri: str
     side_name: str
     schema: pa.Schema
+    orders: Mapping[int, Order] | None
+    """As in ``Reading``."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
@@ -180,7 +224,7 @@ class Writer:
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(end)])], names=["found"])
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> TaskEnd:
-        data = side = None
+        data = side = orders = None
         read, left_out = ReadEnd(), 0
         gaps = _Gaps()
         for batch in batches:
@@ -191,20 +235,23 @@ class Writer:
             if not rows.num_rows:
                 continue
             kafka = rows.column("kafka").cast(KAFKA_TYPE)
-            if data is None or side is None:
+            if data is None or side is None or orders is None:
                 partition = kafka[0]["partition"].as_py()
                 data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition, self.side_name)
+                orders = Carrier(None if self.orders is None else self.orders.get(partition, LOWEST))
+            rows = orders.carried(rows)
             kept = rows.column(KEPT)
             out = kafka.filter(pc.invert(kept))
             left_out += len(out)
             side.write(gaps.add(out))
             data.write(shaped_batch(kafka.filter(kept), rows.filter(kept), self.schema))
-        if data is None or side is None:
+        if data is None or side is None or orders is None:
             return TaskEnd(read)
         side.write(gaps.rest())
         data.close()
         side.close()
-        return TaskEnd(read, data.files, [item for item, _ in side.files], left_out)
+        dropped = [item for item, _ in side.files]
+        return TaskEnd(read, data.files, dropped, left_out, first_order=orders.first, last_order=orders.last)
 
 
 def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

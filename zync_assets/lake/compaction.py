@@ -206,6 +206,7 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
         low[0] if low else None,
         max(high) if high else None,
         group,
+        *raw_files.order_bounds(run),
     )
 
 

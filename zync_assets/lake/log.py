@@ -36,6 +36,8 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 
+Order = tuple[int, int]
+"""The place of a record in its source's order: ``high`` and ``low``, compared as a tuple."""
 Mark = tuple[int | None, int | None]
 """Identifies a log entry: its size in bytes, and its modification time in nanoseconds."""
 CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(?:\.\d{10}\.\d{10})?\.parquet")
@@ -223,6 +225,10 @@ class DataFile:
     max_time: int | None = None
     group: str | None = None
     """The value of the table's partition column ``topic``; None for a table without one."""
+    min_order: Order | None = None
+    """No record of the file has a lower order: the lowest ``high``, and the lowest ``low``. None: some records have none."""
+    max_order: Order | None = None
+    """No record of the file has a higher order: the highest ``high``, and the highest ``low``. None: no record has one."""
     made: float = field(default_factory=time.time, compare=False, repr=False)
     """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
     added: int | None = field(default=None, compare=False, repr=False)
@@ -336,8 +342,15 @@ def _added(action: Mapping[str, Any]) -> DataFile:
         _since_epoch(low.get("time")),
         _since_epoch(high.get("time")),
         action["partitionValues"].get("topic"),
+        _order(stats, "minValues"),
+        _order(stats, "maxValues"),
         added=action["modificationTime"],
     )
+
+
+def _order(stats: Mapping[str, Any], bound: str) -> Order | None:
+    found = stats.get(bound, {}).get("order")
+    return None if found is None else (found["high"], found["low"])
 
 
 def _since_epoch(text: str | None) -> int | None:
@@ -357,10 +370,14 @@ def list_files(opened: Opened) -> list[DataFile]:
         found = actions[name]
         return (_millis(found) if pa.types.is_timestamp(found.type) else found).to_pylist()
 
+    def orders(bound: str) -> list[Order | None]:
+        pairs = zip(column(f"{bound}.order.high"), column(f"{bound}.order.low"), strict=True)
+        return [None if high is None or low is None else (high, low) for high, low in pairs]
+
     now = time.time()
     return [
-        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, now, added)
-        for path, size, records, partition, first, last, low, high, group, added in zip(
+        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, *orders, now, added)
+        for path, size, records, partition, first, last, low, high, group, added, *orders in zip(
             column("path"),
             column("size_bytes"),
             column("num_records"),
@@ -371,6 +388,8 @@ def list_files(opened: Opened) -> list[DataFile]:
             column("max.kafka.time"),
             column("partition.topic"),
             column("modification_time"),
+            orders("min"),
+            orders("max"),
             strict=True,
         )
     ]

@@ -11,6 +11,10 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
     zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
                              in milliseconds since the epoch; tables of older versions lack it (``times``)
+    zync:order-high:<partition>, zync:order-low:<partition>
+                             the highest order of all its records before the next offset, in a table with a source order
+    zync:domain:<name>       how often the table's domain was set; the name with the highest number is the domain, and an
+                             empty name means time order
     zync:kept:<partition>    below this offset retention removed the records (``retention``); what replays brought stays
     zync:removed:<partition>  the number of records that retention removed
     zync:reached:<partition>  the highest time of the removed records
@@ -44,10 +48,13 @@ import pyarrow.parquet as pq
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables, tampering
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, Opened, Order
 from zync_assets.offsets import OffsetRange, normalize
 
+ORDER = "order"
+"""The column of a record's place in its source's order."""
 _REPLAY = "replay-"
+_DOMAIN = "zync:domain:"
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,8 @@ class RawState:
     times: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
     ``raw_files.highest_times`` is the whole answer."""
+    orders: Mapping[int, Order] = field(default_factory=dict)
+    """Partition → the highest order of all records before the next offset, where records have a source order."""
     expected: pa.Schema | None = field(default=None, repr=False, kw_only=True)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
     with_ids: bool = field(default=False, kw_only=True)
@@ -101,7 +110,18 @@ class RawState:
 
     @property
     def schema(self) -> pa.Schema:
-        return self.expected or self.opened.schema
+        """The columns of a record, for its readers. ``order`` is no part of the record."""
+        return self.expected or self._record_schema
+
+    @cached_property
+    def _record_schema(self) -> pa.Schema:
+        columns = self.opened.schema
+        return columns.remove(columns.get_field_index(ORDER)) if self.ordered else columns
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the table has the column ``order``. Its older files may lack the column."""
+        return ORDER in self.opened.schema.names
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
@@ -120,6 +140,23 @@ class RawState:
                 where = [self.opened.number(f"{name}:{part}") or 0 for part in ("partition", "offset", "changes")]
                 found.append(WriterSchema(side, None if number == -1 else number, where[0], where[1], bool(where[2])))
         return tuple(found)
+
+    @cached_property
+    def domain(self) -> str | None:
+        """The name of the total order that the records' ``order`` belongs to; None for the order of time."""
+        return self._domains[-1][1] or None if self._domains else None
+
+    @cached_property
+    def _domains(self) -> list[tuple[int, str]]:
+        """Number and name of each domain that the table had, in that order."""
+        named = ((number, name) for name, number in self.opened.numbers.items() if name.startswith(_DOMAIN))
+        return sorted((number, name.removeprefix(_DOMAIN)) for number, name in named)
+
+    def domain_number(self, name: str | None) -> dict[str, int]:
+        """The number that sets the table's domain to ``name`` (None: time order); empty where it is the domain already."""
+        if name == self.domain:
+            return {}
+        return {f"{_DOMAIN}{name or ''}": self._domains[-1][0] + 1 if self._domains else 1}
 
     @property
     def table_id(self) -> str:
@@ -146,7 +183,9 @@ def _state(opened: Opened) -> RawState:
 
     bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
     more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
-    return RawState(opened, of("first"), of("next"), bad, replays, *more)
+    highs, lows = of("order-high"), of("order-low")
+    orders = {partition: (high, lows[partition]) for partition, high in highs.items()}
+    return RawState(opened, of("first"), of("next"), bad, replays, *more, orders)
 
 
 def check_whole(state: RawState) -> None:
@@ -280,6 +319,10 @@ class RawAdvance:
     """Partition → the highest time of its records, in milliseconds since the epoch."""
     writers: Sequence[WriterSchema] = ()
     """The writer schemas that the batch brought first."""
+    orders: Mapping[int, Order] = field(default_factory=dict[int, Order])
+    """Partition → the highest order of its records, where records have a source order."""
+    domain: str | None = None
+    """The domain of the orders after the batch; None for the order of time."""
 
 
 def commit_raw(uri: str, before: RawState | None, advance: RawAdvance) -> None:
@@ -327,6 +370,13 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
             new = sum(item.records for item in advance.files if item.partition == partition)
             numbers[f"zync:records:{partition}"] = ingested + new
     numbers |= {f"zync:time:{p}": time for p, time in advance.times.items() if p in advance.next}
+    for partition, (high, low) in advance.orders.items():
+        if partition in advance.next:
+            numbers |= {f"zync:order-high:{partition}": high, f"zync:order-low:{partition}": low}
+    if before is not None:
+        numbers |= before.domain_number(advance.domain)
+    elif advance.domain is not None:
+        numbers[f"{_DOMAIN}{advance.domain}"] = 1
     numbers |= _writer_numbers(before, advance.writers)
     numbers |= {f"zync:left-out:{p}": left_out.get(p, 0) + count for p, count in advance.left_out.items()}
     return numbers

@@ -10,6 +10,10 @@ Ingest writes the carried time. A batch begins with the partition's highest time
 of a batch do not know each other's times, and ``lift`` corrects their files before the commit. Tables of older versions
 have a running maximum within each file only. Readers take the maximum of that time and of ``carried_times``, from the
 log.
+
+The order of raw records: the column ``order`` says where the source put a record in its own order. Ingest carries it like
+the time: a record without an order has the order of the record before it in its partition. Only tables of inputs with a
+source order have the column. Older files lack the column, and their records have the order LOWEST.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import is_valid, pc, struct_of
 from zync_assets.lake import storage
-from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw import RawState, is_replay
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import ORDER, RawState, is_replay
 from zync_assets.offsets import OffsetRange
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -41,6 +47,11 @@ KAFKA_TYPE = pa.struct(
 )
 """Where a record comes from. ``timestamp`` is the record's own; ``time`` never runs back within a partition: the highest
 timestamp up to the record, a missing one taken from the record before, a future one cut to the time of ingest."""
+
+ORDER_TYPE = pa.struct([("high", pa.int64()), ("low", pa.int64())])
+LOWEST: Order = (-(2**63), 0)
+"""The order of records that come before all changes of the source: snapshots, and records before any ordered record."""
+_NO_ORDER: Order = (-(2**63), -(2**63))
 
 BAD_SCHEMA = pa.schema(
     [
@@ -63,7 +74,7 @@ them before they were ingested; or the input's shape left out these records."""
 
 
 def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
-    """The columns of a raw table. A side of which only nulls were seen has no type yet, and no column."""
+    """The columns of a raw table, without ``order``. A side with nulls alone has no type yet, and no column."""
     sides = [pa.field(name, kind) for name, kind in (("key", key), ("value", value)) if not pa.types.is_null(kind)]
     ids = [pa.field("key_schema_id", pa.int32()), pa.field("value_schema_id", pa.int32())]
     return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])
@@ -110,6 +121,7 @@ MAX_RECORDS = 1_000_000
 
 _CONSTANT = ["kafka.topic", "kafka.partition", "key_schema_id", "value_schema_id"]
 _ASCENDING = ("kafka.offset", "kafka.timestamp", "kafka.time")
+_ORDER_COLUMNS = (f"{ORDER}.high", f"{ORDER}.low")
 """Parquet's dictionary suits the columns with few values, and its delta encoding (DELTA_BINARY_PACKED) suits the ascending
 columns. A trial dictionary for every column would double the time of a write."""
 
@@ -174,6 +186,8 @@ class _OpenFile:
         self._last = 0
         self._low: int | None = None
         self._high = 0
+        self._orders: list[tuple[Order, Order]] = []
+        ascending = _ASCENDING + (_ORDER_COLUMNS if ORDER in schema.names else ())
         system, path = storage.filesystem(self._uri)
         with storage.accessed(self._uri, _WRITTEN):
             system.create_dir(path.rsplit("/", 1)[0], recursive=True)
@@ -183,9 +197,9 @@ class _OpenFile:
                 filesystem=system,
                 compression="snappy",
                 use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
-                column_encoding=dict.fromkeys(_ASCENDING, "DELTA_BINARY_PACKED"),
+                column_encoding=dict.fromkeys(ascending, "DELTA_BINARY_PACKED"),
                 # Of other columns the least and the most of a row group, in order of offsets, help no reader to skip one.
-                write_statistics=_ASCENDING,  # type: ignore[arg-type]
+                write_statistics=ascending,  # type: ignore[arg-type]
             )
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -194,6 +208,8 @@ class _OpenFile:
         if self._first is None:
             self._first, self._low = offsets[0].as_py(), times[0].value // 1000
         self._last, self._high = offsets[-1].as_py(), times[-1].value // 1000
+        if ORDER in self.schema.names:
+            self._orders.append(_bounds(batch.column(ORDER)))
         self.records += batch.num_rows
         with storage.accessed(self._uri, _WRITTEN):
             self._writer.write_batch(batch)
@@ -210,7 +226,30 @@ class _OpenFile:
             self._last,
             self._low,
             self._high,
+            min_order=_least([low for low, _ in self._orders]),
+            max_order=_most([high for _, high in self._orders]),
         )
+
+
+def _bounds(orders: pa.StructArray) -> tuple[Order, Order]:
+    """The lowest high and low, and the highest high and low. Delta's statistics are bounds of each column by itself."""
+    high, low = (pc.min_max(pc.struct_field(orders, name)).as_py() for name in ("high", "low"))
+    return (high["min"], low["min"]), (high["max"], low["max"])
+
+
+def _least(orders: Sequence[Order]) -> Order | None:
+    return (min(high for high, _ in orders), min(low for _, low in orders)) if orders else None
+
+
+def _most(orders: Sequence[Order]) -> Order | None:
+    return (max(high for high, _ in orders), max(low for _, low in orders)) if orders else None
+
+
+def order_bounds(files: Sequence[DataFile]) -> tuple[Order | None, Order | None]:
+    """``min_order`` and ``max_order`` of a file with the records of some files."""
+    lows = [item.min_order for item in files if item.min_order is not None]
+    highs = [item.max_order for item in files if item.max_order is not None]
+    return _least(lows) if len(lows) == len(files) else None, _most(highs)
 
 
 _ROWS = 50_000
@@ -229,6 +268,14 @@ def highest_times(state: RawState | None) -> dict[int, int]:
         for partition, time in known.items():
             found[partition] = max(found.get(partition, 0), time)
     return found
+
+
+def highest_orders(state: RawState | None) -> dict[int, Order]:
+    """Partition → the highest order of all records before its next offset. A partition without ordered records is absent.
+
+    Quarantined and left-out records count, and records that retention removed.
+    """
+    return dict(state.orders) if state is not None else {}
 
 
 def _of_files(files: Sequence[DataFile]) -> dict[int, int]:
@@ -276,11 +323,55 @@ def last_time(kafka: pa.StructArray) -> int | None:
     return None if kafka.type.get_field_index("time") < 0 else pc.struct_field(kafka, "time")[-1].value
 
 
-def lift(table_uri: str, item: DataFile, reached: int, name: str) -> list[DataFile]:
-    """Write the records of a file that no commit names yet into another one, with times that begin at ``reached``
-    (milliseconds). The file itself stays: Spark may run the task again.
+def carried_orders(orders: pa.Array, floor: Order) -> pa.StructArray:
+    """Orders of one partition's records by offset, which begin at ``floor`` and never run back. Null: no order of its own."""
+    high, low = (
+        np.concatenate([[least], pc.fill_null(pc.struct_field(orders, name), none).to_numpy(zero_copy_only=False)])
+        for name, least, none in zip(("high", "low"), floor, _NO_ORDER, strict=True)
+    )
+    if not ((high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] >= low[:-1]))).all():
+        high, low = _running_maximum(high, low)
+    return pa.StructArray.from_arrays([pa.array(high[1:]), pa.array(low[1:])], fields=list(ORDER_TYPE))
 
-    ``name``: the beginning of the new file's name. LakeError if a file can't be read or written.
+
+def _running_maximum(
+    high: npt.NDArray[np.int64], low: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The highest pair up to each place. ``low`` counts only where ``high`` is the highest so far."""
+    highest = np.maximum.accumulate(high)
+    values, ranks = np.unique(low, return_inverse=True)
+    # Each run of one highest ``high`` has ranks of its own, above the ranks of the run before.
+    base = np.cumsum(np.concatenate([[0], highest[1:] != highest[:-1]])) * len(values)
+    ranks = np.maximum.accumulate(base + np.where(high == highest, ranks, 0)) - base
+    return highest, values[ranks]
+
+
+def order_at(orders: pa.StructArray, place: int) -> Order:
+    """The carried order at a place."""
+    return pc.struct_field(orders, "high")[place].as_py(), pc.struct_field(orders, "low")[place].as_py()
+
+
+def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.RecordBatch, Order | None]:
+    """Records of one partition with carried orders, and the order at their end.
+
+    ``floor``: the order before the records. None where no record had an order: the records then get the column only if they
+    bring it.
+    """
+    at = records.schema.get_field_index(ORDER)
+    if not records.num_rows or (at < 0 and floor is None):
+        return records, floor
+    own = records.column(at) if at >= 0 else pa.nulls(records.num_rows, ORDER_TYPE)
+    orders = carried_orders(own, floor or LOWEST)
+    records = records.append_column(ORDER, orders) if at < 0 else records.set_column(at, ORDER, orders)
+    return records, order_at(orders, -1)
+
+
+def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: str) -> list[DataFile]:
+    """Write the records of an uncommitted file to another file, with times and orders that begin at a floor.
+
+    ``time``: milliseconds since the epoch; ``order``: None where the records need no other order; ``name``: the beginning of
+    the new file's name. The old file stays, because Spark may run the task again. LakeError if a file can't be read or
+    written.
     """
     uri = storage.join(table_uri, item.path)
     system, path = storage.filesystem(uri)
@@ -288,6 +379,9 @@ def lift(table_uri: str, item: DataFile, reached: int, name: str) -> list[DataFi
     with storage.accessed(uri, "can't be read"), writer, pq.ParquetFile(path, filesystem=system) as file:
         for batch in storage.read_batches(file, _ROWS):
             place = batch.schema.get_field_index("kafka")
-            kafka = carried(batch.column(place), reached * 1000)
-            writer.write(batch.set_column(place, batch.schema.field(place), kafka))
+            kafka = carried(batch.column(place), time * 1000)
+            batch = batch.set_column(place, batch.schema.field(place), kafka)
+            if order is not None:
+                batch, order = with_orders(batch, order)
+            writer.write(batch)
     return [made for made, _ in writer.files]

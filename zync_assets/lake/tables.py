@@ -22,7 +22,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
 from zync_assets.lake import log, storage, stores, tampering
-from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened
+from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened, Order
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
@@ -371,10 +371,14 @@ def _add(item: DataFile, changes_data: bool = True) -> AddAction:
         high = {"partition": item.partition, "offset": item.last}
     if item.min_time is not None and item.max_time is not None:
         low["time"], high["time"] = _iso(item.min_time), _iso(item.max_time)
-    stats = {"numRecords": item.records, "minValues": {"kafka": low}, "maxValues": {"kafka": high}}
-    if not low:
-        stats = {"numRecords": item.records}
+    bounds = (low, item.min_order), (high, item.max_order)
+    least, most = ({} if not place else {"kafka": place, **_order(order)} for place, order in bounds)
+    stats = {"numRecords": item.records} | ({"minValues": least, "maxValues": most} if low else {})
     return AddAction(item.path, item.size, _group(item), int(time.time() * 1000), changes_data, json.dumps(stats))
+
+
+def _order(order: Order | None) -> dict[str, object]:
+    return {} if order is None else {"order": {"high": order[0], "low": order[1]}}
 
 
 def _iso(millis: int) -> str:

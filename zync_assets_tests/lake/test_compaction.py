@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from zync_assets.errors import LakeError
 from zync_assets.lake.compaction import FILES, SMALL, alike, due, rewrite
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw_files import MAX_RECORDS, RangeWriter, carried_times, raw_schema
+from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import MAX_RECORDS, ORDER_TYPE, RangeWriter, carried_times, raw_schema
 from zync_assets.lake.staging import ACCOUNT
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
@@ -117,6 +118,20 @@ def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) 
     assert carried_times([made]) == {}
     stamps = [row["timestamp"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
     assert stamps == [100, 500, 200, 600, 300]
+
+
+def test_orders_are_kept_and_a_record_from_before_orders_has_none(tmp_path: Path) -> None:
+    uri, table = str(tmp_path), SCHEMA.append(pa.field(ORDER, ORDER_TYPE))
+    files = [file(uri, records([0]))]
+    for offset, orders in ((1, [(5, 9), (6, 2)]), (3, [(6, 3)])):
+        own = pa.array([{"high": high, "low": low} for high, low in orders], ORDER_TYPE)
+        batch = records(range(offset, offset + len(orders)))
+        files.append(file(uri, batch.append_column(ORDER, own)))
+    made = rewrite(uri, files, table)
+    rows = pq.read_table(tmp_path / made.path)[ORDER].to_pylist()
+    assert rows == [None, *({"high": high, "low": low} for high, low in [(5, 9), (6, 2), (6, 3)])]
+    assert (made.min_order, made.max_order) == (None, (6, 9))
+    assert rewrite(uri, files[1:], table).min_order == (5, 2)
 
 
 def test_files_that_overlap_are_not_touched(tmp_path: Path) -> None:

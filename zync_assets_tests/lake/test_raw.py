@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.errors import CommitConflict
-from zync_assets.lake.log import DataFile
+from zync_assets.lake.log import DataFile, Order, list_files
 from zync_assets.lake.raw import (
+    ORDER,
     RawAdvance,
     RawState,
     WriterSchema,
@@ -24,7 +26,7 @@ from zync_assets.lake.raw import (
     raw_files,
     replay_name,
 )
-from zync_assets.lake.raw_files import carried_times
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times, highest_orders, order_bounds
 from zync_assets.lake.storage import raw_uri
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -41,14 +43,21 @@ def put(
     bad: Mapping[int, int] | None = None,
     topic_id: str = "id-1",
     writers: Sequence[WriterSchema] = (),
+    orders: Sequence[Order] = (),
+    domain: str | None = None,
 ) -> None:
-    """Commit records at some offsets of a partition, which begins at 0."""
+    """Commit records at some offsets of a partition, which begins at 0. ``orders``: of each record."""
     known = before.first if before else {}
     uri = raw_uri(str(lake), "Raw", TOPIC)
-    data = file(uri, records(list(offsets), partition=partition))
+    batch = records(list(offsets), partition=partition)
+    if orders:
+        batch = batch.append_column(ORDER, pa.array([{"high": a, "low": b} for a, b in orders], ORDER_TYPE))
+        schema = schema.append(pa.field(ORDER, ORDER_TYPE))
+    data = file(uri, batch)
     first = {} if partition in known else {partition: 0}
     until = {partition: offsets.stop}
-    commit_raw(uri, before, RawAdvance(TOPIC, topic_id, schema, [data], first, until, bad=bad or {}, writers=writers))
+    advance = RawAdvance(TOPIC, topic_id, schema, [data], first, until, bad=bad or {}, writers=writers, domain=domain)
+    commit_raw(uri, before, replace(advance, orders={partition: orders[-1]} if orders else {}))
 
 
 def state(lake: Path) -> RawState:
@@ -192,3 +201,30 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
     ]
     assert held_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
     assert held_ranges(state, OffsetRange(0, 4, 200), released=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
+
+
+def test_a_table_from_before_orders_gets_them_with_the_next_batch(tmp_path: Path) -> None:
+    put(tmp_path, None, range(2))
+    assert (state(tmp_path).ordered, state(tmp_path).domain, highest_orders(state(tmp_path))) == (False, None, {})
+    columns = state(tmp_path).schema
+    put(tmp_path, state(tmp_path), range(2, 4), orders=[LOWEST, (5, 9)], domain="shop")
+    put(tmp_path, state(tmp_path), range(4, 6), orders=[(6, 7), (7, 1)], domain="shop")
+    put(tmp_path, state(tmp_path), range(3), partition=1, orders=[LOWEST] * 3, domain="shop")
+    found = state(tmp_path)
+    assert (found.ordered, found.domain, found.schema) == (True, "shop", columns)
+    assert highest_orders(found) == {0: (7, 1), 1: LOWEST}
+    bounds = [(None, None), (LOWEST, (5, 9)), ((6, 1), (7, 7)), (LOWEST, LOWEST)]
+    assert [(item.min_order, item.max_order) for item in found.files] == bounds
+    listing = sorted(list_files(found.opened), key=lambda item: (item.partition or 0, item.first or 0))
+    assert [(item.min_order, item.max_order) for item in listing] == bounds
+    assert order_bounds(found.files[1:3]) == ((LOWEST[0], 0), (7, 9))
+    assert order_bounds(found.files[:3]) == (None, (7, 9))
+
+
+def test_the_last_domain_counts(tmp_path: Path) -> None:
+    put(tmp_path, None, range(1), orders=[(1, 0)], domain="shop")
+    domains: list[str | None] = []
+    for number, domain in enumerate(["other", None, None, "shop", "shop"], 1):
+        put(tmp_path, state(tmp_path), range(number, number + 1), orders=[(1, 0)], domain=domain)
+        domains.append(state(tmp_path).domain)
+    assert domains == ["other", None, None, "shop", "shop"]

@@ -1,0 +1,270 @@
+"""The order of a record in its source: the positions of Debezium's connectors, or a field that the pipeline file names.
+
+An order is a pair of longs, ``high`` and ``low``, compared as a tuple (``lake.raw_files.ORDER_TYPE``). The functions here give
+a record its own order, or null where a record has none: tombstones, and Debezium's incremental snapshots. ``lake.raw_files``
+carries the orders within a partition. Records of an initial snapshot come before all changes, and have the order LOWEST.
+
+An envelope shows its connector by the fields of its ``source`` struct. No record is looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import SchemaError
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
+from zync_assets.pipeline import SourceOrder
+
+Pair = tuple[pa.Array, pa.Array]
+"""``high`` and ``low``, as longs."""
+Longs = npt.NDArray[np.int64]
+
+_SNAPSHOTS = pa.array(["true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial"])
+_SEQUENCE = r'^\[\s*(?:"(?P<high>[0-9]{1,18})"|null)\s*,\s*(?:"(?P<low>[0-9]{1,18})"|null)\s*\]$'
+_FILE_NUMBER = r"\.(?P<number>[0-9]{1,6})$"
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A kind of Debezium source: the fields that show it, and the position of its records."""
+
+    numbers: frozenset[str]
+    texts: frozenset[str]
+    position: Callable[[pa.StructArray], Pair]
+
+    def fits(self, source: pa.DataType) -> bool:
+        types = {item.name: item.type for item in source}
+        return (
+            all(name in types and pa.types.is_integer(types[name]) for name in self.numbers)
+            and all(name in types and pa.types.is_string(types[name]) for name in self.texts | {"connector"})
+            and "snapshot" in types
+        )
+
+
+def connector_of(value: pa.DataType) -> Connector | None:
+    """The connector that an envelope's type shows; None for another type, and for a connector without a known order."""
+    if not pa.types.is_struct(value) or value.get_field_index("source") < 0:
+        return None
+    source = value.field("source").type
+    return next((each for each in _CONNECTORS if each.fits(source)), None) if pa.types.is_struct(source) else None
+
+
+def has_orders(order: SourceOrder | None, value: pa.DataType | None) -> bool:
+    """Whether ``own_orders`` gives orders for records with values of a type (None: not known yet)."""
+    if order is not None and (order.time or order.by is not None):
+        return order.path is not None
+    return value is not None and connector_of(value) is not None
+
+
+def own_orders(order: SourceOrder | None, columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
+    """The orders of some records, null where a record has none. None for inputs in the order of time, for expressions that
+    Spark evaluates, and for values that are no envelope. ``columns``: ``kafka``, ``key``, ``value``.
+
+    SchemaError if the pipeline file names a missing field, or a field of a type without an order.
+    """
+    if order is not None and (order.time or order.by is not None):
+        return None if order.path is None else _at_path(order.by or "", order.path, columns)
+    value = columns["value"]
+    connector = connector_of(value.type)
+    if connector is None:
+        return None
+    source = pc.struct_field(value, "source")
+    high, low = connector.position(source)
+    high = pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[0], pa.int64()), high)
+    high = pc.if_else(_is_incremental(source), pa.scalar(None, pa.int64()), high)
+    return _orders(high, pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[1], pa.int64()), low))
+
+
+def source_name(records: pa.RecordBatch) -> str | None:
+    """The ``source.name`` of the first envelope among some records."""
+    if "value" not in records.schema.names:
+        return None
+    value = records.column("value")
+    if connector_of(value.type) is None or value.type.field("source").type.get_field_index("name") < 0:
+        return None
+    names = pc.struct_field(pc.struct_field(value, "source"), "name").drop_null()
+    return names[0].as_py() if len(names) else None
+
+
+def is_orderly(kind: pa.DataType) -> bool:
+    """Whether a value of a type is an order: an integer, a timestamp, a date, or a struct of two of these."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        return kind.num_fields == 2 and not any(
+            kinds.is_struct(item.type) or not is_orderly(item.type) for item in kind
+        )
+    return kinds.is_integer(kind) or kinds.is_timestamp(kind) or kinds.is_date(kind)
+
+
+def unfit(place: str, text: str, kind: object) -> SchemaError:
+    """The error for an expression of a type without an order."""
+    return SchemaError(
+        f"{place}: {text} is {kind}. An order is an integer, a timestamp, a date, or a struct of two of these. Nothing was"
+        " ingested. Name such a field, or CAST the expression."
+    )
+
+
+def _at_path(text: str, path: tuple[str, ...], columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
+    found = columns[path[0]]
+    for name in path[1:]:
+        if pa.types.is_null(found.type):
+            return None  # all values are null so far
+        names = [item.name for item in found.type] if pa.types.is_struct(found.type) else []
+        # Spark SQL compares names without regard to case, and so does a path.
+        exact = [each for each in names if each == name] or [each for each in names if each.lower() == name.lower()]
+        if not exact:
+            raise SchemaError(
+                f"order.by: {text}: there is no field {name} in the records. Nothing was ingested. Correct the name in the"
+                " pipeline file."
+            )
+        found = pc.struct_field(found, exact[0])
+    if pa.types.is_null(found.type):
+        return None
+    if not is_orderly(found.type):
+        raise unfit("order.by", text, found.type)
+    if pa.types.is_struct(found.type):
+        high, low = (_long(pc.struct_field(found, item.name)) for item in found.type)
+        return _orders(high, low)
+    high = _long(found)
+    return _orders(high, pa.repeat(pa.scalar(0, pa.int64()), len(high)))
+
+
+def _long(values: pa.Array) -> pa.Array:
+    """Integers; timestamps as microseconds and dates as days, both since the epoch."""
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.timestamp("us", values.type.tz))
+    if pa.types.is_date(values.type):
+        values = values.cast(pa.date32()).cast(pa.int32())
+    return values.cast(pa.int64())
+
+
+def _orders(high: pa.Array, low: pa.Array) -> pa.StructArray:
+    low = pc.if_else(pc.is_valid(high), pc.fill_null(low, 0), pa.scalar(None, pa.int64()))
+    return pa.StructArray.from_arrays([high, low], fields=list(ORDER_TYPE), mask=pc.is_null(high))
+
+
+def _is_snapshot(source: pa.StructArray) -> pa.Array:
+    snapshot = pc.struct_field(source, "snapshot")
+    return pc.fill_null(snapshot, False) if pa.types.is_boolean(snapshot.type) else pc.is_in(snapshot, _SNAPSHOTS)
+
+
+def _is_incremental(source: pa.StructArray) -> pa.Array:
+    snapshot = pc.struct_field(source, "snapshot")
+    if pa.types.is_boolean(snapshot.type):
+        return pa.repeat(pa.scalar(False), len(source))
+    return pc.fill_null(pc.equal(snapshot, "incremental"), False)
+
+
+def _number(source: pa.StructArray, name: str) -> pa.Array:
+    return pc.struct_field(source, name).cast(pa.int64())
+
+
+def _postgres(source: pa.StructArray) -> Pair:
+    """``sequence`` has the LSN of the last commit before the transaction, and the LSN of the change. The LSN of the change
+    alone runs backwards where transactions overlap, since Debezium sends a transaction at its commit. The first transaction
+    that a connector reads has no commit before it (null)."""
+    lsn = _number(source, "lsn")
+    if source.type.get_field_index("sequence") < 0:
+        return lsn, lsn
+    text = pc.struct_field(source, "sequence")
+    high, low = _sequence(text)
+    is_pair = pc.is_valid(low)
+    return pc.if_else(is_pair, pc.fill_null(high, 0), lsn), pc.if_else(is_pair, low, lsn)
+
+
+def _sequence(text: pa.Array) -> Pair:
+    """The two numbers of each text such as ``["24023128","24023400"]``. Null where a text has no number."""
+    some = pc.is_valid(text)
+    dense = text.filter(some)
+    # Whole texts of two numbers are the common case, and a split is quicker than a regular expression.
+    try:
+        numbers = pc.split_pattern(pc.utf8_slice_codeunits(dense, 2, -2), '","').flatten().cast(pa.int64())
+    except pa.ArrowInvalid:
+        numbers = pa.array([], pa.int64())
+    if len(numbers) == 2 * len(dense):
+        both = numbers.to_numpy(zero_copy_only=False).reshape(-1, 2)
+        pair = [pa.array(np.ascontiguousarray(both[:, side])) for side in (0, 1)]
+    else:
+        match = pc.extract_regex(dense, _SEQUENCE)
+        pair = [_digits(pc.struct_field(match, side)) for side in ("high", "low")]
+    high, low = (pc.replace_with_mask(pa.nulls(len(text), pa.int64()), some, each) for each in pair)
+    return high, low
+
+
+def _digits(text: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text).cast(pa.int64())
+
+
+def _mysql(source: pa.StructArray) -> Pair:
+    """The number of the binary log's file, the position in the file, and the row within the event."""
+    files = pc.struct_field(source, "file").dictionary_encode()
+    number = _digits(pc.struct_field(pc.extract_regex(files.dictionary, _FILE_NUMBER), "number"))
+    high = pc.bit_wise_or(pc.shift_left(number.take(files.indices), 40), _number(source, "pos"))
+    return high, _number(source, "row")
+
+
+def _sql_server(source: pa.StructArray) -> Pair:
+    """The LSN of the commit, then the LSN of the change, then the number of the event.
+
+    Debezium reads changes in the order of their commits. The LSN of the change alone would run backwards where transactions
+    overlap. An LSN has 80 bits: virtual log file, block and slot. ``high`` holds file and block of the commit. ``low`` holds
+    the commit's slot (15 bits), and the change within its transaction in 48 bits: files before the commit's file (6), block
+    (26), slot (12), event (4). A number that needs more bits counts as the highest one. Such records share an order, and
+    never change places.
+    """
+    texts = [pc.struct_field(source, name) for name in ("commit_lsn", "change_lsn")]
+    commit = _lsn(pc.coalesce(texts[0], texts[1]))
+    change = _lsn(pc.coalesce(texts[1], texts[0]))
+    known = pa.array(commit[0] >= 0)
+    high = (np.maximum(commit[0], 0) & 0x7FFF_FFFF) << 32 | np.maximum(commit[1], 0)
+    event = pc.fill_null(_number(source, "event_serial_no"), 0).to_numpy(zero_copy_only=False)
+    distance = np.maximum(commit[0] - change[0], 0)
+    within = (63 - np.minimum(distance, 63)) << 42
+    within |= np.clip(change[1], 0, (1 << 26) - 1) << 16
+    within |= np.clip(change[2], 0, (1 << 12) - 1) << 4 | np.clip(event, 0, 15)
+    within[(distance > 63) | (change[0] < 0)] = 0
+    low = np.clip(commit[2], 0, 0x7FFF) << 48 | within
+    nothing = pa.scalar(None, pa.int64())
+    return pc.if_else(known, pa.array(high), nothing), pc.if_else(known, pa.array(low), nothing)
+
+
+_LSN_WIDTH = 22
+_DIGIT = np.full(256, -1, np.int64)
+for _value, _sign in enumerate("0123456789abcdef"):
+    _DIGIT[ord(_sign)] = _DIGIT[ord(_sign.upper())] = _value
+
+
+def _lsn(text: pa.Array) -> tuple[Longs, Longs, Longs]:
+    """The three numbers of each text such as ``0000002d:00000378:0012``; -1 where a text is no LSN."""
+    fits = pc.fill_null(pc.equal(pc.binary_length(text), _LSN_WIDTH), False)
+    dense = text.filter(fits)
+    # A filtered array begins at the start of its buffers.
+    data = dense.buffers()[2] if len(dense) else b""
+    digits = _DIGIT[np.frombuffer(data, np.uint8, len(dense) * _LSN_WIDTH).reshape(-1, _LSN_WIDTH)]
+    spans = (slice(0, 8), slice(9, 17), slice(18, 22))
+    whole = np.all([(digits[:, span] >= 0).all(axis=1) for span in spans], axis=0)
+    found = np.full((3, len(text)), -1, np.int64)
+    at = np.flatnonzero(fits.to_numpy(zero_copy_only=False))[whole]
+    for numbers, span in zip(found, spans, strict=True):
+        part = digits[whole, span]
+        numbers[at] = part @ (16 ** np.arange(part.shape[1] - 1, -1, -1, dtype=np.int64))
+    return found[0], found[1], found[2]
+
+
+def _mongodb(source: pa.StructArray) -> Pair:
+    """The second of the operation, and its number within the second."""
+    return pc.divide(_number(source, "ts_ms"), pa.scalar(1000, pa.int64())), _number(source, "ord")
+
+
+_CONNECTORS = (
+    Connector(frozenset({"event_serial_no"}), frozenset({"change_lsn", "commit_lsn"}), _sql_server),
+    Connector(frozenset({"pos", "row"}), frozenset({"file"}), _mysql),
+    Connector(frozenset({"lsn"}), frozenset(), _postgres),
+    Connector(frozenset({"ord", "ts_ms"}), frozenset(), _mongodb),
+)

@@ -1,0 +1,300 @@
+"""The order of records in their source: each connector's positions, and orders that never run back, however ingest is cut."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zync_assets.errors import SchemaError
+from zync_assets.ingest import files as ingest_files
+from zync_assets.ingest.files import Reading, batch_files, with_carried
+from zync_assets.ingest.order import connector_of, own_orders, source_name
+from zync_assets.ingest.source import Source
+from zync_assets.ingest.task import ReadEnd, Reader, write_part
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw import ORDER, open_raw
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders
+from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Input, SideFormat, SourceOrder
+from zync_assets_tests.lake.rows import SCHEMA, records
+from zync_assets_tests.mini import Mini, mini
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SOURCE = [("connector", pa.string()), ("name", pa.string()), ("snapshot", pa.string())]
+POSTGRES = pa.struct([*SOURCE, ("sequence", pa.string()), ("lsn", pa.int64())])
+MYSQL = pa.struct([*SOURCE, ("file", pa.string()), ("pos", pa.int64()), ("row", pa.int32())])
+SQL_SERVER = pa.struct(
+    [*SOURCE, ("change_lsn", pa.string()), ("commit_lsn", pa.string()), ("event_serial_no", pa.int64())]
+)
+MONGODB = pa.struct([*SOURCE, ("ts_ms", pa.int64()), ("ord", pa.int32())])
+
+
+def envelopes(kind: pa.DataType, sources: Sequence[dict[str, Any] | None]) -> pa.Array:
+    """A value for each source; a tombstone for None."""
+    rows = [None if each is None else {"op": "u", "source": {"snapshot": "false", **each}} for each in sources]
+    return pa.array(rows, pa.struct([("op", pa.string()), ("source", kind)]))
+
+
+def orders_of(kind: pa.DataType, *sources: dict[str, Any] | None) -> list[Order | None]:
+    found = own_orders(None, {"value": envelopes(kind, sources)})
+    assert found is not None
+    assert found.type == ORDER_TYPE
+    return [None if each is None else (each["high"], each["low"]) for each in found.to_pylist()]
+
+
+longs = st.integers(0, 10**18 - 1)
+
+
+@given(st.lists(st.tuples(st.none() | longs, st.none() | longs, longs, st.booleans(), st.booleans()), max_size=20))
+def test_postgres_orders_by_the_last_commit_and_then_by_the_change(
+    changes: list[tuple[int | None, int | None, int, bool, bool]],
+) -> None:
+    sources: list[dict[str, Any]] = []
+    expected: list[Order] = []
+    for commit, change, lsn, has_sequence, is_spaced in changes:
+        texts = [None if each is None else str(each) for each in (commit, change)]
+        text = json.dumps(texts, separators=(", " if is_spaced else ",", ":"))
+        sources.append({"lsn": lsn, "sequence": text if has_sequence else None})
+        expected.append((commit or 0, change) if has_sequence and change is not None else (lsn, lsn))
+    assert orders_of(POSTGRES, *sources) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 999_999), st.integers(0, 2**40 - 1), st.integers(0, 2**31 - 1)), max_size=20))
+def test_mysql_orders_by_file_position_and_row(places: list[tuple[int, int, int]]) -> None:
+    found = orders_of(MYSQL, *({"file": f"mysql-bin.{n:06}", "pos": pos, "row": row} for n, pos, row in places))
+    assert found == [(n << 40 | pos, row) for n, pos, row in places]
+    assert sorted(places) == [place for _, place in sorted(zip(found, places, strict=True))]
+
+
+def lsn(log_file: int, block: int, slot: int) -> str:
+    return f"{log_file:08x}:{block:08x}:{slot:04X}"
+
+
+parts = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**26 - 1), st.integers(0, 4095))
+
+
+@given(st.lists(st.tuples(parts, st.integers(0, 63), parts, st.integers(0, 15)), min_size=1, max_size=20))
+def test_sql_server_orders_by_commit_change_and_event(
+    changes: list[tuple[tuple[int, int, int], int, tuple[int, int, int], int]],
+) -> None:
+    """A transaction begins in the log file of its commit or in one of the 63 files before it."""
+    keys = [(commit, (max(0, commit[0] - before), *change[1:]), event) for commit, before, change, event in changes]
+    found = orders_of(
+        SQL_SERVER,
+        *({"commit_lsn": lsn(*commit), "change_lsn": lsn(*change), "event_serial_no": e} for commit, change, e in keys),
+    )
+    ranked = sorted(range(len(keys)), key=lambda index: keys[index])
+    for one, other in pairwise(ranked):
+        assert (found[one] < found[other]) == (keys[one] < keys[other])  # type: ignore[operator]
+
+
+def test_sql_server_s_missing_and_odd_positions() -> None:
+    found = orders_of(
+        SQL_SERVER,
+        {"commit_lsn": lsn(1, 2, 3), "change_lsn": None, "event_serial_no": 1},
+        {"commit_lsn": None, "change_lsn": lsn(1, 2, 3), "event_serial_no": 1},
+        {"commit_lsn": "no LSN of the log file", "change_lsn": None, "event_serial_no": 1},
+        {"commit_lsn": lsn(2**32 - 1, 0, 0xFFFF), "change_lsn": lsn(1, 2, 3), "event_serial_no": 99},
+    )
+    assert found[0] == found[1]
+    assert found[2] is None
+    assert found[3] is not None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**41), st.integers(0, 2**31 - 1)), max_size=20))
+def test_mongodb_orders_by_second_and_number(places: list[tuple[int, int]]) -> None:
+    found = orders_of(MONGODB, *({"ts_ms": at, "ord": number} for at, number in places))
+    assert found == [(at // 1000, number) for at, number in places]
+
+
+@pytest.mark.parametrize("kind", [POSTGRES, MYSQL, SQL_SERVER, MONGODB])
+def test_snapshots_come_first_and_tombstones_have_no_order_of_their_own(kind: pa.DataType) -> None:
+    place = {"lsn": 5, "file": "b.1", "pos": 5, "row": 5, "commit_lsn": lsn(1, 2, 3), "ts_ms": 5000, "ord": 5}
+    place["event_serial_no"] = 1
+    own = {item.name: place[item.name] for item in kind if item.name in place}
+    snapshots = ("true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial")
+    assert orders_of(kind, *({**own, "snapshot": each} for each in snapshots)) == [LOWEST] * len(snapshots)
+    changed, tombstone, incremental, unknown = orders_of(
+        kind, own, None, {**own, "snapshot": "incremental"}, {**own, "snapshot": None}
+    )
+    assert changed is not None
+    assert changed == unknown
+    assert (tombstone, incremental) == (None, None)
+
+
+def test_old_debezium_s_snapshot_is_a_truth_value() -> None:
+    kind = pa.struct([("connector", pa.string()), ("snapshot", pa.bool_()), ("lsn", pa.int64())])
+    found = orders_of(kind, {"snapshot": True, "lsn": 7}, {"snapshot": False, "lsn": 7})
+    assert found == [LOWEST, (7, 7)]
+
+
+def test_values_that_are_no_envelopes_cost_a_look_at_their_type() -> None:
+    for kind in (pa.null(), pa.string(), pa.struct([("id", pa.int64())]), pa.struct([("source", pa.string())])):
+        assert connector_of(kind) is None
+        assert own_orders(None, {"value": pa.nulls(3, kind)}) is None
+    oracle = pa.struct([*SOURCE, ("scn", pa.string())])
+    assert own_orders(None, {"value": envelopes(oracle, [{"scn": "5"}])}) is None
+    assert own_orders(SourceOrder(time=True), {"value": envelopes(POSTGRES, [{"lsn": 5}])}) is None
+
+
+def test_the_domain_is_the_name_of_the_first_source() -> None:
+    values = envelopes(POSTGRES, [None, {"lsn": 1, "name": "shop"}, {"lsn": 2, "name": "other"}])
+    assert source_name(pa.RecordBatch.from_arrays([values], ["value"])) == "shop"
+
+
+def batch_of(offset: int, orders: Sequence[Order | None], has_column: bool) -> pa.RecordBatch:
+    made = records(range(offset, offset + len(orders)), [1000] * len(orders))
+    own = pa.array([None if each is None else {"high": each[0], "low": each[1]} for each in orders], ORDER_TYPE)
+    return made.append_column(ORDER, own) if has_column else made
+
+
+@dataclass(frozen=True)
+class GivenReader(Reader):
+    """Reads records that a test gives, instead of Kafka's."""
+
+    chunks: dict[OffsetRange, list[pa.RecordBatch]] | None = None
+
+    def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
+        assert self.chunks is not None
+        end.last_time = 1000
+        yield from self.chunks[part]
+
+
+SIDE = SideFormat("json")
+INPUT = Input("t", "Raw", SIDE, SIDE)
+own = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
+
+
+chunks_of = st.lists(st.lists(own, min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(chunks_of, min_size=1, max_size=3), min_size=1, max_size=3))
+def test_orders_never_run_back_however_ingest_is_cut(batches: list[list[list[list[Order | None]]]]) -> None:
+    """A batch of tasks, a task of chunks, a chunk of records. A chunk whose records have no order may lack the column."""
+    sent: list[Order | None] = []
+    stored: list[Order] = []
+    before: dict[int, Order] | None = None
+    with tempfile.TemporaryDirectory() as lake, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingest_files, "run_tasks", lambda _, count, work: [work(index) for index in range(count)])
+        for tasks in batches:
+            chunks: dict[OffsetRange, list[pa.RecordBatch]] = {}
+            for task in tasks:
+                first, made = len(sent), []
+                for chunk in task:
+                    made.append(batch_of(len(sent), chunk, any(each is not None for each in chunk)))
+                    sent += chunk
+                chunks[OffsetRange(0, first, len(sent))] = made
+            ranges = list(chunks)
+            source = Source({}, None, "t", SIDE, SIDE, None, None)
+            reading = Reading(None, lake, INPUT, source, ranges, 0, SCHEMA, 1, orders=before)  # type: ignore[arg-type]
+            reader = GivenReader(source, ranges, 0, {}, before, {}, None, "", chunks)
+            ends = [write_part(reader, index, reading.uri) for index in range(len(ranges))]
+            files, _, after = with_carried(reading, batch_files(reading, ends, SCHEMA, [], {}))
+            for item in sorted(files.files, key=lambda item: item.first or 0):
+                table = pq.read_table(Path(reading.uri, item.path))
+                rows = table.column(ORDER).to_pylist() if ORDER in table.column_names else [None] * item.records
+                pairs = [LOWEST if row is None else (row["high"], row["low"]) for row in rows]
+                assert item.min_order is None or all(item.min_order <= pair for pair in pairs)
+                assert item.max_order is None or all(item.max_order >= pair for pair in pairs)
+                assert (item.max_order is None) == (ORDER not in table.column_names)
+                stored += pairs
+            before = after or before
+        assert stored == list(accumulate((each or LOWEST for each in sent), max))
+        assert (before or {0: LOWEST})[0] == stored[-1]
+
+
+def column(order: SourceOrder, kind: pa.DataType, *values: object) -> list[object]:
+    array = pa.array([None if each is None else {"At": each} for each in values], pa.struct([("At", kind)]))
+    found = own_orders(order, {"value": array})
+    assert found is not None
+    return found.to_pylist()
+
+
+def test_a_field_is_an_order() -> None:
+    order = SourceOrder("value.at", path=("value", "at"))
+    pair = pa.struct([("commit", pa.int64()), ("change", pa.int32())])
+    assert column(order, pa.int32(), 7, None) == [{"high": 7, "low": 0}, None]
+    assert column(order, pa.timestamp("ms"), 7) == [{"high": 7000, "low": 0}]
+    assert column(order, pa.date32(), 7) == [{"high": 7, "low": 0}]
+    assert column(order, pair, {"commit": 7, "change": 8}) == [{"high": 7, "low": 8}]
+    assert own_orders(order, {"value": pa.nulls(2)}) is None
+    with pytest.raises(SchemaError, match=r"value\.at is string"):
+        column(order, pa.string(), "7")
+    with pytest.raises(SchemaError, match="no field lsn"):
+        column(SourceOrder("value.lsn", path=("value", "lsn")), pa.int64(), 7)
+
+
+ENVELOPE = (
+    "op string, source struct<connector:string,name:string,snapshot:string,lsn:bigint,sequence:string>, id bigint"
+)
+FILE = f"""
+inputs:
+  - {{topic: $left, pool: Raw, key-format: string, value-format: json, schema: "{ENVELOPE}"}}
+"""
+
+
+def change(op: str, number: int, lsn: int = 0, commit: int | None = None, snapshot: str = "false") -> dict[str, Any]:
+    sequence = json.dumps([None if commit is None else str(commit), str(lsn)], separators=(",", ":"))
+    source = {"connector": "postgresql", "name": "shop", "snapshot": snapshot, "lsn": lsn, "sequence": sequence}
+    return {"op": op, "id": number, "source": source}
+
+
+def stored_orders(it: Mini) -> list[Order]:
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    found: list[Order] = []
+    for item in state.files:
+        for row in pq.read_table(Path(state.opened.uri, item.path)).to_pylist():
+            order = row.get(ORDER)
+            found.append(LOWEST if order is None else (order["high"], order["low"]))
+    return found
+
+
+def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+    """Two transactions overlap: Debezium sends the one with the lower LSNs last, since it was committed last."""
+    it = mini(services, spark, tmp_path, unique, FILE)
+    it.send(it.left, change("r", 1, 90, snapshot="true"), change("r", 2, 90, snapshot="last"))
+    it.ingest(it.left)
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    assert (state.domain, highest_orders(state)) == ("shop", {0: LOWEST})
+    it.send(
+        it.left,
+        change("c", 3, 120, commit=100),
+        change("d", 3, 130, commit=100),
+        None,
+        b"garbage",
+        change("u", 1, 110, commit=140),
+        change("r", 2, 0, snapshot="incremental"),
+        change("u", 2, 125, commit=140),
+    )
+    it.ingest(it.left)
+    late = [(100, 120), (100, 130), (100, 130), (140, 110), (140, 110), (140, 125)]
+    assert stored_orders(it) == [LOWEST, LOWEST, *late]
+    state = open_raw(it.lake, "Raw", it.left)
+    assert state is not None
+    assert (state.domain, highest_orders(state)) == ("shop", {0: (140, 125)})
+    assert [(item.min_order, item.max_order) for item in state.files] == [
+        (LOWEST, LOWEST),
+        ((100, 110), (140, 130)),
+    ]
+    assert ORDER not in state.schema.names
+    it.send(it.left, b"garbage", None)
+    commit = it.ingest(it.left)[it.left]
+    assert (commit.records, commit.quarantined, commit.added_fields) == (1, 1, ())
+    assert stored_orders(it)[-1] == (140, 125)
