@@ -37,7 +37,8 @@ from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Shape
-from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse, without_root
+from zync_assets.pipeline_file.conditions import without_root
+from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
 from zync_assets.pipeline_file.references import shape_in_lake_names
 from zync_assets.spark.sql import shape_sql
 from zync_assets.spark.tasks import (

@@ -6,18 +6,29 @@ Whether an earlier rule plainly leaves a later one nothing: where its ``where`` 
 
 ``None`` stands for a rule without ``where``: it takes everything but tombstones. Only what is plain in the text counts;
 where this module says nothing, a rule may still never match.
+
+NULL in place of columns that no record has: Spark finds no element or field in a NULL without a type, and some functions
+refuse one. All of these are null for null, so NULL replaces the smallest expression around the column that Spark accepts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
 from sqlglot import exp
 from sqlglot.tokenizer_core import Token, TokenType
 
-from zync_assets.pipeline_file.expressions import Expression, SqlProblem, check_expression, columns, parse, roots
+from zync_assets.pipeline_file.expressions import (
+    OTHERS,
+    Expression,
+    SqlProblem,
+    check_expression,
+    columns,
+    parse,
+    roots,
+)
 
 JoinPair: TypeAlias = tuple[str, str]
 """(left-only expression, right-only expression), as the file spells them."""
@@ -221,3 +232,120 @@ def _never_takes_tombstones(tree: exp.Expr) -> bool:
 def _of_value(tree: object) -> bool:
     """A field of ``value``, or ``value`` itself: null in a tombstone."""
     return isinstance(tree, exp.Column) and any(parts[0].lower() == "value" for parts in columns(tree))
+
+
+Span: TypeAlias = tuple[int, int]
+"""Characters of an expression: the first, and the one after the last."""
+
+_FIRST = """
+    aggregate array_append array_compact array_contains array_distinct array_except array_insert array_intersect array_join
+    array_max array_min array_position array_prepend array_remove array_size array_sort array_union arrays_overlap arrays_zip
+    cardinality element_at exists filter flatten forall get map_concat map_contains_key map_entries map_filter
+    map_from_arrays map_from_entries map_keys map_values map_zip_with reduce sequence size slice sort_array to_csv to_json
+    to_xml transform transform_keys transform_values try_element_at zip_with
+    """
+_SECOND = """
+    array_contains array_except array_intersect array_position array_remove array_union arrays_overlap arrays_zip element_at
+    map_concat map_contains_key map_from_arrays map_zip_with sequence try_element_at zip_with
+    """
+TYPED_ARGUMENTS: frozenset[tuple[str, int]] = frozenset(
+    [*((name, 0) for name in _FIRST.split()), *((name, 1) for name in _SECOND.split())]
+)
+"""Functions and the places of their arguments that refuse a NULL without a type. The function is null for a null there."""
+
+
+def without_root(sql: str, root: str) -> str:
+    """The expression with NULL for everything under ``root``, which is null in every record."""
+    expression = parse(sql)
+    places: list[Span] = []
+    for column in expression.tree.find_all(exp.Column):
+        parts = column.parts
+        if parts[0].name.lower() == root and next(columns(column), None) is not None:
+            places.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1))
+    return with_nulls(expression, places)
+
+
+def with_nulls(expression: Expression, places: Iterable[Span]) -> str:
+    """The expression with NULL for some of its columns. ``places``: where their names stand."""
+    sql = expression.sql
+    for start, end in sorted(null_spans(expression, places), reverse=True):
+        sql = f"{sql[:start]}NULL{sql[end:]}"
+    return sql
+
+
+def null_spans(expression: Expression, places: Iterable[Span]) -> set[Span]:
+    """The parts of an expression that NULL replaces if some of its columns are null; none of them is in another."""
+    tokens = expression.tokens
+    closings = _closings(tokens)
+    found = {_null_span(tokens, closings, *place) for place in places}
+    return {
+        (start, end)
+        for start, end in found
+        if not any((first, last) != (start, end) and first <= start and end <= last for first, last in found)
+    }
+
+
+def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int, end: int) -> Span:
+    first = max(at for at, token in enumerate(tokens) if token.start <= start)
+    last = min(at for at, token in enumerate(tokens) if token.end + 1 >= end)
+    # A field of a call's result: the column is within the call.
+    for opening, closing in closings.items():
+        if opening < first < closing < last:
+            called = opening and tokens[opening - 1].text.lower() in OTHERS
+            first = opening - 1 if called else opening
+    while True:
+        after = _kind(tokens, last + 1)
+        if after == TokenType.L_BRACKET:
+            last = closings[last + 1]
+            continue
+        if after == TokenType.DOT:
+            last += 2
+            continue
+        opening, place = _argument(tokens, closings, first, last)
+        if opening is None:
+            return tokens[first].start, tokens[last].end + 1
+        closing = closings[opening]
+        if opening and (tokens[opening - 1].text.lower(), place) in TYPED_ARGUMENTS:
+            first, last = opening - 1, closing
+        elif (first, last) == (opening + 1, closing - 1) and _only_groups(tokens, opening, closing):
+            first, last = opening, closing
+        else:
+            return tokens[first].start, tokens[last].end + 1
+
+
+def _argument(tokens: Sequence[Token], closings: Mapping[int, int], first: int, last: int) -> tuple[int | None, int]:
+    """The parenthesis before the list of which the tokens are one whole item, and the item's place; None: they are no item."""
+    ends = (TokenType.COMMA, TokenType.L_PAREN), (TokenType.COMMA, TokenType.R_PAREN)
+    if _kind(tokens, first - 1) not in ends[0] or _kind(tokens, last + 1) not in ends[1]:
+        return None, 0
+    opening = max((at for at, closing in closings.items() if at < first and last < closing), default=None)
+    if opening is None:
+        return None, 0
+    commas = [at for at in range(opening, first) if tokens[at].token_type == TokenType.COMMA]
+    inner = [(at, closing) for at, closing in closings.items() if opening < at < first]
+    return opening, sum(not any(at < comma < closing for at, closing in inner) for comma in commas)
+
+
+def _only_groups(tokens: Sequence[Token], opening: int, closing: int) -> bool:
+    """Whether a pair of parentheses plainly is around an expression, neither of a call nor of IN."""
+    if opening and tokens[opening - 1].text.lower() in OTHERS:
+        return False
+    after = _kind(tokens, closing + 1)
+    before = _kind(tokens, opening - 1)
+    return after in (TokenType.L_BRACKET, TokenType.DOT) or before in (None, TokenType.L_PAREN, TokenType.COMMA)
+
+
+def _kind(tokens: Sequence[Token], at: int) -> TokenType | None:
+    return tokens[at].token_type if 0 <= at < len(tokens) else None
+
+
+def _closings(tokens: Sequence[Token]) -> dict[int, int]:
+    """The place of each opening parenthesis or bracket → the place of the closing one."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for at, token in enumerate(tokens):
+        if token.token_type in (TokenType.L_PAREN, TokenType.L_BRACKET):
+            opened.append(at)
+        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and opened:
+            found[opened.pop()] = at
+    return found

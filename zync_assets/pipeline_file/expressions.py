@@ -217,18 +217,6 @@ def roots(tree: exp.Expr) -> frozenset[str]:
     return frozenset(parts[0].lower() for parts in columns(tree))
 
 
-def without_root(sql: str, root: str) -> str:
-    """The expression with NULL for everything under ``root``, which is null in every record."""
-    places: list[tuple[int, int]] = []
-    for column in parse(sql).tree.find_all(exp.Column):
-        parts = column.parts
-        if parts[0].name.lower() == root and next(columns(column), None) is not None:
-            places.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1))
-    for start, end in sorted(places, reverse=True):
-        sql = f"{sql[:start]}NULL{sql[end:]}"
-    return sql
-
-
 def _parents(node: exp.Expr) -> Iterator[exp.Expr]:
     parent = node.parent
     while parent is not None:

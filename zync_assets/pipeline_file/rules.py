@@ -16,7 +16,7 @@ from sqlglot import exp
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline import Denorm, Input, Output, RecordShape, Rule, Shape, SideFormat, Stateless
-from zync_assets.pipeline_file.conditions import leaves_nothing, split_join
+from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans, split_join
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import Fields, listed, suggestion
 from zync_assets.pipeline_file.keys import RULE, RULE_TYPES, WHERE_SIDES, known_names
@@ -103,23 +103,31 @@ def _side(shape: Shape, made: Mapping[str, Shape], path: str) -> Shape:
 def _expression(sql: str, made: Mapping[str, Shape]) -> str:
     """The expression with what the rule makes in place of ``key`` and ``value``."""
     edits: list[tuple[int, int, str]] = []
-    for column in parse(sql).tree.find_all(exp.Column):
+    nulls: list[Span] = []
+    expression = parse(sql)
+    for column in expression.tree.find_all(exp.Column):
         if next(columns(column), None) is None:
             continue  # a variable of a lambda function
         parts = column.parts
         root, names = parts[0].name.lower(), [part.name for part in parts[1:]]
         text, used = _found(made[root], names, root)
-        edits.append((int(parts[0].meta["start"]), int(parts[used].meta["end"]) + 1, text))
-    for start, end, text in sorted(edits, reverse=True):
+        start, end = int(parts[0].meta["start"]), int(parts[used].meta["end"]) + 1
+        if text is None:
+            nulls.append((start, end))
+        else:
+            edits.append((start, end, text))
+    wide = null_spans(expression, nulls)
+    edits = [edit for edit in edits if not any(start <= edit[0] and edit[1] <= end for start, end in wide)]
+    for start, end, text in sorted([*edits, *((start, end, "NULL") for start, end in wide)], reverse=True):
         sql = f"{sql[:start]}{text}{sql[end:]}"
     return sql
 
 
-def _found(shape: Shape, names: list[str], path: str) -> tuple[str, int]:
-    """The rule's SQL at a path, and the number of names that lead to it. The remaining names follow the SQL."""
+def _found(shape: Shape, names: list[str], path: str) -> tuple[str | None, int]:
+    """The rule's SQL at a path (None: null), and the number of names that lead to it. The remaining names follow the SQL."""
     for used, name in enumerate(names):
         if shape is None:
-            return "NULL", len(names)
+            return None, len(names)
         if isinstance(shape, str):
             return f"({shape})", used
         path = f"{path}.{name}"
@@ -128,7 +136,7 @@ def _found(shape: Shape, names: list[str], path: str) -> tuple[str, int]:
         if name not in fields and name.lower() not in fields:
             raise Missing(path)
         shape = fields[name if name in fields else name.lower()]
-    return ("NULL" if shape is None else shape_sql(shape)), len(names)
+    return (None if shape is None else shape_sql(shape)), len(names)
 
 
 _HINTS = {

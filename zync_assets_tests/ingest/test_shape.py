@@ -20,7 +20,7 @@ from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline_file.expressions import without_root
+from zync_assets.pipeline_file.conditions import without_root
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import replay_all
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
@@ -303,6 +303,9 @@ def places(*offsets: int) -> pa.StructArray:
 def test_a_side_that_is_always_null_is_null_in_the_expression() -> None:
     assert without_root("value.op = 'u' OR value IS NULL", "value") == "NULL = 'u' OR NULL IS NULL"
     assert without_root("filter(key.a, value -> value > 1)", "value") == "filter(key.a, value -> value > 1)"
+    assert without_root("coalesce(value.items[0].a.b.c.d, size(value.items), value.a.b.c.d, 1)", "value") == (
+        "coalesce(NULL, NULL, NULL, 1)"
+    )
 
 
 def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlglot import exp
 
-from zync_assets.pipeline_file.conditions import leaves_nothing, split_join
-from zync_assets.pipeline_file.expressions import check_expression
+from zync_assets.pipeline_file.conditions import leaves_nothing, split_join, with_nulls
+from zync_assets.pipeline_file.expressions import check_expression, parse
 
 RECORD = ("kafka", "key", "value")
 
@@ -219,3 +220,35 @@ def test_join_on_that_is_no_equality_of_the_two_sides(sql: str, message: str) ->
 )
 def test_what_an_earlier_rule_leaves(earlier: str | None, later: str | None, nothing_left: bool) -> None:
     assert leaves_nothing(earlier, later) is nothing_left
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("none + 1", "NULL + 1"),
+        ("coalesce(none[0], id)", "coalesce(NULL, id)"),
+        ("none[0].name['k'] IS NULL", "NULL IS NULL"),
+        ("(none)[0] || ((none)).f", "NULL || NULL"),
+        ("id IN (none)", "id IN (NULL)"),
+        ("upper((none)) = (none)", "upper(NULL) = (NULL)"),
+        ("element_at(none, 'a')", "NULL"),
+        ("Element_At ( tags , none ).f > 1", "NULL > 1"),
+        ("size(transform(none, item -> item.f)) > 0", "NULL > 0"),
+        ("if(array_contains(none, id), map_keys(tags)[0], 'x')", "if(NULL, map_keys(tags)[0], 'x')"),
+        ("zip_with(tags, none, (a, b) -> a + b)[1]", "NULL"),
+        ("zip_with(tags, id, (a, b) -> none[a] + b)", "zip_with(tags, id, (a, b) -> NULL + b)"),
+        ("array_insert(tags, 1, none)", "array_insert(tags, 1, NULL)"),
+        ("element_at(tags, 1).none + 1", "element_at(tags, 1).none + 1"),
+        ("array_join(map_values(none), none)", "NULL"),
+        ("`none`[id] = tags[none]", "NULL = tags[NULL]"),
+    ],
+)
+def test_null_replaces_the_smallest_expression_that_spark_accepts(sql: str, expected: str) -> None:
+    """Spark finds no element or field in a NULL, and refuses one as an array or a map."""
+    expression = parse(sql)
+    places = [
+        (int(column.parts[0].meta["start"]), int(column.parts[-1].meta["end"]) + 1)
+        for column in expression.tree.find_all(exp.Column)
+        if column.parts[0].name == "none"
+    ]
+    assert with_nulls(expression, places) == expected

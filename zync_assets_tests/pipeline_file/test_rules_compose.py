@@ -30,6 +30,12 @@ def test_fields_are_what_the_rule_makes_of_them() -> None:
     assert made(key={"k": "concat(key, value.ID)"}).key == {"k": "concat((in.key), (in.value.id))"}
 
 
+def test_null_stands_for_a_whole_element_of_what_the_rule_makes_null() -> None:
+    found = made("value.more.none[0] IS NULL AND size(value.more.none) > value.ID", of=VALUE)
+    assert found.keep == "NULL IS NULL AND NULL > (in.value.id)"
+    assert made(value={"a": "element_at(value.more.none, value.ID).b"}).value == {"a": "NULL"}
+
+
 def test_of_one_expression_the_rest_of_a_path_stays_and_null_stays_null() -> None:
     found = made("value.op = 'c' AND key.id > 1", of="in.value", value={"a": "value.after.a"})
     assert found.keep == "(in.value).op = 'c' AND (in.key).id > 1"

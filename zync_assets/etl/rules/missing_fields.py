@@ -23,6 +23,7 @@ from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
 from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Shape, Stateless
+from zync_assets.pipeline_file.conditions import Span, with_nulls
 from zync_assets.pipeline_file.expressions import columns, parse
 
 _log = logging.getLogger(__name__)
@@ -169,17 +170,61 @@ def _leaves(shape: Shape) -> Iterator[str]:
 
 
 def _names(sql: str) -> Iterator[_Name]:
-    """The names of columns with all their parts, but for variables of lambda functions."""
-    for column in parse(sql).tree.find_all(exp.Column):
-        if next(columns(column), None) is None:
-            continue
-        parts, node = list(column.parts), column
-        while isinstance(node.parent, exp.Dot) and node.parent.this is node:
-            if not isinstance(node.parent.expression, exp.Identifier):
-                break
-            parts.append(node.parent.expression)
-            node = node.parent
-        yield _Name(int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, tuple(part.name for part in parts))
+    """The names of columns and of their elements with all their parts: ``in.value.items[0].name`` is one name."""
+    for node in parse(sql).tree.find_all(exp.Column, exp.Dot):
+        parts = _parts(node)
+        if parts is not None and not _has_field(node):
+            names, first, last = parts
+            yield _Name(int(first.meta["start"]), int(last.meta["end"]) + 1, names)
+
+
+def _parts(node: exp.Expr | None) -> tuple[Path, exp.Expr, exp.Expr] | None:
+    """The names of a column or of its element, and the first and the last of their identifiers; None for other nodes."""
+    if isinstance(node, exp.Column) and next(columns(node), None) is not None:
+        return tuple(part.name for part in node.parts), node.parts[0], node.parts[-1]
+    if isinstance(node, exp.Dot) and (name := _field_name(node)) is not None:
+        found = _parts(node.this)
+        return None if found is None else ((*found[0], name.name), found[1], name)
+    if isinstance(node, exp.Paren):
+        return _parts(node.this)
+    if isinstance(node, exp.Bracket) and (found := _parts(node.this)) is not None:
+        # A text is the name of a struct's field, a number the place of an element.
+        names = tuple(item.name for item in node.expressions if isinstance(item, exp.Literal) and item.is_string)
+        return (*found[0], *names), found[1], found[2]
+    if isinstance(node, exp.Identifier) and (array := _array_of(node)) is not None:
+        found = _parts(array)
+        return None if found is None else (found[0], node, node)
+    return None
+
+
+def _has_field(node: exp.Expr) -> bool:
+    """Whether a field of the node, or of its elements, follows."""
+    parent = node.parent
+    while isinstance(parent, exp.Bracket | exp.Paren) and parent.this is node:
+        node, parent = parent, parent.parent
+    return isinstance(parent, exp.Dot) and parent.this is node and _field_name(parent) is not None
+
+
+def _field_name(node: exp.Dot) -> exp.Identifier | None:
+    return node.expression if isinstance(node.expression, exp.Identifier) else None
+
+
+def _array_of(variable: exp.Identifier) -> exp.Expr | None:
+    """The array whose elements a variable of a condition is: ``items`` of ``exists(items, item -> item.flag)``."""
+    parent = variable.parent
+    while parent is not None:
+        if isinstance(parent, exp.Lambda):
+            bound = [item.name.lower() for item in parent.expressions]
+            if variable.name.lower() in bound:
+                call = parent.parent
+                if bound[0] != variable.name.lower():
+                    return None
+                if isinstance(call, exp.Exists | exp.ArrayFilter):
+                    return call.this
+                is_forall = isinstance(call, exp.Anonymous) and call.name.lower() == "forall"
+                return call.expressions[0] if is_forall else None
+        parent = parent.parent
+    return None
 
 
 def _place(name: _Name, sides: Sides) -> tuple[str, Path] | None:
@@ -314,11 +359,12 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
 
 def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:
     """The expression with NULL for the fields that no table of ``known`` (by topic) has."""
-    for name in sorted(_names(sql), key=lambda each: -each.start):
+    missing: list[Span] = []
+    for name in _names(sql):
         place = _place(name, sides)
         if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):
-            sql = f"{sql[: name.start]}NULL{sql[name.end :]}"
-    return sql
+            missing.append((name.start, name.end))
+    return with_nulls(parse(sql), missing) if missing else sql
 
 
 def _shaped(shape: Shape, sides: Sides, known: Mapping[str, pa.Schema]) -> Shape:
