@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
@@ -97,6 +97,9 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "rd_kafka_message_destroy": (None, [_POINTER]),
     "rd_kafka_header_cnt": (_SIZE, [_POINTER]),
     "rd_kafka_header_get_all": (_INT, [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER]),
+    "rd_kafka_headers_new": (_POINTER, [_SIZE]),
+    "rd_kafka_header_add": (_INT, [_POINTER, _POINTER, ctypes.c_ssize_t, _POINTER, ctypes.c_ssize_t]),
+    "rd_kafka_headers_destroy": (None, [_POINTER]),
     # Writing
     "rd_kafka_topic_new": (_POINTER, [_POINTER, _TEXT, _POINTER]),
     "rd_kafka_topic_destroy": (None, [_POINTER]),
@@ -108,6 +111,10 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
 }
 """Name → type of the result, types of the arguments, as rdkafka.h declares them."""
 
+NAME_SIZE = 16
+"""Bytes between the size of a header's name and the name. A name may contain zero bytes, and no public function tells its
+size. ``library`` checks the place."""
+
 _PRODUCER, _CONSUMER = 0, 1
 _DELIVERY, _LOG, _ERROR = 0x1, 0x4, 0x8
 """Types of events."""
@@ -118,7 +125,7 @@ _FIRST_TOKEN = 10.0
 
 @cache
 def library() -> ctypes.CDLL:
-    """librdkafka, its functions declared. SetupError if a function is not there."""
+    """librdkafka, its functions declared. SetupError if a function, or the size of a header's name, is not there."""
     if ctypes.sizeof(_POINTER) != 8:
         raise SetupError("zync needs a Python of 64 bits; install one.")
     # The loader looks a name up in the module and in what the module is linked with, wherever that lies.
@@ -126,12 +133,32 @@ def library() -> ctypes.CDLL:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(found, name, None)
         if function is None:
-            raise SetupError(
-                f"confluent-kafka {version('confluent-kafka')} shows no function {name} of librdkafka in"
-                f" {cimpl.__file__}; install a wheel of another version:"
-                " pip install --only-binary confluent-kafka 'confluent-kafka>=2.16,<3'"
-            )
+            raise _unusable(f"shows no function {name} of librdkafka")
         function.restype, function.argtypes = result, arguments
+    if _name_sizes(found, (b"a\0b", b"", b"name")) != [3, 0, 4]:
+        raise _unusable("keeps the size of a header's name in another place")
+    return found
+
+
+def _unusable(reason: str) -> SetupError:
+    return SetupError(
+        f"confluent-kafka {version('confluent-kafka')} {reason} in {cimpl.__file__}; install a wheel of another version:"
+        " pip install --only-binary confluent-kafka 'confluent-kafka>=2.16,<3'"
+    )
+
+
+def _name_sizes(functions: ctypes.CDLL, names: Sequence[bytes]) -> list[int]:
+    """The sizes of headers' names as they are in memory. Every second header has a null value."""
+    headers = functions.rd_kafka_headers_new(len(names))
+    found: list[int] = []
+    try:
+        name, value, size = _POINTER(), _POINTER(), _SIZE()
+        for place, text in enumerate(names):
+            functions.rd_kafka_header_add(headers, text, len(text), b"value" if place % 2 else None, 5 * (place % 2))
+            functions.rd_kafka_header_get_all(headers, place, *map(ctypes.byref, (name, value, size)))
+            found.append(_SIZE.from_address((name.value or 0) - NAME_SIZE).value)
+    finally:
+        functions.rd_kafka_headers_destroy(headers)
     return found
 
 

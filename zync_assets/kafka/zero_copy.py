@@ -222,7 +222,7 @@ _PART = np.dtype(
 """``rd_kafka_vu_t``: a part of one message. ``address`` and ``size`` are of a key or value, the last three of a header."""
 _PARTS = {"topic": 2, "partition": 3, "flags": 7, "key": 5, "value": 4}
 """The parts of each message, and their types. The message's headers follow."""
-_HEADER = 9
+_HEADER, _HEADERS = 9, 10
 
 
 @dataclass(frozen=True)
@@ -265,10 +265,14 @@ class Handover(Client):
         """librdkafka takes records with headers one at a time."""
         counts: Any = pc.fill_null(pc.list_value_length(headers), 0).to_numpy().astype(np.int64)
         names, values = (column.cast(pa.binary()) for column in headers.flatten().flatten())
-        if names.null_count or pc.any(pc.match_substring(names, b"\0")).as_py():
-            return KafkaError(KafkaError._INVALID_ARG, "a header's name is null or contains a zero byte")
-        names = pc.binary_join_element_wise(names, b"\0", b"")
-        lengths = len(_PARTS) + counts
+        if names.null_count:
+            return KafkaError(KafkaError._INVALID_ARG, "a header's name is null")
+        owners = np.repeat(np.arange(len(counts)), counts)
+        # A header among the parts ends at its name's first zero byte. A list of headers takes names with their sizes.
+        listed = np.zeros(len(counts), np.bool_)
+        listed[owners[pc.match_substring(names, b"\0").to_numpy(zero_copy_only=False)]] = True
+        names, alone = pc.binary_join_element_wise(names, b"\0", b""), ~listed[owners]
+        lengths = len(_PARTS) + np.where(listed, 1, counts)
         starts = np.cumsum(lengths) - lengths
         parts = np.zeros(int(lengths.sum()), _PART)
         parts["type"] = _HEADER
@@ -279,17 +283,33 @@ class Handover(Client):
         parts["number"][at["flags"]] = _COPY
         for side in ("key", "value"):
             parts["address"][at[side]], parts["size"][at[side]] = messages[side], messages[f"{side}_size"]
+        lists = starts[listed] + len(_PARTS)
+        parts["type"][lists] = _HEADERS
+        parts["address"][lists] = [self._header_list(headers[int(index)]) for index in np.flatnonzero(listed)]
         of_headers = parts["type"] == _HEADER
-        parts["name"][of_headers], _ = _places(names)
-        parts["value"][of_headers], parts["value_size"][of_headers] = _places(values)
+        parts["name"][of_headers] = _places(names)[0][alone]
+        addresses, sizes = _places(values)
+        parts["value"][of_headers], parts["value_size"][of_headers] = addresses[alone], sizes[alone]
         calls = parts.ctypes.data + starts * _PART.itemsize
         # The loop ends at the first error.
-        for error in map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist()):
+        produced = map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist())
+        for index, error in enumerate(produced):
             if error:
                 code = self.library.rd_kafka_error_code(error)
                 self.library.rd_kafka_error_destroy(error)
+                # librdkafka owns the lists of the records that it took.
+                for address in parts["address"][lists[lists >= starts[index]]].tolist():
+                    self.library.rd_kafka_headers_destroy(address)
                 return KafkaError(code)
         return None
+
+    def _header_list(self, headers: pa.Scalar[Any]) -> int:
+        """The address of a ``rd_kafka_headers_t``."""
+        found: int = self.library.rd_kafka_headers_new(len(headers))
+        for header in headers.as_py():
+            name, value = header["key"].encode(), header["value"]
+            self.library.rd_kafka_header_add(found, name, len(name), value, len(value or b""))
+        return found
 
     def reports(self, timeout: float) -> list[Report]:
         """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""

@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from zync_assets.kafka.librdkafka import addresses
+from zync_assets.kafka.librdkafka import NAME_SIZE, addresses
 
 # numba gives its functions no types that a checker sees.
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -32,7 +32,6 @@ _destroy = types.ExternalFunction("rd_kafka_message_destroy", types.void(_POINTE
 _header_count = types.ExternalFunction("rd_kafka_header_cnt", _SIZE(_POINTER))
 _header = types.ExternalFunction("rd_kafka_header_get_all", _INT(_POINTER, _SIZE, _POINTER, _POINTER, _POINTER))
 _copy = types.ExternalFunction("memcpy", _POINTER(_POINTER, _POINTER, _SIZE))
-_length = types.ExternalFunction("strlen", _SIZE(_POINTER))
 
 _Longs, _Ints, _Bytes = types.int64[::1], types.int32[::1], types.uint8[::1]
 
@@ -108,7 +107,7 @@ def look_headers(lists: Any, headers: Any, names: Any, values: Any) -> None:
         for number in range(headers[index]):
             _header(np.uintp(lists[index]), np.uint64(number), np.uintp(at), np.uintp(at + 8), np.uintp(at + 16))
             names[place, 0] = scratch[0]
-            names[place, 1] = np.int64(_length(np.uintp(scratch[0])))
+            names[place, 1] = carray(_words(np.uintp(scratch[0] - NAME_SIZE)), 1)[0]
             values[place, 0] = scratch[1]
             values[place, 1] = scratch[2]
             place += 1

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import numbers
-from zync_assets.kafka.librdkafka import MESSAGE, quick_library
+from zync_assets.kafka.librdkafka import MESSAGE, NAME_SIZE, quick_library
 
 Longs = npt.NDArray[np.int64]
 
@@ -23,7 +23,6 @@ _bytes_at: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _bytes_at.restype, _bytes_at.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_ssize_t]
 
 _Words: Any = ctypes.c_int64 * (1 << 44)
-_Bytes: Any = ctypes.c_uint8 * (1 << 47)
 """All memory above an address, for NumPy to read items from."""
 
 _GAP = 1024
@@ -98,23 +97,12 @@ def look_headers(lists: Longs, headers: Longs, names: Longs, values: Longs) -> N
     get = quick_library().rd_kafka_header_get_all
     deque(map(get, owners.tolist(), numbers.tolist(), *map(_each, found)), maxlen=0)
     names[:, 0], values[:] = found[0], found[1:].T
-    names[:, 1] = _lengths(found[0])
+    sizes = found[0] - NAME_SIZE
+    first = sizes.min()
+    names[:, 1] = np.frombuffer(_Words.from_address(int(first)), np.int64)[(sizes - first) >> 3]
 
 
 def _each(words: Longs) -> range:
     """The addresses of an array's items."""
     first = words.ctypes.data
     return range(first, first + 8 * len(words), 8)
-
-
-def _lengths(texts: Longs) -> Longs:
-    """The lengths of the texts at these addresses, each of which ends with a zero byte."""
-    lengths = np.zeros(len(texts), np.int64)
-    first = texts.min()
-    memory = np.frombuffer(_Bytes.from_address(int(first)), np.uint8)
-    going, places = np.arange(len(texts)), texts - first
-    while len(going):
-        more = memory[places] != 0
-        going, places = going[more], places[more] + 1
-        lengths[going] += 1
-    return lengths

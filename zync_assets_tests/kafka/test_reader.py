@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,8 @@ from zync_assets.kafka import reader
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
-from zync_assets.kafka.zero_copy import LATEST, RECORD_SCHEMA, timestamps
+from zync_assets.kafka.writer import InOrder
+from zync_assets.kafka.zero_copy import HEADERS, LATEST, RECORD_SCHEMA, timestamps
 from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
@@ -47,6 +49,31 @@ def read(kafka: dict[str, str], topic: str, first: int, end: int) -> pa.Table:
 def values(kafka: dict[str, str], topic: str, first: int, end: int) -> dict[int, bytes | None]:
     table = read(kafka, topic, first, end)
     return dict(zip(table["offset"].to_pylist(), table["value"].to_pylist(), strict=True))
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_header_s_name_may_hold_any_text(kafka: dict[str, str], topic: str) -> None:
+    """Kafka counts the bytes of a name, and a zero byte is one of them."""
+    rows: list[list[dict[str, Any]] | None] = [
+        [{"key": "a", "value": b"1"}, {"key": "é" * 300, "value": None}],
+        [
+            {"key": "a\0b", "value": None},
+            {"key": "", "value": b""},
+            {"key": "\0", "value": b"\0"},
+            {"key": "a", "value": b"2"},
+        ],
+        None,
+        [{"key": "a\0\0", "value": b"3"}],
+        [],
+        [{"key": "z", "value": None}],
+    ]
+    records = pa.record_batch(
+        {"key": pa.nulls(6, pa.binary()), "value": pa.array([b"v"] * 6), "headers": pa.array(rows, HEADERS)}
+    )
+    with InOrder(kafka, topic, 0, 0, "zync to-kafka") as writer:
+        writer.write(records.slice(0, 2))
+        writer.write(records.slice(2))
+    assert read(kafka, topic, 0, 6)["headers"].to_pylist() == [row or None for row in rows]
 
 
 @pytest.mark.usefixtures("both_ways")

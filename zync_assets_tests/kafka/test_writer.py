@@ -60,12 +60,9 @@ def test_nothing_to_write(kafka: dict[str, str], topic: str) -> None:
     assert write_in_order(kafka, topic, 0, 0, [batch([])]) == 0
 
 
-@pytest.mark.parametrize("name", ["a\0b", None])
-def test_a_header_that_kafka_could_not_tell_by_its_name_is_refused(
-    kafka: dict[str, str], topic: str, name: str | None
-) -> None:
-    headers = pa.array([None, [{"key": "a", "value": b"1"}, {"key": name, "value": b"2"}]], HEADERS)
-    with pytest.raises(KafkaError, match="header's name is null or contains a zero byte"):
+def test_a_header_without_a_name_is_refused(kafka: dict[str, str], topic: str) -> None:
+    headers = pa.array([None, [{"key": "a", "value": b"1"}, {"key": None, "value": b"2"}]], HEADERS)
+    with pytest.raises(KafkaError, match="header's name is null"):
         write_in_order(kafka, topic, 0, 0, [batch([b"u", b"v"]).append_column("headers", headers)])
 
 

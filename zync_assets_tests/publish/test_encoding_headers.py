@@ -16,6 +16,8 @@ from zync_assets.checks.output_checks import staging_equals_topic
 from zync_assets.errors import EtlError, ForeignRecord
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, topic_states
+from zync_assets.kafka.writer import InOrder
+from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets.lake.publication import commit_published, open_published
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.local.services import Services
@@ -66,6 +68,11 @@ def test_headers_are_made_kept_left_out_and_verified(
     it.send(it.left, row(2, "b"), row(3, op="d"))
     it.send(it.left, row(4, op="u"), headers=[("a", b"1"), ("a", None)])
     it.send(it.left, {"op": "c", "id": 5})
+    # A producer in Java can give a header any name.
+    odd = pa.array([[{"key": "a\0b", "value": b"1"}, {"key": "", "value": None}]], HEADERS)
+    sent = {"key": pa.array([b"k"]), "value": pa.array([json.dumps(row(6, op="u")).encode()]), "headers": odd}
+    with InOrder(it.pipeline.kafka, it.left, 0, 5, "zync to-kafka") as writer:
+        writer.write(pa.record_batch(sent))
     it.step()
     it.publish()
     assert pairs(it) == [
@@ -74,6 +81,7 @@ def test_headers_are_made_kept_left_out_and_verified(
         None,
         [("a", b"1"), ("a", None)],
         [("table", b"left")],
+        [("a\0b", b"1"), ("", None)],
     ]
     assert staging_equals_topic(it.pipeline, it.out).passed
 
