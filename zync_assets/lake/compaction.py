@@ -13,8 +13,9 @@ ever named.
 delta-rs lists the whole log three times for each commit. So the log is cleaned every COMMITS commits, and keeps
 LOG_VERSIONS versions. A commit then costs the same after a week as after LOG_VERSIONS commits.
 
-At one commit a second a table has millions of files that wait to be removed. So the files are in SHARES shares by their
-names, and each hour one share is looked at.
+A look for unneeded files lists every file of the table, and at one commit a second a week has left millions. So a table
+is looked at once in LOOK_HOURS at the most, however many commits it has. A look that finds more than MOST files leaves
+the rest to the next cleaning.
 
 A reader may still read a version whose files were replaced since. A writer writes files before the commit that names
 them. Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum";
@@ -31,8 +32,7 @@ import os
 import re
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import groupby, takewhile
@@ -251,15 +251,12 @@ LOG_VERSIONS = 300
 """Versions that a cleaned log keeps at the least, to be restored or read. delta-rs looks for conflicts in the entries since
 the version that a commit is based on. So a commit that is more versions late is refused, and is made again. At one commit a
 second a commit may take five minutes."""
-SHARES = 24
-"""Shares of a table's files, one for each hour of the day."""
-EVERY_SHARE = frozenset(range(SHARES))
-STORE_HOURS = 6
-"""Time between two looks at the files in a store. A store has to list all files for any share, so all shares are looked at."""
+LOOK_HOURS = 24
+"""Time between two looks at the files of a table."""
 MOST = 200_000
 """Files and log entries that one cleaning removes at the most."""
 _LOG_NUMBER = "zync:cleaned"
-_SWEPT = "zync:swept"
+_LOOKED = "zync:swept"
 _ENTRY = re.compile(r"(\d{20})\.(json|crc|checkpoint\..*)")
 _DELETERS = 16
 _OWN_FOLDER = re.compile(r"(batch|compact)-[0-9a-f-]+")
@@ -270,38 +267,33 @@ def is_due(opened: Opened) -> bool:
 
 
 def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
-    """Remove old entries of the log. Also remove files that are older than ``hours`` and not, or no longer, in the table, of
-    the shares that are due. Returns the paths of these files, relative to the table.
+    """Remove old entries of the log. If a look is due, also remove files that are older than ``hours`` and not, or no longer,
+    in the table. Returns the paths of these files, relative to the table.
 
     Raises CommitConflict if another writer cleans the table at the same moment, TableDamaged if another program changed the
     table: its older versions may be needed.
     """
     tampering.check(opened)
-    now = time.time()
-    shares = shares_due(opened.number(_SWEPT), now, storage.is_store(opened.uri))
-    numbers = {_LOG_NUMBER: opened.version // COMMITS} | ({_SWEPT: int(now)} if shares else {})
+    now, last = time.time(), opened.number(_LOOKED) or 0
+    looks = now - last >= LOOK_HOURS * 3600
+    # The number is set first: a look that fails is repeated a day later, not with each cleaning.
+    numbers = {_LOG_NUMBER: opened.version // COMMITS} | ({_LOOKED: int(now)} if looks else {})
     tables.commit(opened, [], numbers, partition_by=opened.metadata.partition_columns)
     found = tables.open_table(opened.uri)
     if found is None:
         return []
     clean_log(found)
-    if not shares:
+    if not looks:
         return []
     system, base = storage.filesystem(opened.uri)
-    gone = unneeded(found, hours, shares)[:MOST]
+    every = unneeded(found, hours)
+    gone = every[:MOST]
     _each(opened.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), gone)
     if not storage.is_store(opened.uri):
         _remove_folders(base, gone)
+    if len(every) > MOST:
+        tables.commit(found, [], {_LOOKED: last}, partition_by=found.metadata.partition_columns)
     return gone
-
-
-def shares_due(last: int | None, now: float, in_store: bool) -> frozenset[int]:
-    """The shares of the hours that began since the last look; none in the hour of that look. ``last`` and ``now``: seconds
-    since the epoch. After a day without a look, and in a store after STORE_HOURS, every share is due."""
-    this, before = int(now // 3600), (last or 0) // 3600
-    if in_store:
-        return EVERY_SHARE if this - before >= STORE_HOURS else frozenset()
-    return frozenset(hour % SHARES for hour in range(max(before, this - SHARES) + 1, this + 1))
 
 
 def clean_log(opened: Opened) -> int:
@@ -348,14 +340,13 @@ def failures_logged(uri: str) -> Generator[None]:
         _log.warning("upkeep of table %s: %s", uri, error)
 
 
-def unneeded(opened: Opened, hours: float, shares: Collection[int] = EVERY_SHARE) -> list[str]:
+def unneeded(opened: Opened, hours: float) -> list[str]:
     """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
-    ago, or none names them. Of a table in a folder, only the files of some shares. Paths relative to the table, the oldest
-    first."""
+    ago, or none names them. Paths relative to the table, the oldest first."""
     limit = time.time() - hours * 3600
     kept = {item.path for item in opened.files}
     kept |= {path for path, removed in log.removed(opened.uri, opened.version).items() if removed / 1000 > limit}
-    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit, shares)
+    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit)
     return [each[1] for each in sorted(each for each in found if each[1] not in kept)]
 
 
@@ -367,11 +358,11 @@ def _stored(uri: str, limit: float) -> Iterator[tuple[float, str]]:
             yield written, path
 
 
-def _on_disk(uri: str, folder: str, limit: float, shares: Collection[int]) -> Iterator[tuple[float, str]]:
-    """The files of some shares of a table in a folder, likewise. Arrow takes ten times as long for it.
+def _on_disk(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]:
+    """The files of a table in a folder, likewise. Arrow takes ten times as long for it.
 
-    All files of a batch's folder are in the folder's share. A batch's folder that changed after ``limit`` is passed over:
-    its files are not older than the folder. Links are passed over too, since zync writes none.
+    A batch's folder that changed after ``limit`` is passed over: its files are not older than the folder. Links are passed
+    over too, since zync writes none.
     """
     base = os.path.join(uri, folder)  # noqa: PTH118  a week's files are a million paths
     if folder and os.path.exists(os.path.join(base, "_delta_log")):  # noqa: PTH110, PTH118
@@ -382,19 +373,12 @@ def _on_disk(uri: str, folder: str, limit: float, shares: Collection[int]) -> It
                 continue
             path = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir(follow_symlinks=False):
-                if not _OWN_FOLDER.fullmatch(entry.name):
-                    yield from _on_disk(uri, path, limit, shares)
-                elif share(entry.name) in shares and _written(entry) <= limit:
-                    yield from _on_disk(uri, path, limit, EVERY_SHARE)
-            elif entry.name.endswith(".parquet") and (len(shares) == SHARES or share(entry.name) in shares):
+                if not _OWN_FOLDER.fullmatch(entry.name) or _written(entry) <= limit:
+                    yield from _on_disk(uri, path, limit)
+            elif entry.name.endswith(".parquet"):
                 written = _written(entry)
                 if written <= limit:
                     yield written, path
-
-
-def share(name: str) -> int:
-    """The share of a file, or of a batch's folder, by its name."""
-    return zlib.crc32(os.fsencode(name)) % SHARES
 
 
 def _written(entry: os.DirEntry[str]) -> float:

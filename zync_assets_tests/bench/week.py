@@ -72,7 +72,7 @@ def week(folder: Path | None, rate: int, scale: float, profile: Path | None) -> 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Seconds of some rounds: of their commits, and of the upkeep after each; ``sweep``: of an hour's look at the files."""
+    """Seconds of some rounds: of their commits, and of the upkeep after each; ``sweep``: of a day's look at the files."""
 
     commits: list[float]
     upkeep: list[float]
@@ -85,7 +85,7 @@ class _Sample:
     @property
     def amortised(self) -> float:
         """Seconds of upkeep a round."""
-        return float(np.mean(self.upkeep)) + self.sweep / HOUR
+        return float(np.mean(self.upkeep)) + self.sweep / DAY
 
     @property
     def whole(self) -> float:
@@ -95,7 +95,7 @@ class _Sample:
         p90 = float(np.quantile(self.commits, 0.9))
         return (
             f"{1000 * self.median:.1f} ms a round (p90 {1000 * p90:.1f}), upkeep {1000 * self.amortised:.1f} ms a round;"
-            f" an hour's look at the files {self.sweep:.2f} s"
+            f" a day's look at the files {self.sweep:.2f} s"
         )
 
 
@@ -169,7 +169,7 @@ class _Run:
 
     def _swept(self, uri: str) -> object:
         opened = tables.open_table(uri)
-        return opened and compaction.unneeded(opened, compaction.RETENTION_HOURS, {0})
+        return opened and compaction.unneeded(opened, compaction.RETENTION_HOURS)
 
     def _leap_records(self, records: int) -> None:
         """Commit files of LARGE records to the raw table and to the output."""

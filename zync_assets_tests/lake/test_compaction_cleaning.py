@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -207,7 +206,18 @@ def test_an_old_file_that_was_replaced_just_now_stays_though_a_checkpoint_was_ma
     assert (Path(opened.uri) / old.path).exists()
 
 
-def test_files_are_listed_once_in_a_while_and_empty_folders_of_batches_go(opened: tables.Opened) -> None:
+def test_files_are_listed_once_a_day_and_empty_folders_of_batches_go(
+    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many commits and cleanings a day has."""
+    looks: list[str] = []
+    unneeded = compaction.unneeded
+
+    def counted(opened: tables.Opened, hours: float) -> list[str]:
+        looks.append(opened.uri)
+        return unneeded(opened, hours)
+
+    monkeypatch.setattr(compaction, "unneeded", counted)
     folder = Path(opened.uri, "batch-000000000001-0123456789ab", "topic=t")
     folder.mkdir(parents=True)
     orphan = Path(opened.uri, file(opened.uri, records([7])).path).rename(folder / "part-0.parquet")
@@ -215,49 +225,25 @@ def test_files_are_listed_once_in_a_while_and_empty_folders_of_batches_go(opened
     aged(folder.parent)
     assert compaction.clean(again(opened)) == ["batch-000000000001-0123456789ab/topic=t/part-0.parquet"]
     assert not folder.parent.exists()
-    aged(Path(opened.uri, file(opened.uri, records([8])).path))
-    assert compaction.clean(again(opened)) == []
+    late = file(opened.uri, records([8])).path
+    aged(Path(opened.uri, late))
+    for hours in (0, 1, 23):
+        tables.commit(again(opened), [], {"zync:swept": int(time.time()) - hours * 3600})
+        assert compaction.clean(again(opened)) == []
+    assert len(looks) == 1
+    tables.commit(again(opened), [], {"zync:swept": int(time.time()) - 24 * 3600})
+    assert compaction.clean(again(opened)) == [late]
+    assert len(looks) == 2
 
 
-def test_a_look_is_at_the_shares_of_the_hours_since_the_last_look(opened: tables.Opened) -> None:
-    """So a look costs a share of what all files cost, and each file is looked at within a day."""
-    folder = Path(opened.uri, "topic=%23account")
-    folder.mkdir()
-    for number in range(100):
-        (folder / f"head-{number:012d}-{'0' * 32}.parquet").touch()
-    for number in range(100):
-        (batch := Path(opened.uri, f"batch-{number:012d}-0123456789ab", "topic=t")).mkdir(parents=True)
-        (batch / "part-0.parquet").touch()
-    found = [set(compaction.unneeded(opened, 0, {share})) for share in range(compaction.SHARES)]
-    every = set(compaction.unneeded(opened, 0))
-    assert max(map(len, found)) < len(every) / 8
-    assert sum(map(len, found)) == len(every) == 201  # and the file that the fixture replaced
-    for path in every:
-        for name in (path, str(Path(path).parent), path.split("/")[0]):
-            aged(Path(opened.uri, name))
-    now = int(time.time())
-    tables.commit(opened, [], {"zync:swept": now - 3 * 3600})
-    due = [(now // 3600 - hour) % compaction.SHARES for hour in range(3)]
-    removed = set(compaction.clean(again(opened)))
-    assert removed == {path for share in due for path in found[share] if "/" in path}
-    assert all(path in removed or Path(opened.uri, path).exists() for path in every)
-
-
-@pytest.mark.parametrize(
-    ("hours", "in_store", "due"),
-    [
-        (0, False, []),
-        (1, False, [0]),
-        (5, False, range(20, 25)),
-        (40, False, range(24)),
-        (5, True, []),
-        (6, True, range(24)),
-    ],
-)
-def test_the_shares_of_all_hours_since_the_last_look_are_due(hours: int, in_store: bool, due: Sequence[int]) -> None:
-    now = 1000 * 24 * 3600 + 1800
-    assert compaction.shares_due(now - hours * 3600, now, in_store) == {hour % 24 for hour in due}
-    assert compaction.shares_due(None, now, in_store) == set(range(24))
+def test_what_one_cleaning_leaves_goes_with_the_next(opened: tables.Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "MOST", 2)
+    orphans = {file(opened.uri, records([number])).path for number in range(5)}
+    for path in orphans:
+        aged(Path(opened.uri, path))
+    found = [compaction.clean(again(opened)) for _ in range(4)]
+    assert [len(paths) for paths in found] == [2, 2, 1, 0]
+    assert {path for paths in found for path in paths} == orphans
 
 
 def test_a_link_that_leads_nowhere_stops_no_look(opened: tables.Opened) -> None:
