@@ -31,6 +31,7 @@ import pyarrow.json as pj
 
 from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of, validity_buffer
 from zync_assets.codecs.connect.schema import Connect, nested_type, plain_type
+from zync_assets.codecs.json.values import Read, checked, fraction, integer_reader
 
 _FEW = 64
 """A block of so many records that fails is left over whole."""
@@ -162,8 +163,6 @@ def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tup
     return pa.Array.from_buffers(pa.binary(), count, buffers), odd
 
 
-Read = Callable[[Any, str], Any]
-
 _MISSING = object()
 _ODD_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _FLOAT_LIMIT = float((1 << 128) - (1 << 103))
@@ -181,18 +180,11 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     return _DECODER.raw_decode(text, start)
 
 
-def _fraction(text: str) -> decimal.Decimal:
-    try:
-        return decimal.Decimal(text)
-    except decimal.DecimalException:
-        raise ValueError(f"{text[:40]} is out of range") from None
-
-
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_float=_fraction, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(parse_float=fraction, parse_constant=_no_constant)
 
 
 @lru_cache(maxsize=1024)
@@ -228,12 +220,12 @@ def _known(node: Connect) -> Read:
     if node.kind == "array":
         item = _reader(node.item)
         return lambda value, path: [
-            item(one, f"{path}[{at}]") for at, one in enumerate(_of(value, list, "an array", path))
+            item(one, f"{path}[{at}]") for at, one in enumerate(checked(value, list, "an array", path))
         ]
     if node.kind == "map":
         return _map_reader(node)
     if node.kind.startswith("int"):
-        return _integer_reader(node.kind)
+        return integer_reader(pa.type_for_alias(node.kind))
     if node.kind in ("float", "double"):
         return _float_reader(_FLOAT_LIMIT if node.kind == "float" else math.inf)
     if node.logical and node.logical.logical == "decimal":
@@ -241,18 +233,11 @@ def _known(node: Connect) -> Read:
     return {"boolean": _boolean, "string": _string, "bytes": _bytes}[node.kind]
 
 
-def _of(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        shown = json.dumps(value, default=str)
-        raise ValueError(f"{path}: {shown if len(shown) <= 40 else shown[:40] + '…'} is not {what}")
-    return value
-
-
 def _struct_reader(node: Connect) -> Read:
     fields = [(name, _reader(child)) for name, child in node.fields]
 
     def read(value: Any, path: str) -> Any:
-        given = _of(value, dict, "an object", path)
+        given = checked(value, dict, "an object", path)
         return {name: inner(given.get(name, _MISSING), f"{path}.{name}") for name, inner in fields} if fields else True
 
     return read
@@ -268,10 +253,10 @@ def _map_reader(node: Connect) -> Read:
         return name, item(other, f"{path}[{json.dumps(one, default=str)[:40]}]")
 
     def by_name(value: Any, path: str) -> Any:
-        return [entry(one, other, path) for one, other in _of(value, dict, "an object", path).items()]
+        return [entry(one, other, path) for one, other in checked(value, dict, "an object", path).items()]
 
     def by_pair(value: Any, path: str) -> Any:
-        pairs = _of(value, list, "an array of pairs", path)
+        pairs = checked(value, list, "an array of pairs", path)
         if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"{path}: the entries of a map are arrays of a key and a value")
         return [entry(one, other, path) for one, other in pairs]
@@ -279,23 +264,11 @@ def _map_reader(node: Connect) -> Read:
     return by_name if node.by_name else by_pair
 
 
-def _integer_reader(kind: str) -> Read:
-    limit = 1 << (int(kind[3:]) - 1)
-
-    def read(value: Any, path: str) -> int:
-        number = _of(value, int, f"a whole number ({kind})", path)
-        if not -limit <= number < limit:
-            raise ValueError(f"{path}: {str(number)[:40]} is out of the range of {kind}")
-        return number
-
-    return read
-
-
 def _float_reader(limit: float) -> Read:
     def read(value: Any, path: str) -> float:
         if isinstance(value, str) and value in _ODD_FLOATS:
             return _ODD_FLOATS[value]
-        given = _of(value, (int, decimal.Decimal), "a number", path)
+        given = checked(value, (int, decimal.Decimal), "a number", path)
         try:
             number = float(given)
         except OverflowError:
@@ -316,7 +289,7 @@ def _decimal_reader(scale: int) -> Read:
             if not raw:
                 raise ValueError(f"{path}: a decimal of no bytes")
             return raw
-        given = _of(value, (int, decimal.Decimal), "a decimal", path)
+        given = checked(value, (int, decimal.Decimal), "a decimal", path)
         try:
             unscaled = decimal.Decimal(given).scaleb(scale, _EXACT)
             number = int(unscaled.to_integral_exact(context=_EXACT)) if unscaled.adjusted() < 2000 else None
@@ -330,7 +303,7 @@ def _decimal_reader(scale: int) -> Read:
 
 
 def _bytes(value: Any, path: str) -> bytes:
-    text = _of(value, str, "base64", path)
+    text = checked(value, str, "base64", path)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -338,11 +311,11 @@ def _bytes(value: Any, path: str) -> bytes:
 
 
 def _boolean(value: Any, path: str) -> bool:
-    return _of(value, bool, "true or false", path)
+    return checked(value, bool, "true or false", path)
 
 
 def _string(value: Any, path: str) -> str:
-    text = _of(value, str, "a string", path)
+    text = checked(value, str, "a string", path)
     if not text.isascii():
         try:
             text.encode()

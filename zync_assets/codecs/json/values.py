@@ -44,10 +44,11 @@ def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[
 
 
 def _parse(text: str) -> Any:
-    return json.loads(text, parse_float=_fraction, parse_constant=_no_constant)
+    return json.loads(text, parse_float=fraction, parse_constant=_no_constant)
 
 
-def _fraction(text: str) -> decimal.Decimal:
+def fraction(text: str) -> decimal.Decimal:
+    """A JSON number with a fraction or an exponent, exactly. ValueError if it is out of range."""
     try:
         return decimal.Decimal(text)
     except decimal.DecimalException:
@@ -88,11 +89,11 @@ def _reader_of_known(type: pa.DataType) -> Read:
         return _struct_reader(type)
     if kinds.is_list(type):
         item = _reader(type.value_type)
-        return lambda value, path: [item(one, f"{path}[]") for one in _of(value, list, "an array", path)]
+        return lambda value, path: [item(one, f"{path}[]") for one in checked(value, list, "an array", path)]
     if kinds.is_map(type):
         return _map_reader(type)
     if kinds.is_integer(type):
-        return _integer_reader(type)
+        return integer_reader(type)
     if kinds.is_decimal(type):
         return _decimal_reader(type)
     return scalar_reader(type)
@@ -106,7 +107,8 @@ def scalar_reader(type: pa.DataType) -> Read:
     raise ValueError(f"JSON has no form for {type}")
 
 
-def _of(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
+def checked(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
+    """The value itself. ValueError if its type is another; true and false are no numbers. ``what``: the type, for a person."""
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         shown = json.dumps(value, default=str)
         raise ValueError(f"{path}: {shown if len(shown) <= 40 else shown[:40] + '…'} is not {what}")
@@ -117,7 +119,7 @@ def _struct_reader(type: Any) -> Read:
     fields = [(type.field(at).name, _reader(type.field(at).type)) for at in range(type.num_fields)]
 
     def read(value: Any, path: str) -> Any:
-        given = _of(value, dict, "an object", path)
+        given = checked(value, dict, "an object", path)
         return {name: inner(given.get(name), f"{path}.{name}") for name, inner in fields}
 
     return read
@@ -128,7 +130,7 @@ def _map_reader(type: Any) -> Read:
     text_keys = pa.types.is_string(type.key_type)
 
     def read(value: Any, path: str) -> Any:
-        pairs = _of(value, dict, "an object", path).items()
+        pairs = checked(value, dict, "an object", path).items()
         return [
             (one if text_keys else key(json.loads(one), f"{path} (key)"), item(other, f"{path}[{one!r}]"))
             for one, other in pairs
@@ -137,13 +139,14 @@ def _map_reader(type: Any) -> Read:
     return read
 
 
-def _integer_reader(type: Any) -> Read:
+def integer_reader(type: Any) -> Read:
+    """A function that reads a whole number of an integer type. ValueError if the value is none or does not fit."""
     limit = 1 << (type.bit_width - 1)
 
     def read(value: Any, path: str) -> int:
-        number = _of(value, int, f"a whole number ({type})", path)
+        number = checked(value, int, f"a whole number ({type})", path)
         if not -limit <= number < limit:
-            raise ValueError(f"{path}: {number} is out of the range of {type}")
+            raise ValueError(f"{path}: {str(number)[:40]} is out of the range of {type}")
         return number
 
     return read
@@ -154,7 +157,7 @@ def _decimal_reader(type: Any) -> Read:
     unit = decimal.Decimal(1).scaleb(-type.scale)
 
     def read(value: Any, path: str) -> decimal.Decimal:
-        given = _of(value, (int, decimal.Decimal, str), "a decimal", path)
+        given = checked(value, (int, decimal.Decimal, str), "a decimal", path)
         try:
             number = decimal.Decimal(given).quantize(unit, context=context)
         except decimal.DecimalException:
@@ -167,7 +170,7 @@ def _decimal_reader(type: Any) -> Read:
 
 
 def _float(value: Any, path: str) -> float:
-    given = _of(value, (int, decimal.Decimal), "a number", path)
+    given = checked(value, (int, decimal.Decimal), "a number", path)
     try:
         return float(given)
     except OverflowError:
@@ -176,14 +179,14 @@ def _float(value: Any, path: str) -> float:
 
 def _date(value: Any, path: str) -> datetime.date:
     try:
-        return datetime.date.fromisoformat(_of(value, str, "a date", path))
+        return datetime.date.fromisoformat(checked(value, str, "a date", path))
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not a date such as 2026-01-31") from None
 
 
 def _timestamp(value: Any, path: str) -> datetime.datetime:
     try:
-        moment = datetime.datetime.fromisoformat(_of(value, str, "a timestamp", path))
+        moment = datetime.datetime.fromisoformat(checked(value, str, "a timestamp", path))
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not a timestamp such as 2026-01-31T12:00:00Z") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
@@ -191,13 +194,13 @@ def _timestamp(value: Any, path: str) -> datetime.datetime:
 
 def _binary(value: Any, path: str) -> bytes:
     try:
-        return base64.b64decode(_of(value, str, "base64", path), validate=True)
+        return base64.b64decode(checked(value, str, "base64", path), validate=True)
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not base64") from None
 
 
 def _string(value: Any, path: str) -> str:
-    text = _of(value, str, "a string", path)
+    text = checked(value, str, "a string", path)
     if not text.isascii():
         # A lone surrogate ("\\ud800") is JSON, but no text.
         text.encode()
@@ -205,7 +208,7 @@ def _string(value: Any, path: str) -> str:
 
 
 _SCALARS: tuple[tuple[Callable[[pa.DataType], bool], Read], ...] = (
-    (pa.types.is_boolean, lambda value, path: _of(value, bool, "true or false", path)),
+    (pa.types.is_boolean, lambda value, path: checked(value, bool, "true or false", path)),
     (pa.types.is_floating, _float),
     (pa.types.is_string, _string),
     (pa.types.is_binary, _binary),
