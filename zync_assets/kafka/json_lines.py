@@ -181,8 +181,11 @@ def parse_line(text: str, number: int) -> Line:
 def _headers(document: dict[str, Any], number: int) -> tuple[tuple[str, bytes | None], ...]:
     given = document.get("headers") or []
     pairs = given.items() if isinstance(given, dict) else [(item["key"], item.get("value")) for item in _objects(given)]
+    # confluent-kafka would cut such a name off at its zero byte.
+    if any(not isinstance(name, str) or "\0" in name for name, _ in pairs):
+        raise ZyncError(f"line {number}: the name of a header must be text without the character U+0000")
     try:
-        return tuple((str(name), None if value is None else text_bytes(value)) for name, value in pairs)
+        return tuple((name, None if value is None else text_bytes(value)) for name, value in pairs)
     except (ValueError, KeyError):
         raise ZyncError(f'line {number}: headers must be like [{{"key": "name", "value": "text"}}]') from None
 

@@ -8,7 +8,7 @@ import json
 import fastavro
 import pytest
 
-from zync_assets.errors import KafkaError, SchemaError, TopicMissing
+from zync_assets.errors import KafkaError, SchemaError, TopicMissing, ZyncError
 from zync_assets.kafka.json_lines import Line, parse_line, produce, produce_json, text_encoder
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -72,3 +72,6 @@ def test_lines() -> None:
     assert parse_line('{"value": null, "key": "k", "headers": [{"key": "a", "value": {"base64": "/w=="}}]}', 1) == Line(
         None, "k", (("a", b"\xff"),)
     )
+    for name in ("null", "5", '"a\\u0000b"'):
+        with pytest.raises(ZyncError, match="line 7: the name of a header must be text without the character U"):
+            parse_line(f'{{"value": 1, "headers": [{{"key": {name}}}]}}', 7)
