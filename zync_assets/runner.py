@@ -1,9 +1,14 @@
-"""The steps, again and again until there is nothing left: what the ``zync`` command runs."""
+"""The steps: planned and committed, again after a conflict, and again until there is nothing left.
+
+The ``zync`` command and Dagster's IO managers commit through the same functions: ``ingest_once``, ``commit_etl`` and
+``publish_once``.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from zync_assets.errors import (
@@ -19,18 +24,20 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.plan import EtlCommit, plan_etl, read_raw, transform
+from zync_assets.etl.plan import EtlBatch, EtlCommit, plan_etl, read_raw, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.ingest.commit import RawCommit, commit_raw
-from zync_assets.ingest.plan import plan_ingest, read_input
+from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import TopicState, survey
-from zync_assets.lake.quarantine import Selection, held
-from zync_assets.pipeline import Input, Pipeline
+from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
-from zync_assets.publish.plan import plan_publish, read_staging
-from zync_assets.quarantine.replay import ReplayCommit, commit_replay, drop_once, plan_replay
+from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
+from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
 from zync_assets.spark.session import Session
 
+Log = Callable[[str], object]
 Progress = Callable[[str, int, int], None]
 """A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
 
@@ -47,7 +54,35 @@ PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavail
 """Errors that may pass by themselves: the command ``run`` waits them out."""
 
 T = TypeVar("T")
+P = TypeVar("P")
 _log = logging.getLogger(__name__)
+
+
+def retried(
+    read: Callable[[], P],
+    commit: Callable[[P], T],
+    progress: Callable[[P], object] = lambda batch: None,
+    first: P | None = None,
+    log: Log = _log.warning,
+) -> T:
+    """Commit a batch; read and commit another batch if another writer was first, whose commit is as good as ours.
+
+    ``read`` makes a batch of the present state, ``first`` is a batch that was read already. ``progress``: how far the step
+    has come, by a batch. An error that is no conflict is raised, unless the progress shows that another writer was first.
+    """
+    batch = read() if first is None else first
+    for _ in range(CONFLICTS):
+        try:
+            return commit(batch)
+        except (*PASSING, *EVERYWHERE):
+            raise
+        except ZyncError as error:
+            later = read()
+            if not isinstance(error, CommitConflict) and progress(later) == progress(batch):
+                raise
+            log(f"{error}; going on after it")
+            batch = later
+    return commit(batch)
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -74,7 +109,7 @@ def ingest_all(
         total = done = 0
         try:
             while True:
-                made, lag = _retried(lambda topic=topic: _ingest_once(pipeline, session, topic, known.states))
+                made, lag = ingest_once(pipeline, session, topic, known.states)
                 if made is None:
                     break
                 total = total or lag
@@ -88,25 +123,41 @@ def ingest_all(
     _raise_first(troubles)
 
 
-def _ingest_once(
-    pipeline: Pipeline, session: Session, topic: str, known: Mapping[str, TopicState]
+def ingest_once(
+    pipeline: Pipeline,
+    session: Session,
+    topic: str,
+    known: Mapping[str, TopicState] | None = None,
+    within: Sequence[OffsetRange] | None = None,
+    first: RawBatch | None = None,
+    log: Log = _log.warning,
 ) -> tuple[RawCommit | None, int]:
-    for _ in range(LOSSES):
-        plan = plan_ingest(pipeline, topic, known=known)
-        if plan.nothing_to_do:
-            return None, 0
-        try:
-            return commit_raw(pipeline, read_input(session(), pipeline, plan)), plan.lag
-        except DataLoss as error:
-            if plan.input.on_data_loss == "fail":
-                raise
-            # Accepted, and it came between the plan and the read: a new plan begins after it.
-            _log.warning("%s; going on after it", error)
-            known = survey(pipeline.kafka, [topic]).states
-    raise DataLoss(
-        f"topic {topic}: retention removed records {LOSSES} times in a row while they were read; raise the topic's retention,"
-        " or run it more often."
-    )
+    """Ingest one batch; the commit, None where nothing is left, and the number of offsets that were left before it.
+
+    ``known`` and ``within``: as for ``plan_ingest``. ``first``: a batch that was read already.
+    """
+
+    def read(states: Mapping[str, TopicState] | None = known) -> RawBatch:
+        return read_input(session, pipeline, plan_ingest(pipeline, topic, within=within, known=states))
+
+    def commit(batch: RawBatch) -> tuple[RawCommit | None, int]:
+        for _ in range(LOSSES):
+            if batch.plan.nothing_to_do:
+                return None, 0
+            try:
+                return commit_raw(pipeline, batch), batch.plan.lag
+            except DataLoss as error:
+                if batch.plan.input.on_data_loss == "fail":
+                    raise
+                # The pipeline file accepts the loss, which came between the plan and the read: a new plan begins after it.
+                log(f"{error}; going on after it")
+                batch = read(survey(pipeline.kafka, [topic]).states)
+        raise DataLoss(
+            f"topic {topic}: retention removed records {LOSSES} times in a row while they were read; raise the topic's"
+            " retention, or run it more often."
+        )
+
+    return retried(read, commit, lambda batch: batch.plan.state.next if batch.plan.state else None, first, log)
 
 
 def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Iterator[EtlCommit]:
@@ -118,9 +169,7 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
     for pool in pipeline.staging_pools:
         asked = retry
         try:
-            while (
-                made := _retried(lambda pool=pool, asked=asked: etl_once(pipeline, session, pool, asked))
-            ) is not None:
+            while (made := commit_etl(pipeline, partial(read_etl, pipeline, session, pool, asked))) is not None:
                 asked = NOTHING
                 yield made
         except EVERYWHERE:
@@ -130,14 +179,27 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
     _raise_first(troubles)
 
 
-def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlCommit | None:
-    """One ETL batch; None if there is nothing new, nor anything to look at again."""
+def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlBatch:
+    """The next ETL batch of a staging pool. The batch is lazy and starts no session."""
     plan = plan_etl(pipeline, pool, retry)
-    if plan.nothing_to_do:
-        return None
-    spark = session()
-    slices = {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
-    return commit_staging(pipeline, transform(spark, pipeline, plan, slices))
+    slices = {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
+    return transform(session, pipeline, plan, slices)
+
+
+def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlCommit | None:
+    """One ETL batch, not tried again after a conflict; None if there is nothing new, nor anything to look at again."""
+    return _commit_staging(pipeline, read_etl(pipeline, session, pool, retry))
+
+
+def commit_etl(
+    pipeline: Pipeline, read: Callable[[], EtlBatch], first: EtlBatch | None = None, log: Log = _log.warning
+) -> EtlCommit | None:
+    """Commit one ETL batch; None if there is nothing to do. ``first``: a batch that was read already."""
+    return retried(read, partial(_commit_staging, pipeline), lambda batch: batch.plan.head.batch, first, log)
+
+
+def _commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit | None:
+    return None if batch.plan.nothing_to_do else commit_staging(pipeline, batch)
 
 
 def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> Iterator[ReplayCommit | EtlCommit]:
@@ -148,14 +210,13 @@ def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> It
     """
     for item in pipeline.inputs:
         if not selection.topics or item.topic in selection.topics:
-            made = _retried(lambda item=item: _replay_once(pipeline, session, item, selection))
+            made = retried(partial(plan_replay, pipeline, item, selection), partial(_commit_replay, pipeline, session))
             if made is not None:
                 yield made
     yield from etl_all(pipeline, session, Retry(failed=selection))
 
 
-def _replay_once(pipeline: Pipeline, session: Session, item: Input, selection: Selection) -> ReplayCommit | None:
-    plan = plan_replay(pipeline, item, selection)
+def _commit_replay(pipeline: Pipeline, session: Session, plan: ReplayPlan | None) -> ReplayCommit | None:
     return None if plan is None else commit_replay(session(), pipeline, plan)
 
 
@@ -164,7 +225,7 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
 
     Raises ZyncError for a record whose topic no rule reads, because no staging pool keeps an account of the topic.
     """
-    for record in held(pipeline, selection):
+    for record in quarantined_records(pipeline, selection):
         if not pipeline.readers_of(record.topic) and record.stage != "etl":
             raise ZyncError(
                 f"topic {record.topic}, partition {record.partition}, offset {record.offset} can't be dropped: no rule reads"
@@ -173,7 +234,7 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
             )
     dropped: set[tuple[str, int, int]] = set()
     for pool in pipeline.staging_pools:
-        dropped |= _retried(lambda pool=pool: drop_once(pipeline, pool, selection))
+        dropped |= retried(partial(plan_drop, pipeline, pool, selection), commit_drop)
     return len(dropped)
 
 
@@ -195,7 +256,8 @@ def publish_all(
         if topic in known:
             continue
         try:
-            made = _retried(lambda topic=topic: _publish_once(pipeline, session, topic, progress))
+            shown = partial(progress, f"publish {topic}")
+            made = publish_once(pipeline, partial(_read_staged, pipeline, session, topic), shown)
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -217,19 +279,20 @@ def _raise_first(troubles: Sequence[ZyncError]) -> None:
         raise first
 
 
-def _publish_once(pipeline: Pipeline, session: Session, topic: str, progress: Progress) -> PublishCommit | None:
-    plan = plan_publish(pipeline, topic)
-    if plan.nothing_to_do:
-        return None
-    batch = read_staging(session(), pipeline, plan)
-    return publish(pipeline, batch, lambda done, total: progress(f"publish {topic}", done, total))
+def _read_staged(pipeline: Pipeline, session: Session, topic: str) -> OutputBatch:
+    return read_staging(session, pipeline, plan_publish(pipeline, topic))
 
 
-def _retried(once: Callable[[], T]) -> T:
-    """Plan and commit again when another writer was first: its commit is as good as ours."""
-    for _ in range(CONFLICTS):
-        try:
-            return once()
-        except CommitConflict as error:
-            _log.warning("%s; going on after it", error)
-    return once()
+def publish_once(
+    pipeline: Pipeline,
+    read: Callable[[], OutputBatch],
+    progress: Callable[[int, int], None] | None = None,
+    first: OutputBatch | None = None,
+    log: Log = _log.warning,
+) -> PublishCommit | None:
+    """Publish one batch; None if there is nothing to do. ``first``: a batch that was read already."""
+
+    def commit(batch: OutputBatch) -> PublishCommit | None:
+        return None if batch.plan.nothing_to_do else publish(pipeline, batch, progress)
+
+    return retried(read, commit, first=first, log=log)

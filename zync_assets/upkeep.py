@@ -1,27 +1,18 @@
-"""Upkeep: the work on a table that follows a commit.
+"""Upkeep: the work on a table that follows a commit: retention, compaction and clean-up.
 
-Take old records out of a raw table, as whole files, by the log's statistics alone.
-
-Retention removes a prefix of a partition. One number, ``zync:kept:<partition>``, says where the remaining records
-begin; the commit that removes the files sets the number. A record's age counts from its time, as in Kafka's own
-retention: the highest timestamp in its partition up to the record, never later than its ingest. Retention removes a
-file when its youngest record is old enough. Retention keeps replayed records: without its record in the raw table, an
-entry of the quarantine would count again.
-
-The files stay on disk for present readers, until ``lake.compaction`` removes the files.
-
-Retention of raw data: removes records older than an input's ``retention``, once no staging pool needs them.
+Retention removes raw records that are older than an input's ``retention``, once no staging pool needs them. It removes whole
+files from the begin of a partition, by the log's statistics alone. One number, ``zync:kept:<partition>``, says where the
+remaining records begin; the commit that removes the files sets the number. A record's age counts from its time, as in
+Kafka's own retention: the highest timestamp in its partition up to the record, never later than its ingest. Retention keeps
+replayed records: without its record in the raw table, an entry of the quarantine would count again.
 
 Retention takes two commits, because two tables change. First every staging pool releases the records
 (``staging.release``). The release conflicts with every batch planned before it, and no later batch reads a released
 record, not even to retry unmatched records. Second, the raw table removes the files. After a kill in between, the next
-attempt continues. A batch that still reads the files finds them on disk, because only ``lake.compaction`` deletes them, days
-later.
+attempt continues. The files stay on disk for present readers, until ``lake.compaction`` deletes them days later.
 
-Maintenance of a table in use: merges small files, and removes unneeded files.
-
-Maintenance runs after a commit, in the session of the commit, if the table's log shows that it is due. No history is
-read in vain. A failure never fails the step; a later commit tries again.
+Compaction merges small files, and clean-up removes unneeded files. They run after a commit, in the session of the commit, if
+the table's log shows that they are due. Upkeep never fails the step of the commit; a later commit tries again.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from deltalake import DeltaTable
 
@@ -18,6 +19,8 @@ from zync_assets.etl.plan import EtlCommit
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic
+from zync_assets.lake import tables
+from zync_assets.lake.log import Opened
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import Head, open_staging, read_ledger
 from zync_assets.local.services import Services
@@ -160,6 +163,20 @@ class Mini:
     def edited(self, text: str) -> Mini:
         """The same topics and lake with another text for the file, placeholders as in ``mini``."""
         return _load(self.pipeline.path.parent, text, self.spark, self.left, self.right, self.out)
+
+
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """The tables that this process opens from now on: folder in the lake, and version."""
+    found: list[tuple[str, int | None]] = []
+    open_table = tables.open_table
+
+    def noted(uri: str, version: int | None = None) -> Opened | None:
+        opened = open_table(uri, version)
+        found.append((uri.partition("/lake/")[2], None if opened is None else opened.version))
+        return opened
+
+    monkeypatch.setattr(tables, "open_table", noted)
+    return found
 
 
 def published(it: Mini, topic: str) -> list[bytes]:

@@ -223,7 +223,7 @@ def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) 
         assert (done.records, done.quarantined, [change.in_table for change in done.schema_changes]) == (2, 1, [False])
         it.send(it.left, new({"id": 2, "note": "x"}), old({"id": 1}), old({"id": 3}))
     assert {tuple(row["value"]) for row in it.raw(it.left)} == {("id",)}
-    (held, _) = [each for each in quarantine.held(strict.pipeline) if each.topic == it.left]
+    (held, _) = [each for each in quarantine.quarantined_records(strict.pipeline) if each.topic == it.left]
     assert "is new: added value.note (string)" in held.error
 
 

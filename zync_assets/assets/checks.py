@@ -4,6 +4,7 @@ They are ops of their own: a result that an asset's function yields comes before
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from dagster import (
     AssetCheckExecutionContext,
@@ -20,12 +21,12 @@ from dagster import (
 from zync_assets.assets import names
 from zync_assets.assets.names import Names
 from zync_assets.audit import guard
-from zync_assets.audit.guard import newly_staged
 from zync_assets.checks import output_checks, raw_checks
+from zync_assets.checks.output_checks import recorded
 from zync_assets.errors import ZyncError
-from zync_assets.lake.check_results import CheckResult, judged
+from zync_assets.lake.check_results import CheckResult
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Pipeline
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
@@ -53,7 +54,7 @@ def build_checks(names: Names) -> list[AssetChecksDefinition]:
 def _raw(names: Names, topic: str) -> Iterator[AssetChecksDefinition]:
     pipeline = names.pipeline
     asset = names.pool_key(pipeline.input(topic).pool, topic)
-    told = {
+    checks = {
         raw_checks.MONOTONIC: (raw_checks.monotonic_offsets, "Offsets ascend, and no two files overlap."),
         raw_checks.NO_LOSS: (
             raw_checks.no_unexplained_loss,
@@ -62,15 +63,17 @@ def _raw(names: Names, topic: str) -> Iterator[AssetChecksDefinition]:
         raw_checks.SCHEMA_CHANGE: (raw_checks.schema_change, "Records came with one writer schema a side."),
         raw_checks.QUARANTINE_SIZE: (raw_checks.quarantine_size, "Nothing is in quarantine."),
     }
-    for name, (function, description) in told.items():
+    for name, (function, description) in checks.items():
         blocking = name in raw_checks.BLOCKING
 
         def look(
-            context: AssetCheckExecutionContext, function: _RangeCheck = function, blocking: bool = blocking
+            context: AssetCheckExecutionContext,
+            function: Callable[..., CheckResult] = function,
+            blocking: bool = blocking,
         ) -> CheckResult:
             ranges = run_ranges(context, asset)
             if blocking:
-                return judged(pipeline, pipeline.input(topic).pool, lambda: function(pipeline, topic, ranges))
+                return recorded(pipeline, pipeline.input(topic).pool, partial(function, pipeline, topic, ranges))
             return function(pipeline, topic, ranges)
 
         yield _check(names, asset, name, description, blocking, look)
@@ -84,10 +87,12 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
     def coverage(context: AssetCheckExecutionContext) -> CheckResult:
         made = {topic: run_ranges(context, key) for topic, key in keys.items()}
         ranges: Mapping[str, Sequence[OffsetRange]] | None = None
+        snapshot = Snapshot(pipeline)
         if any(part is not None for part in made.values()):
             # All that was committed since the check passed last: a run that died had no check.
-            ranges = newly_staged(pipeline, pool) or {topic: part or () for topic, part in made.items()}
-        return judged(pipeline, pool, lambda: guard.exactly_once_done_coverage(pipeline, pool, ranges))
+            ranges = guard.newly_staged(snapshot, pool) or {topic: part or () for topic, part in made.items()}
+        check = partial(guard.exactly_once_done_coverage, pipeline, pool, ranges, snapshot)
+        return snapshot.record(pool, check)
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
@@ -96,7 +101,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
             ranges = run_ranges(context, key)
-            return judged(pipeline, pool, lambda: guard.contiguous_output_offsets(pipeline, topic, ranges))
+            return recorded(pipeline, pool, partial(guard.contiguous_output_offsets, pipeline, topic, ranges))
 
         yield _check(
             names,
@@ -140,9 +145,6 @@ def _published(names: Names, topic: str) -> AssetChecksDefinition:
         False,
         lambda context: output_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
     )
-
-
-_RangeCheck = Callable[[Pipeline, str, Ranges], CheckResult]
 
 
 def _check(

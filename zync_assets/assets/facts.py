@@ -1,11 +1,7 @@
-"""Facts of a pipeline, the failures that Dagster shows, and the steps that are due by the facts.
+"""The facts of a pipeline for a tick of the sensor, the steps that are due by the facts, and errors as Dagster shows them.
 
-Errors as Dagster shows them, and the check of a topic that runs although publishing to the topic fails.
-
-The facts of a sensor's tick: the progress of topics, raw tables, staging tables and output topics. Reads no
-records, and needs no JVM.
-
-Which steps are due, by the facts alone.
+The facts are the progress of topics, raw tables, staging tables and output topics. They come from logs and watermarks. No
+record is read, and no JVM starts.
 """
 
 from __future__ import annotations
@@ -17,18 +13,15 @@ from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets.names import Names, clusters, on_grid, touched
+from zync_assets.assets.names import Names, clusters, keys_between, on_grid
 from zync_assets.checks import output_checks
 from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
-from zync_assets.lake.publication import open_published
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.plan import PublishPlan, plan_publish
-
-_NO_END = 1 << 62
 
 
 class TickFailed(DagsterError):
@@ -36,7 +29,7 @@ class TickFailed(DagsterError):
 
 
 @contextmanager
-def spoken() -> Generator[None]:
+def errors_as_failures() -> Generator[None]:
     """Within it an error of this package fails the step with its message alone, without a stack trace."""
     try:
         yield
@@ -44,7 +37,7 @@ def spoken() -> Generator[None]:
         raise Failure(str(error)) from None
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error in a line: the message of this package's errors, with the type's name before that of any other."""
     text = str(error).strip()
     if isinstance(error, ZyncError):
@@ -69,8 +62,7 @@ def _look(names: Names, topic: str) -> AssetCheckEvaluation:
     pipeline = names.pipeline
     key, name = names.topic_key(topic), output_checks.STAGING_EQUALS_TOPIC
     try:
-        done = open_published(pipeline.lake, pipeline.output(topic).pool, topic)
-        found = output_checks.staging_equals_topic(pipeline, topic, [OffsetRange(0, done.verified or 0, _NO_END)])
+        found = output_checks.staging_equals_topic(pipeline, topic, unverified=True)
     except ZyncError as error:
         return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=str(error))
     severity = AssetCheckSeverity.ERROR if found.severity == "error" else AssetCheckSeverity.WARN
@@ -128,7 +120,7 @@ def _gather(pipeline: Pipeline) -> Facts:
             raise
         except Exception as error:
             # Whatever it is, the other topics and tables go on.
-            problems[place] = said(error)
+            problems[place] = error_line(error)
 
     # Staging before raw before topics would do too: whatever moves meanwhile is seen by the next look.
     for item in pipeline.inputs:
@@ -197,7 +189,7 @@ class Grid:
     assets: frozenset[AssetKey]
 
 
-def due(names: Names, facts: Facts) -> Iterator[Step]:
+def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
     """The steps that have work.
 
     Ingest has work if a topic's end is past the next offset. ETL and publish have work if a raw table's next offset is past
@@ -256,7 +248,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
         until = {item.partition: item.end for item in state.partitions}
         yield Grid(
             names.raw_partitions(topic),
-            tuple(touched(first, until)),
+            tuple(keys_between(first, until)),
             frozenset([*first, *until, *state.away]),
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
@@ -264,7 +256,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
     for pool, plan in facts.etl.items():
         wanted = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
         for (_, partition), item in plan.head.outputs.items():
-            wanted |= set(touched({partition: item.base}, {partition: item.next}))
+            wanted |= set(keys_between({partition: item.base}, {partition: item.next}))
         yield Grid(
             names.staging_partitions(pool),
             tuple(sorted(wanted)),
@@ -274,7 +266,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
         )
 
 
-def chosen(step: Step, known: Sequence[str]) -> list[str]:
+def keys_of_run(step: Step, known: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
     knows none of the keys yet."""
 

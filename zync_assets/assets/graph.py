@@ -21,9 +21,9 @@ from dagster import (
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import reports
-from zync_assets.assets.facts import spoken
+from zync_assets.assets.facts import errors_as_failures
 from zync_assets.assets.io_managers import STAGING_POOL
-from zync_assets.assets.names import Names, argument, raw_definition, served, staging_definition
+from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.ingest.plan import RawBatch
@@ -170,8 +170,8 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
         spark: LazyPySparkResource = getattr(context.resources, spark_key)
         given: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
         plan = next(iter(given.values())).plan
-        with spoken():
-            keys = served(context.partition_keys, f"pool {pool}")
+        with errors_as_failures():
+            keys = run_keys(context.partition_keys, f"pool {pool}")
             reports.refuse_partitions(pool, keys)
             if plan.nothing_to_do:
                 reports.refuse_ahead(pool, plan.state, keys)

@@ -1,12 +1,10 @@
-"""The IO managers: of Kafka topics, and of pools.
+"""The IO managers. An IO manager reads a batch for the asset downstream, and commits the batch of the asset upstream.
 
-Records for an asset of a user's own, in the shape that its argument is annotated with.
+- ``kafka_io`` reads ranges of ``kafka/<topic>``, and publishes to the topic.
+- ``pool_io`` reads raw and staging tables, and commits ingest and ETL. Before ETL, every raw record of a batch has passed
+  the blocking checks of its table.
 
-The IO manager of topics: reads a range of ``kafka/<topic>``, publishes to it.
-
-The gate before ETL in Dagster: every raw record of a batch has passed the blocking checks of its table.
-
-The IO manager of pools: commits what was ingested and what ETL made, reads raw and staging tables.
+A user's own asset gets records in the type that its argument is annotated with.
 """
 
 from __future__ import annotations
@@ -22,32 +20,33 @@ from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import names, reports
-from zync_assets.assets.facts import publishing, spoken
+from zync_assets.assets.facts import errors_as_failures, publishing
 from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
+from zync_assets.audit.guard import require_passed
 from zync_assets.checks.raw_checks import BLOCKING, raw_look
 from zync_assets.codecs.spark_types import spark_ddl
-from zync_assets.errors import CheckFailed, CommitConflict, KafkaError, LakeError, RangeUnknown, ZyncError
-from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw, transform
-from zync_assets.ingest.commit import RawCommit, commit_raw
+from zync_assets.errors import KafkaError, LakeError, RangeUnknown
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw
+from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import Source
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import raw, staging
-from zync_assets.lake.check_results import judged, lifted, open_checked
-from zync_assets.lake.raw import raw_files
+from zync_assets.lake.raw import RawState, raw_files
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
 from zync_assets.pipeline import Input, Pipeline, SideFormat
-from zync_assets.publish.commit import PublishCommit, publish
+from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
+from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl
 from zync_assets.spark.frames import output_frame, raw_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-def converted(frame: DataFrame, wanted: object, place: str) -> object:
+def records_as(frame: DataFrame, wanted: object, place: str) -> object:
     """A Spark DataFrame as ``wanted``: itself (where the argument has no annotation, too), a pyarrow Table, or a polars
     LazyFrame. The last two bring all rows into this process. LakeError for another type."""
     name = f"{getattr(wanted, '__module__', '')}.{getattr(wanted, '__qualname__', wanted)}"
@@ -112,42 +111,44 @@ class KafkaIOManager(IOManager):
         DataFrame, a pyarrow Table or a polars LazyFrame gets every decoded record of the ranges that Kafka still holds.
         """
         topic = context.asset_key.path[-1]
-        with spoken():
+        with errors_as_failures():
             place = context.asset_key.to_user_string()
-            keys = names.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             wanted = context.dagster_type.typing_type
             if wanted is RawBatch:
                 return read_input(self._session, self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
-            return converted(self._records(topic, keys).dataframe(), wanted, place)
+            return records_as(self._records(topic, keys).dataframe(), wanted, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Publish a batch; report the run's ranges and every other that it reached."""
         if not isinstance(obj, OutputBatch):
             place, kind = context.asset_key.to_user_string(), type(obj).__name__
             raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
-        with spoken():
-            plan = obj.plan
-            done = PublishCommit(obj.topic, OffsetRange(0, plan.end, plan.end), 0, 0.0)
-            if not plan.nothing_to_do:
-                with publishing(self._names, context.step_context.instance, obj.topic):
-                    done = publish(self._pipeline, obj)
+        with errors_as_failures():
+            with publishing(self._names, context.step_context.instance, obj.topic):
+                done = publish_once(self._pipeline, partial(self._read_staged, obj.topic), None, obj, context.log.info)
+            end = obj.plan.end
+            done = done or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
             numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
             context.add_output_metadata(numbers)
-            reports.published(self._pipeline, context, obj.topic, done.range)
+            reports.report_topic(Snapshot(self._pipeline), context, obj.topic, done.range)
+
+    def _read_staged(self, topic: str) -> OutputBatch:
+        return read_staging(self._session, self._pipeline, plan_publish(self._pipeline, topic))
 
     def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
         found = topic_state(self._pipeline.kafka, topic)
-        held = [OffsetRange(item.partition, item.low, item.end) for item in found.partitions]
+        present = [OffsetRange(item.partition, item.low, item.end) for item in found.partitions]
         if keys is not None:
             whole = normalize(keys)
-            held = [
+            present = [
                 OffsetRange(part.partition, max(part.first, key.first), min(part.end, key.end))
-                for part in held
+                for part in present
                 for key in whole
                 if key.partition == part.partition and key.first < part.end and key.end > part.first
             ]
-        ranges = tuple(part for part in held if not part.empty)
+        ranges = tuple(part for part in present if not part.empty)
         if any(item.topic == topic for item in self._pipeline.inputs):
             plan = plan_ingest(self._pipeline, topic)
             batch = read_input(self._session, self._pipeline, plan)
@@ -199,32 +200,31 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
     return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})
 
 
-def require_checked(pipeline: Pipeline, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
-    """CheckFailed unless the blocking checks have passed over the given offsets of each input topic.
+def require_checked(
+    pipeline: Pipeline, states: Mapping[str, RawState | None], ranges: Mapping[str, Sequence[OffsetRange]]
+) -> None:
+    """CheckFailed unless the blocking checks have passed over the given offsets of each input topic. ``states``: topic → its
+    raw table.
 
     The checks run here over what they have not passed yet: the run that ingested it may have died before its checks, or
     ``zync`` ingested it. Offsets that have passed cost no look at a record. Raises BrokerUnavailable.
     """
+    snapshot = Snapshot(pipeline, states)
     for topic, parts in ranges.items():
-        pool = pipeline.input(topic).pool
-        state = raw.open_raw(pipeline.lake, pool, topic)
+        pool, state = pipeline.input(topic).pool, states[topic]
         if state is None or not parts:
             continue
-        checked = open_checked(pipeline.lake, pool)
         for name, check in BLOCKING.items():
-            look = raw_look(name, pipeline, topic, state, parts)
+            look, checked = raw_look(name, snapshot, topic, state, parts), snapshot.checked(pool)
             firsts = [max(part.first, checked.passed(look, (topic, part.partition)) or 0) for part in parts]
             new = [
                 OffsetRange(part.partition, first, part.end)
                 for part, first in zip(parts, firsts, strict=True)
                 if first < part.end
             ]
-            if not new:
-                continue
-            found = judged(pipeline, pool, partial(check, pipeline, topic, new))
-            if not found.passed:
-                how = "" if lifted(pipeline) in found.summary else f" {lifted(pipeline)}"
-                raise CheckFailed(f"{found.subject}: {name}: {found.summary} Nothing was transformed.{how}")
+            if new:
+                run = partial(check, pipeline, topic, new, snapshot)
+                require_passed(snapshot, pool, run, "Nothing was transformed.")
 
 
 STAGING_POOL = "zync/staging_pool"
@@ -239,7 +239,8 @@ class PoolIOManager(IOManager):
         self._pipeline = names.pipeline
         self._session = partial(session, spark)
         self._plan: tuple[tuple[str, int], EtlPlan] | None = None
-        self._committed: tuple[EtlBatch, EtlCommit | None] | None = None
+        self._committed: tuple[EtlBatch, EtlCommit | None, Snapshot] | None = None
+        """The ETL batch of the run, its commit, and the tables after it."""
 
     def load_input(self, context: InputContext) -> object:
         """The records of a pool as the argument of an asset.
@@ -250,25 +251,25 @@ class PoolIOManager(IOManager):
         """
         pool, topic = context.asset_key.path[-2:]
         wanted = context.dagster_type.typing_type
-        with spoken():
+        with errors_as_failures():
             if wanted is RawSlice:
                 return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
             place = context.asset_key.to_user_string()
-            keys = names.served(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if wanted is OutputBatch:
                 reports.refuse_partitions(pool, keys or ())
                 with publishing(self._names, context.instance, topic):
                     plan = plan_publish(self._pipeline, topic)
                 reports.refuse_ahead(pool, plan.state, keys or ())
                 return read_staging(self._session, self._pipeline, plan)
-            return converted(pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place)
+            return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Commit a batch, if there is anything in it; verify and report the ranges of the run and all that it reached.
 
         An ETL batch comes once for each output topic: the first call commits, the others find it done.
         """
-        with spoken():
+        with errors_as_failures():
             if isinstance(obj, RawBatch):
                 self._ingest(context, obj)
             elif isinstance(obj, EtlBatch):
@@ -282,11 +283,14 @@ class PoolIOManager(IOManager):
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
         """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
         its keys."""
-        within = normalize(names.served(context.asset_partition_keys, context.asset_key.to_user_string()))
+        within = normalize(names.run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
         known = {batch.topic: batch.plan.topic_state}
         done: list[RawCommit] = []
         while True:
-            made = self._commit_raw(context, batch)
+            ranges = batch.plan.ranges
+            made, _ = ingest_once(
+                self._pipeline, self._session, batch.topic, None, ranges, first=batch, log=context.log.info
+            )
             if made is None:
                 break
             done.append(made)
@@ -306,28 +310,17 @@ class PoolIOManager(IOManager):
                     "seconds": round(sum(made.seconds for made in done), 3),
                 }
             )
-        reports.ingested(self._pipeline, context, batch.topic, [part for made in done for part in made.ranges])
-
-    def _commit_raw(self, context: OutputContext, batch: RawBatch) -> RawCommit | None:
-        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
-        if batch.plan.nothing_to_do:
-            return None
-        try:
-            return commit_raw(self._pipeline, batch)
-        except ZyncError as error:
-            again = plan_ingest(self._pipeline, batch.topic, within=batch.plan.ranges)
-            same = (
-                batch.plan.state is not None and again.state is not None and again.state.next == batch.plan.state.next
-            )
-            if again.state is None or (same and not isinstance(error, CommitConflict)):
-                raise
-            context.log.info("Another writer of %s was first (%s); looking again.", batch.topic, error)
-            return None if again.nothing_to_do else commit_raw(self._pipeline, replace(batch, plan=again))
+        reports.report_raw(
+            Snapshot(self._pipeline), context, batch.topic, [part for made in done for part in made.ranges]
+        )
 
     def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
         if self._committed is None or self._committed[0] is not batch:
-            self._committed = (batch, self._commit_staging(context, batch))
-        done, topic = self._committed[1], context.asset_key.path[-1]
+            read = partial(self._next_batch, batch.plan.pool)
+            done = commit_etl(self._pipeline, read, batch, context.log.info)
+            self._committed = (batch, done, Snapshot(self._pipeline))
+        _, done, snapshot = self._committed
+        topic = context.asset_key.path[-1]
         if done is not None:
             consumed = {name: [format_key(part) for part in parts] for name, parts in done.consumed.items() if parts}
             context.add_output_metadata(
@@ -338,31 +331,19 @@ class PoolIOManager(IOManager):
                     "seconds": round(done.seconds, 3),
                 }
             )
-        reports.staged(self._pipeline, context, topic, done.outputs.get(topic, ()) if done else ())
+        reports.report_staging(snapshot, context, topic, done.outputs.get(topic, ()) if done else ())
 
-    def _commit_staging(self, context: OutputContext, batch: EtlBatch) -> EtlCommit | None:
-        """Commit, once more on a new plan if another writer was first; None where nothing is left to commit."""
-        if batch.plan.nothing_to_do:
-            return None
-        try:
-            return commit_staging(self._pipeline, batch)
-        except ZyncError as error:
-            plan = plan_etl(self._pipeline, batch.plan.pool)
-            # A retention that was first leaves the batch number as it is.
-            if plan.head.batch == batch.plan.head.batch and not isinstance(error, CommitConflict):
-                raise
-            context.log.info("Another writer of pool %s was first (%s); looking again.", batch.plan.pool, error)
-            if plan.nothing_to_do:
-                return None
-            require_checked(self._pipeline, plan.ranges)
-            slices = {topic: read_raw(batch.spark, self._pipeline, plan, topic) for topic in plan.ranges}
-            return commit_staging(self._pipeline, transform(batch.spark, self._pipeline, plan, slices))
+    def _next_batch(self, pool: str) -> EtlBatch:
+        """The next ETL batch, after the blocking checks of its raw records."""
+        batch = read_etl(self._pipeline, self._session, pool)
+        require_checked(self._pipeline, batch.plan.raw, batch.plan.ranges)
+        return batch
 
     def _plan_of(self, context: InputContext) -> EtlPlan:
         """The plan of the present attempt of a step. The inputs share the plan, so that their slices belong to one batch."""
         step = (context.step_context.step.key, context.step_context.previous_attempt_count)
         if self._plan is None or self._plan[0] != step:
             plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))
-            require_checked(self._pipeline, plan.ranges)
+            require_checked(self._pipeline, plan.raw, plan.ranges)
             self._plan = (step, plan)
         return self._plan[1]

@@ -1,14 +1,11 @@
 """The names of a pipeline's parts in Dagster, and partition keys.
 
-How the parts of a pipeline are called in Dagster.
-
 Asset keys hold pool and topic as they are, behind the pipeline's key prefix. Dagster's other names take letters, digits
 and underscores alone, so a topic's other characters are spelled out there, each in a way of its own: ``a.b`` and
 ``a_b`` stay two names. Jobs, ops, sensors and resources end in the pipeline's name, because a code location may have
 several pipelines.
 
-Partition keys: fixed ranges of offsets, ``partition:first-last``, the last of each Kafka partition open.
-
+Partition keys are fixed ranges of offsets, ``partition:first-last``, and the last key of each Kafka partition is open.
 Dagster keeps dynamic keys in the order in which they were added and hands a run's keys over in no order at all.
 """
 
@@ -140,7 +137,7 @@ class Names:
         return self._own(f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}")
 
     def resource(self, name: str) -> str:
-        """The key of one of the pipeline's resources: ``spark``, ``io_managers``, ``io_managers``, ``kafka``, ``registry``."""
+        """The key of one of the pipeline's resources: ``spark``, ``kafka_io``, ``pool_io``, ``kafka``, ``registry``."""
         return self._own(name)
 
     def _own(self, name: str) -> str:
@@ -172,7 +169,7 @@ def on_grid(keys: Iterable[str]) -> list[OffsetRange]:
     return sorted(found for key in keys if (found := range_of(key)) is not None)
 
 
-def served(keys: Iterable[str], place: str) -> list[OffsetRange]:
+def run_keys(keys: Iterable[str], place: str) -> list[OffsetRange]:
     """The ranges of a run's keys, sorted as numbers. ``place``: the asset's path, for the error.
 
     RangeUnknown if a key is not of the grid. The error names the right keys.
@@ -197,14 +194,14 @@ def _nearest(key: str) -> list[str]:
     return list(dict.fromkeys(format_key(key_of(found.partition, offset)) for offset in ends))
 
 
-def touched(first: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
+def keys_between(first: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
     """The keys that hold an offset from ``first`` to before ``until`` (partition → offset), and each partition's open
     one; sorted as numbers."""
     whole = [OffsetRange(p, min(first.get(p, end), end), end) for p, end in until.items()]
     return sorted({*keys_over(whole), *(key_of(p, end) for p, end in until.items())})
 
 
-def lacking(known: Iterable[str], keys: Iterable[OffsetRange]) -> list[str]:
+def new_keys(known: Iterable[str], keys: Iterable[OffsetRange]) -> list[str]:
     """Those of the keys that are not in ``known``, ascending as numbers."""
     have = set(known)
     return [format_key(part) for part in sorted(set(keys)) if format_key(part) not in have]
@@ -212,7 +209,7 @@ def lacking(known: Iterable[str], keys: Iterable[OffsetRange]) -> list[str]:
 
 def add(instance: DagsterInstance, name: str, keys: Iterable[OffsetRange]) -> None:
     """Add the keys that a definition lacks, ascending."""
-    new = lacking(instance.get_dynamic_partitions(name), keys)
+    new = new_keys(instance.get_dynamic_partitions(name), keys)
     if new:
         instance.add_dynamic_partitions(name, new)
 

@@ -1,12 +1,7 @@
-"""Reports of runs: the metadata of each range, and an event for each range that a run reached.
+"""Reports of runs: the metadata of each range of a run, and an event for each other range that the run reached.
 
-The extent of a partition key in a raw table, in a staging table, and in a topic. Reads logs and footers only,
-without a JVM.
-
-The metadata of a materialised range: offsets, rows, schema, lag.
-
-A run's report: the metadata of each range of the run, and a separate event for each other range that the run
-reached.
+The metadata of a range are its offsets, rows, schema and lag. They come from the range's extent in a raw table, in a
+staging table or in a topic. A report reads logs and footers only, without a JVM.
 """
 
 from __future__ import annotations
@@ -32,13 +27,12 @@ from dagster import (
 from zync_assets.assets import names
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import TopicState, topic_states
-from zync_assets.lake import raw, staging, storage
+from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.publication import open_published
 from zync_assets.lake.raw import RawState, is_replay, raw_files
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
-from zync_assets.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -212,19 +206,20 @@ CONSUMED = "consumed"
 """Metadata of a staging topic's ranges: the input offsets that the run's ETL batch took, as JSON (topic → keys)."""
 
 
-def ingested(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
-    """Report a raw table's ranges, verified. ``ranges``: the offsets that this run committed."""
-    state = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+def report_raw(snapshot: Snapshot, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
+    """Report a raw table's ranges, verified. ``snapshot``: after the run's commits; ``ranges``: the committed offsets."""
+    state = snapshot.raw(topic)
     if state is None:
-        raise LakeError(f"{pipeline.input(topic).pool}.{topic} has no table after its ingest")
+        raise LakeError(f"{snapshot.pipeline.input(topic).pool}.{topic} has no table after its ingest")
     own, more = _keys(context, ranges)
     _report(context, raw_extents(state, own), raw_extents(state, more), state.schema)
 
 
-def staged(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
-    """Report an output topic's ranges in its staging pool, verified. ``ranges``: the offsets that this run numbered."""
-    pool = pipeline.output(topic).pool
-    state = staging.open_staging(pipeline.lake, pool)
+def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
+    """Report an output topic's ranges in its staging pool, verified. ``snapshot``: after the run's commit; ``ranges``: the
+    offsets that this run numbered."""
+    pool = snapshot.pipeline.output(topic).pool
+    state = snapshot.staging(pool)
     own, more = _keys(context, ranges)
     refuse_ahead(pool, state, own)
     counts = state.head.counts if state else {}
@@ -233,16 +228,17 @@ def staged(pipeline: Pipeline, context: OutputContext, topic: str, ranges: Itera
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 
 
-def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: OffsetRange) -> None:
-    """Report an output topic's ranges. ``sent``: the offsets that this run published."""
-    found = topic_states(pipeline.kafka, [topic]).get(topic)
-    state = staging.open_staging(pipeline.lake, pipeline.output(topic).pool)
+def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, sent: OffsetRange) -> None:
+    """Report an output topic's ranges. ``snapshot``: after the run's commits; ``sent``: the published offsets."""
+    found = topic_states(snapshot.pipeline.kafka, [topic]).get(topic)
+    pool = snapshot.pipeline.output(topic).pool
+    state = snapshot.staging(pool)
     own, more = _keys(context, [sent])
     schema = topic_schema(state, topic) if state else None
     if found is None:
         _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
         return
-    done = open_published(pipeline.lake, pipeline.output(topic).pool, topic).verified
+    done = snapshot.published(pool, topic).verified
     position = state.head.outputs.get((topic, 0)) if state else None
     verified = {0: OffsetRange(0, min(position.base, done), done)} if position and done is not None else {}
     _report(context, topic_extents(found, own, verified), topic_extents(found, more, verified), schema)
@@ -250,7 +246,7 @@ def published(pipeline: Pipeline, context: OutputContext, topic: str, sent: Offs
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
     """The run's keys, and the other keys that ``ranges`` overlap."""
-    own = names.served(context.asset_partition_keys, context.asset_key.to_user_string())
+    own = names.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
     return own, sorted(set(keys_over(ranges)) - set(own))
 
 

@@ -40,7 +40,8 @@ from zync_assets.assets.names import KAFKA, Names
 from zync_assets.audit.guard import blocks
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
-from zync_assets.lake.check_results import lifted
+from zync_assets.lake.check_results import remedy
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline
 from zync_assets.private import private
 
@@ -212,8 +213,8 @@ def held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str 
     """
     if step.pool is None:
         return None
-    for block in blocks(pipeline, step.pool, [item.topic for item in pipeline.outputs_of(step.pool)]):
-        return f"{block} {lifted(pipeline)}"
+    for block in blocks(Snapshot(pipeline), step.pool, [item.topic for item in pipeline.outputs_of(step.pool)]):
+        return f"{block} {remedy(pipeline)}"
     for asset in step.upstream:
         for name in BLOCKING:
             if _reported_failure(instance, AssetCheckKey(asset, name)):

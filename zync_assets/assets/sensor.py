@@ -41,7 +41,7 @@ from dagster import (
 )
 
 from zync_assets.assets import names, reports, runs
-from zync_assets.assets.facts import Facts, Grid, Step, TickFailed, chosen, due, gather, grids, said
+from zync_assets.assets.facts import Facts, Grid, Step, TickFailed, due_steps, error_line, gather, grids, keys_of_run
 from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, range_of
 from zync_assets.assets.reports import Extent, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import CHECKED, PROBLEMS, reachability, troubles
@@ -252,7 +252,7 @@ def build_sensor(names: Names, jobs: Sequence[Any], *, running: bool) -> SensorD
         except Exception as error:
             _log.exception("the tick of pipeline %s ended early", pipeline.name)
             raise TickFailed(
-                f"Pipeline {pipeline.name}: {said(error)}. The tick ended early and nothing is lost: the next tick looks"
+                f"Pipeline {pipeline.name}: {error_line(error)}. The tick ended early and nothing is lost: the next tick looks"
                 " again. If this stays, the log of the code server has the details."
             ) from None
 
@@ -288,22 +288,22 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             found, after[standing.place] = news(facts, instance, standing, old, now)
         except Exception as error:
             # Whatever it is, the other assets are reported.
-            texts.setdefault(standing.place, said(error))
+            texts.setdefault(standing.place, error_line(error))
             continue
         events += found
     requests: list[RunRequest] = []
     notes: list[str] = []
-    for step, last in _in_turn(pipeline, instance, due(names, facts)):
-        keys = chosen(step, known[step.partitions])
+    for step, last in _in_turn(pipeline, instance, due_steps(names, facts)):
+        keys = keys_of_run(step, known[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
             continue
         if under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
-        elif held := _held_back(pipeline, instance, step):
-            texts[step.job] = held
-        elif held := runs.backing_off(last):
-            texts[step.job] = held
+        elif reason := _held_back(pipeline, instance, step):
+            texts[step.job] = reason
+        elif reason := runs.backing_off(last):
+            texts[step.job] = reason
             rest = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
             tag = REST + step.job
             again = runs.asked_for(instance, pipeline.name, step.job, tag)
@@ -337,7 +337,7 @@ def _held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str
     try:
         return runs.held_back(pipeline, instance, step)
     except ZyncError as error:
-        return said(error)
+        return error_line(error)
 
 
 def _keys(
@@ -353,7 +353,7 @@ def _keys(
     if strange and not active.holds(grid.job, grid.assets):
         changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange))
         there = [key for key in there if key not in strange]
-    if new := names.lacking(there, grid.keys)[:MOST_KEYS]:
+    if new := names.new_keys(there, grid.keys)[:MOST_KEYS]:
         changes.append(AddDynamicPartitionsRequest(grid.definition, new))
         there += new
     return there, changes

@@ -1,11 +1,8 @@
-"""The account of a staging pool and the quarantine of its raw tables, as arrays.
+"""The account of a staging pool and the quarantine of a raw table, as arrays.
 
-The account of a staging pool as arrays: which class each input offset is in, by its ledger alone.
-
-An offset that was pending and is completed counts as done. Memory: 17 bytes a range and 25 a record that was ever
-pending; done ranges cost next to nothing however many records they span.
-
-The quarantine of a raw table as arrays.
+The account says which class each input offset is in, by the pool's ledger alone. An offset that was pending and is
+completed counts as done. Memory: 17 bytes a range and 25 a record that was ever pending. A done range costs the same
+however many records it spans.
 """
 
 from __future__ import annotations
@@ -15,17 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.cache import Recent
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import quarantine, raw, storage
-from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
 from zync_assets.lake.raw_files import LOST, RANGE_STAGES
-from zync_assets.lake.rows import HeldOffsets, distinct, integers, read_columns, without
+from zync_assets.lake.rows import FileOffsets, Recent, distinct, integers, read_columns, without
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 
@@ -60,12 +57,12 @@ class Facts:
         known[known] = offsets[known] < self.end[at[known]]
         found = np.full(len(offsets), NONE, np.uint8)
         found[known] = self.kind[at[known]]
-        waits = found == PENDING
-        asked = offsets[waits]
-        now = np.full(len(asked), PENDING, np.uint8)
-        met = np.isin(asked, self.completed)
-        now[met] = self.became[np.searchsorted(self.completed, asked[met])]
-        found[waits] = now
+        entries = found == PENDING
+        places = offsets[entries]
+        classes = np.full(len(places), PENDING, np.uint8)
+        complete = np.isin(places, self.completed)
+        classes[complete] = self.became[np.searchsorted(self.completed, places[complete])]
+        found[entries] = classes
         return found
 
     @cached_property
@@ -104,7 +101,7 @@ _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Said:
+class _LedgerFile:
     """The contents of one ledger file.
 
     ``places``: place → sorted entries (first, end, kind); ``waiting``: the file's change of the number of pending records;
@@ -116,13 +113,13 @@ class _Said:
     counted: Mapping[tuple[Place, str], int | None]
 
 
-_KEPT = 6_000_000
+_CACHED = 6_000_000
 """The most ledger entries that a process keeps in memory, over all staging tables."""
 _Mark = tuple[str, int | None, int | None]
 """Path of a ledger file, its size and the time of its last change."""
 
-_known: Recent[str, dict[_Mark, _Said]] = Recent(_KEPT)
-"""Place of a staging table → its ledger files → what they say."""
+_cache: Recent[str, dict[_Mark, _LedgerFile]] = Recent(_CACHED)
+"""Place of a staging table → its ledger files → their contents."""
 
 
 Counted = Mapping[tuple[Place, str], "int | None"]
@@ -130,28 +127,28 @@ Counted = Mapping[tuple[Place, str], "int | None"]
 
 
 def read_facts(
-    state: StagingState, *, kept: bool = False
+    state: StagingState, *, cached: bool = False
 ) -> tuple[dict[Place, Facts], Counter[tuple[str, str]], Counted]:
     """The facts by (input topic, partition), how many records wait by (rule, input topic), and how many there are of the
     classes whose entries count them. Raises DamagedFile.
 
-    ``kept``: a ledger file that this process has read in this way before is not read again, unless another program
+    ``cached``: a ledger file that this process has read in this way before is not read again, unless another program
     changed the file since.
     """
-    before = (_known.get(state.opened.uri) or {}) if kept else {}
+    before = (_cache.get(state.opened.uri) or {}) if cached else {}
     marks = {_mark(state.uri(item), item.path): state.uri(item) for item in state.ledger_files}
     each = {mark: before.get(mark) or _read(uri) for mark, uri in marks.items()}
-    if kept:
-        _known.put(state.opened.uri, each, sum(item.records for item in state.ledger_files))
+    if cached:
+        _cache.put(state.opened.uri, each, sum(item.records for item in state.ledger_files))
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[Place, str], int | None] = {}
-    for said in each.values():
-        waiting.update(said.waiting)
-        for key, count in said.counted.items():
+    for file in each.values():
+        waiting.update(file.waiting)
+        for key, count in file.counted.items():
             known = counted.get(key, 0)
             counted[key] = None if known is None or count is None else known + count
-        for place, arrays in said.places.items():
+        for place, arrays in file.places.items():
             parts.setdefault(place, []).append(arrays)
     return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting, counted
 
@@ -183,7 +180,7 @@ def _sorted(parts: Sequence[_Entries]) -> _Entries:
     return first, end, kind
 
 
-def _read(uri: str) -> _Said:
+def _read(uri: str) -> _LedgerFile:
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[Place, str], int | None] = {}
@@ -206,7 +203,7 @@ def _read(uri: str) -> _Said:
                     own = counts[here & (codes == CLASSES.index(name))]
                     late = here & (codes == _COMPLETED + 1) if name == "dropped" else np.zeros(0)
                     _count(counted, ((topic, partition), name), own, int(late.sum()))
-    return _Said({place: _sorted(found) for place, found in parts.items()}, waiting, counted)
+    return _LedgerFile({place: _sorted(found) for place, found in parts.items()}, waiting, counted)
 
 
 def _count(counted: dict[tuple[Place, str], int | None], key: tuple[Place, str], counts: np.ndarray, more: int) -> None:
@@ -247,13 +244,12 @@ def read_waiting(state: StagingState) -> pa.Table:
 class Quarantined:
     """``records``: int64 rows (partition, offset) of the records that could not be decoded, sorted; ``lost``: accepted
     losses; ``left_out``: int64 rows (partition, first, end) of what the input's shape left out, sorted and not only of the
-    ranges; ``first_error``: why the first record is here; ``entries``: all entries of a partition but for the left-out."""
+    ranges; ``entries``: all entries of a partition but for the left-out."""
 
     records: np.ndarray
     lost: tuple[OffsetRange, ...]
     left_out: np.ndarray
     entries: Mapping[int, int]
-    first_error: str
 
     def offsets(self, partition: int) -> np.ndarray:
         return self.records[self.records[:, 0] == partition, 1]
@@ -274,37 +270,52 @@ class Quarantined:
         return offsets[keep]
 
 
-def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Quarantined:
-    """The quarantined records and the losses within ``ranges``. ``entries``: partition → every entry of the side table.
+class _SideRows(NamedTuple):
+    """Entries of the side table, as parallel arrays. ``ends``: of entries that stand for a range."""
 
-    Raises DamagedFile.
-    """
-    replayed = raw.replayed_offsets(state)
-    uri = storage.quarantine_uri(lake, pool, topic)
+    partitions: np.ndarray
+    offsets: np.ndarray
+    stages: np.ndarray
+    ends: np.ndarray
+
+
+def _side_rows(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange] | None = None) -> Iterator[_SideRows]:
+    """The entries that count of an input's side table, batch by batch: of every file, or of those that touch ``ranges``.
+    Raises DamagedFile."""
+    state, side = snapshot.raw(topic), snapshot.quarantine(topic)
+    columns = ["kafka.partition", "kafka.offset", "stage", "end"]
+    for item in quarantine.quarantine_files(state, side, checked=False) if state and side else ():
+        span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
+        if side is None or (ranges is not None and not touches(span, ranges)):
+            continue
+        for batch in read_columns(storage.join(side.uri, item.path), columns):
+            table = pa.Table.from_batches([batch]).flatten()
+            partitions, offsets, ends = (integers(table[name]) for name in ("kafka.partition", "kafka.offset", "end"))
+            yield _SideRows(partitions, offsets, np.asarray(table["stage"].to_pylist()), ends)
+
+
+def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange]) -> Quarantined:
+    """The quarantined records and the losses of an ingested input within ``ranges``. ``entries``: partition → every entry of
+    the side table. Raises DamagedFile."""
+    state = snapshot.raw(topic)
+    replayed = raw.replayed_offsets(state) if state else {}
     records: list[np.ndarray] = []
     lost: list[OffsetRange] = []
     entries: dict[int, int] = {}
     left_out: list[np.ndarray] = []
-    first_error = ""
-    for item in quarantine.quarantine_files(lake, pool, topic, state.next, checked=False):
-        columns = ["kafka.partition", "kafka.offset", "stage", "error", "end"]
-        for batch in read_columns(storage.join(uri, item.path), columns):
-            table = pa.Table.from_batches([batch]).flatten()
-            partitions, offsets = integers(table["kafka.partition"]), integers(table["kafka.offset"])
-            stages, ends = np.asarray(table["stage"].to_pylist()), integers(table["end"])
-            gone, out = stages == LOST, stages == DROPPED_STAGE
-            counts = np.unique(partitions[~out], return_counts=True)
-            for partition, count in zip(*(part.tolist() for part in counts), strict=True):
-                entries[partition] = entries.get(partition, 0) + count
-            spans = zip(partitions[gone].tolist(), offsets[gone].tolist(), ends[gone].tolist(), strict=True)
-            lost += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
-            left_out.append(np.column_stack([partitions[out], offsets[out], ends[out]]))
-            wanted = ~gone & ~out & inside(partitions, offsets, ranges)
-            for partition, places in replayed.items():
-                wanted &= (partitions != partition) | ~np.isin(offsets, places)
-            records.append(np.column_stack([partitions[wanted], offsets[wanted]]))
-            if not first_error and wanted.any():
-                first_error = str(table["error"][int(np.argmax(wanted))].as_py())
+    for rows in _side_rows(snapshot, topic):
+        partitions, offsets, ends = rows.partitions, rows.offsets, rows.ends
+        losses, out = rows.stages == LOST, rows.stages == DROPPED_STAGE
+        counts = np.unique(partitions[~out], return_counts=True)
+        for partition, count in zip(*(part.tolist() for part in counts), strict=True):
+            entries[partition] = entries.get(partition, 0) + count
+        spans = zip(partitions[losses].tolist(), offsets[losses].tolist(), ends[losses].tolist(), strict=True)
+        lost += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
+        left_out.append(np.column_stack([partitions[out], offsets[out], ends[out]]))
+        wanted = ~losses & ~out & inside(partitions, offsets, ranges)
+        for partition, places in replayed.items():
+            wanted &= (partitions != partition) | ~np.isin(offsets, places)
+        records.append(np.column_stack([partitions[wanted], offsets[wanted]]))
     found = np.concatenate(records) if records else np.empty((0, 2), np.int64)
     spans_out = np.concatenate(left_out) if left_out else np.empty((0, 3), np.int64)
     return Quarantined(
@@ -312,34 +323,23 @@ def read_quarantine(lake: str, pool: str, topic: str, state: RawState, ranges: S
         tuple(sorted(lost)),
         spans_out[np.lexsort((spans_out[:, 1], spans_out[:, 0]))],
         entries,
-        first_error,
     )
 
 
-def quarantined_offsets(lake: str, pool: str, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> np.ndarray:
+def quarantined_offsets(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange]) -> np.ndarray:
     """The offsets, sorted, of the records of ``ranges`` that could not be decoded. The ranges are of one partition.
 
     Reads only files with entries of the ranges. Raises DamagedFile.
     """
-    if not ranges:
-        return np.empty(0, np.int64)
-    files = [
-        item
-        for item in quarantine.quarantine_files(lake, pool, topic, state.next, checked=False)
-        if touches(OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1), ranges)
-    ]
     found = [np.empty(0, np.int64)]
-    for item in files:
-        place = storage.join(storage.quarantine_uri(lake, pool, topic), item.path)
-        for batch in read_columns(place, ["kafka.partition", "kafka.offset", "stage"]):
-            table = pa.Table.from_batches([batch]).flatten()
-            partitions, offsets = integers(table["kafka.partition"]), integers(table["kafka.offset"])
-            records = ~np.isin(np.asarray(table["stage"].to_pylist()), RANGE_STAGES)
-            found.append(offsets[records & inside(partitions, offsets, ranges)])
+    for rows in _side_rows(snapshot, topic, ranges) if ranges else ():
+        records = ~np.isin(rows.stages, RANGE_STAGES) & inside(rows.partitions, rows.offsets, ranges)
+        found.append(rows.offsets[records])
     offsets = np.sort(np.concatenate(found))
-    if len(offsets):
+    state = snapshot.raw(topic)
+    if state is not None and len(offsets):
         replays = [item for item in raw.raw_files(state, ranges) if raw.is_replay(item)]
-        replayed = HeldOffsets(state.opened.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
+        replayed = FileOffsets(state.opened.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
         offsets = without(offsets, replayed)
     return offsets
 

@@ -1,10 +1,7 @@
 """The coverage of raw records: by the files of a raw table, and by the account of a staging pool.
 
-The files of a raw table: do they hold the offsets that the Delta log says, each once and in ascending order?
-
-A set of offsets per topic and partition, a byte an offset in chunks that are made as they are touched.
-
-The account of a staging pool against its raw pools and its outputs.
+- The files of a raw table hold the offsets that the Delta log says, each once and in ascending order.
+- The account of a staging pool agrees with its raw tables and with the sources of its outputs.
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import Number
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, positions, read_columns, without
+from zync_assets.lake.rows import DamagedFile, FileOffsets, distinct, integers, positions, read_columns, without
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Position, StagingState
 from zync_assets.offsets import OffsetRange, normalize
-from zync_assets.pipeline import Pipeline
 
 MONOTONIC = "monotonic_offsets"
 """The check of a raw table that reports these problems."""
@@ -95,7 +92,10 @@ CHUNK = 1_000_000
 
 
 class Marks:
-    """A set of marked offsets, and the offsets that were marked twice."""
+    """A set of marked offsets per topic and partition, and the offsets that were marked twice.
+
+    An offset takes a byte, in chunks that are made when they are first touched.
+    """
 
     def __init__(self) -> None:
         self.doubled: list[tuple[str, int, int]] = []
@@ -143,11 +143,11 @@ Ranges = Mapping[str, Sequence[OffsetRange]]
 
 
 def problems(
-    pipeline: Pipeline, state: StagingState, ranges: Ranges | None, numbers: dict[str, Number]
+    snapshot: Snapshot, state: StagingState, ranges: Ranges | None, numbers: dict[str, Number]
 ) -> Iterator[str]:
     """The problems of the account, the worst first within a partition. Fills ``numbers``. Raises DamagedFile."""
     # A check of one batch repeats often, and may use cached files. A check of the whole account reads the present files.
-    facts, waiting, counted = read_facts(state, kept=ranges is not None)
+    facts, waiting, counted = read_facts(state, cached=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
@@ -170,10 +170,10 @@ def problems(
     totals: Counter[str] = Counter()
     for (topic, partition), found in facts.items():
         position = state.head.inputs.get((topic, partition))
-        if position is None or topic not in {item.topic for item in pipeline.inputs}:
+        if position is None or topic not in {item.topic for item in snapshot.pipeline.inputs}:
             continue
-        side = _Input(pipeline, state, topic, partition, position, found, marks)
-        yield from side.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
+        part = _InputPartition(snapshot, state, topic, partition, position, found, marks)
+        yield from part.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
     numbers["sources"] = marks.count
     numbers |= {name: totals[name] for name in CLASSES if totals[name]}
 
@@ -228,10 +228,10 @@ def _mark(sources: pa.StructArray, marks: Marks) -> None:
 
 
 @dataclass(frozen=True)
-class _Input:
+class _InputPartition:
     """One input partition: its ledger entries, its raw records, and the records' outputs."""
 
-    pipeline: Pipeline
+    snapshot: Snapshot
     state: StagingState
     topic: str
     partition: int
@@ -241,8 +241,8 @@ class _Input:
 
     def problems(self, batch: Sequence[OffsetRange] | None, whole: bool, totals: Counter[str]) -> Iterator[str]:
         name = f"{self.topic}, partition {self.partition}"
-        pool = self.pipeline.input(self.topic).pool
-        table = raw.open_raw(self.pipeline.lake, pool, self.topic)
+        pool = self.snapshot.pipeline.input(self.topic).pool
+        table = self.snapshot.raw(self.topic)
         upcoming = 0 if table is None else table.next.get(self.partition, 0)
         if table is None or self.position.seen > upcoming:
             yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
@@ -262,17 +262,17 @@ class _Input:
             for offset in self.marks.between(self.topic, self.partition, first, end)[:1]:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
-        held = HeldOffsets(table.opened.uri, raw.raw_files(table, [span]))
+        ingested = FileOffsets(table.opened.uri, raw.raw_files(table, [span]))
         windows = list(self._windows(batch, whole, kept))
         parts = normalize(OffsetRange(self.partition, first, end) for first, end in windows)
-        aside = quarantined_offsets(self.pipeline.lake, pool, self.topic, table, parts)
+        aside = quarantined_offsets(self.snapshot, self.topic, parts)
         counts = np.zeros(len(CLASSES), np.int64)
-        said: set[str] = set()
-        told = 0
+        kinds: set[str] = set()
+        present = 0
         for first, end in windows:
             quarantined = aside[(aside >= first) & (aside < end)]
-            existing = distinct(np.concatenate([held.between(first, end), quarantined]))
-            told += len(existing)
+            existing = distinct(np.concatenate([ingested.between(first, end), quarantined]))
+            present += len(existing)
             if end <= kept:
                 # Retention removed the records. The outputs' sources show which records existed.
                 existing = distinct(
@@ -281,8 +281,8 @@ class _Input:
             classes = self.facts.classes(existing)
             counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
             for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):
-                if kind not in said:
-                    said.add(kind)
+                if kind not in kinds:
+                    kinds.add(kind)
                     yield f"{name}: {text}"
         # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
         counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
@@ -293,21 +293,21 @@ class _Input:
                 # A pool that was added later saw an unknown part of the removed records.
                 removed = table.removed.get(self.partition, 0) if self.position.first == low else None
             yield from (f"{name}: {text}" for text in self._counter_problems(counts))
-            if removed is not None and self.position.records != removed + told:
+            if removed is not None and self.position.records != removed + present:
                 yield (
-                    f"{name}: {self.position.records} records were counted below seen; {told} are there, and retention"
+                    f"{name}: {self.position.records} records were counted below seen; {present} are there, and retention"
                     f" removed {removed}"
                 )
         totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
 
     def _with_removed(self, counts: np.ndarray) -> np.ndarray:
-        """The counts of classes, where nothing is left of some records that made no output: those are believed."""
-        told = counts.copy()
+        """The counts of classes where retention removed records that made no output: the account's counters are believed."""
+        believed = counts.copy()
         for name in ("unmatched", "dropped"):
             code = CLASSES.index(name)
             counted = self.state.head.counts.get((self.topic, self.partition, name), 0)
-            told[code] = max(counted, counts[code])
-        return told
+            believed[code] = max(counted, counts[code])
+        return believed
 
     def _windows(self, batch: Sequence[OffsetRange] | None, whole: bool, kept: int) -> Iterator[tuple[int, int]]:
         """Spans of a chunk's size, all of them or those that the batch touches; none reaches over ``kept``."""
@@ -350,15 +350,15 @@ class _Input:
         if len(idle):
             yield "idle", f"offset {idle[0]} is done and made no output"
         waiting = self.facts.waiting
-        gone = without(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
-        if len(gone):
-            yield "gone", f"offset {gone[0]} is pending and not in the raw pool"
+        missing = without(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
+        if len(missing):
+            yield "missing", f"offset {missing[0]} is pending and not in the raw pool"
         undecoded = self.facts.classes(quarantined)
         aside = (CLASSES.index("quarantined"), CLASSES.index("dropped"))  # dropped: given up by hand
-        taken = quarantined[~np.isin(undecoded, aside)]
-        if len(taken):
-            found = self.facts.classes(taken[:1])[0]
-            yield "undecoded", f"offset {taken[0]} is in quarantine and the account says {_class_name(found)}"
+        strays = quarantined[~np.isin(undecoded, aside)]
+        if len(strays):
+            found = self.facts.classes(strays[:1])[0]
+            yield "undecoded", f"offset {strays[0]} is in quarantine and the account says {_class_name(found)}"
 
     def _counter_problems(self, counts: np.ndarray) -> Iterator[str]:
         for name, found in zip(CLASSES, counts.tolist(), strict=True):

@@ -1,20 +1,16 @@
 """The guard before a step: the blocking checks of a staging pool, and tables that went back.
 
-The two blocking checks of a staging pool: its account against raw and outputs, and its numbering.
-
-The guard before ETL and publishing: nothing goes on past a failed check, since what is published can't be taken
-back.
-
-Detects a lost lake table before a step uses its replacement.
-
-A raw table with fewer offsets than ETL has transformed was restored or removed. A new ingest may bring other records to
-the same offsets. A missing staging table was removed if its output topics hold records.
+- The two blocking checks compare a staging pool's account with raw and outputs, and look at its numbering.
+- ETL and publishing stop at a failed check, because published records can't be removed from a topic.
+- A step stops at a lost table. A raw table with fewer offsets than ETL has transformed was restored or removed, and a new
+  ingest may bring other records to the same offsets. A missing staging table was removed if its output topics hold records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -25,22 +21,12 @@ from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
-from zync_assets.lake import publication, raw, staging, storage
-from zync_assets.lake.check_results import (
-    Block,
-    Checked,
-    CheckResult,
-    Look,
-    Number,
-    Place,
-    conclude,
-    judged,
-    lifted,
-    open_checked,
-)
+from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.check_results import Block, Checked, CheckResult, Look, Number, Place, conclude, remedy
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, positions, read_columns
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, subtract
 from zync_assets.pipeline import Input, Pipeline
@@ -51,9 +37,14 @@ CONTIGUOUS = "contiguous_output_offsets"
 LOOKS = 3
 """How often a pool is looked at, where something is wrong and another process has gone on meanwhile."""
 
+UNPUBLISHED = "Nothing was published."
+
 
 def exactly_once_done_coverage(
-    pipeline: Pipeline, pool: str, ranges: Mapping[str, Sequence[OffsetRange]] | None = None
+    pipeline: Pipeline,
+    pool: str,
+    ranges: Mapping[str, Sequence[OffsetRange]] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> CheckResult:
     """Each input offset below seen is in exactly one class of the account; each done record exists in raw and made
     exactly one output; each output's sources are done; the counters agree.
@@ -61,46 +52,48 @@ def exactly_once_done_coverage(
     ``ranges`` narrows it to one batch: output topics → the outputs whose rows are read, input topics → the new offsets
     whose done records must have made these. The ledger is covered whole either way.
     """
+    snapshot = snapshot or Snapshot(pipeline)
     try:
-        state = staging.open_staging(pipeline.lake, pool)
+        state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(COVERAGE, pool, "error", [str(error)], "", {"records": 0})
     if state is None:
         return conclude(COVERAGE, pool, "error", [], "nothing transformed yet", {"records": 0})
-    problems, numbers = _coverage(pipeline, state, ranges)
+    problems, numbers = _coverage(snapshot, state, ranges)
     for _ in range(LOOKS - 1):
-        now = staging.open_staging(pipeline.lake, pool) if problems else None
+        later = Snapshot(pipeline)
+        now = later.staging(pool) if problems else None
         if now is None or now.head.batch == state.head.batch:
             break
-        # A batch was committed meanwhile, and retention may have taken what it was done with.
-        state = now
-        problems, numbers = _coverage(pipeline, state, ranges)
-    look = coverage_look(pipeline, pool, state, open_checked(pipeline.lake, pool), ranges)
+        # Another process committed a batch during the look, and retention may have removed records of it.
+        snapshot, state = later, now
+        problems, numbers = _coverage(snapshot, state, ranges)
     good = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
-    return conclude(COVERAGE, pool, "error", problems, good, numbers, look)
+    return conclude(COVERAGE, pool, "error", problems, good, numbers, coverage_look(snapshot, pool, state, ranges))
 
 
 def _coverage(
-    pipeline: Pipeline, state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
+    snapshot: Snapshot, state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
 ) -> tuple[list[str], dict[str, Number]]:
     numbers: dict[str, Number] = {"batches": state.head.batch}
     try:
-        return list(coverage.problems(pipeline, state, ranges, numbers)), numbers
+        return list(coverage.problems(snapshot, state, ranges, numbers)), numbers
     except DamagedFile as error:
         return [str(error)], numbers
 
 
 def contiguous_output_offsets(
-    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, snapshot: Snapshot | None = None
 ) -> CheckResult:
     """An output topic's rows are numbered base..next without a gap or a double, sorted within files, as the log says.
 
     Rows are read of the files in ``ranges`` only (all if None); the log is looked at whole.
     """
+    snapshot = snapshot or Snapshot(pipeline)
     pool = pipeline.output(topic).pool
     subject = f"{pool}/{topic}"
     try:
-        state = staging.open_staging(pipeline.lake, pool)
+        state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(CONTIGUOUS, subject, "error", [str(error)], "", {"records": 0})
     if state is None:
@@ -114,55 +107,49 @@ def contiguous_output_offsets(
     records = sum(item.records for item in selected)
     numbers: dict[str, Number] = {"files": len(selected), "records": records}
     good = f"{records} outputs follow each other"
-    look = numbering_look(pipeline, topic, state, open_checked(pipeline.lake, pool), parts)
+    look = numbering_look(snapshot, topic, state, parts)
     return conclude(CONTIGUOUS, subject, "error", problems, good, numbers, look)
 
 
 def coverage_look(
-    pipeline: Pipeline,
+    snapshot: Snapshot,
     pool: str,
     state: StagingState,
-    checked: Checked,
     ranges: Mapping[str, Sequence[OffsetRange]] | None = None,
 ) -> Look:
     """The look of the account's check: at ``ranges``, or at every input and output of the account."""
-    look = Look(COVERAGE, pool, state.table_id, {})
     extent = {place: (item.first, item.seen) for place, item in state.head.inputs.items()}
     extent |= {place: (item.base, item.next) for place, item in state.head.outputs.items()}
-    if not checked.began(look):
-        extent = _of_older_lakes(pipeline, pool, state, extent)
+    if not snapshot.checked(pool).began(Look(COVERAGE, pool, state.table_id, {})):
+        extent = _of_older_lakes(snapshot, pool, state, extent)
     return Look(COVERAGE, pool, state.table_id, _looked(extent, state, ranges), extent, together=True)
 
 
 def numbering_look(
-    pipeline: Pipeline,
-    topic: str,
-    state: StagingState,
-    checked: Checked,
-    ranges: Sequence[OffsetRange] | None = None,
+    snapshot: Snapshot, topic: str, state: StagingState, ranges: Sequence[OffsetRange] | None = None
 ) -> Look:
     """The look of the numbering's check: at ``ranges`` of an output topic, or at the whole topic."""
-    pool = pipeline.output(topic).pool
+    pool = snapshot.pipeline.output(topic).pool
     subject = f"{pool}/{topic}"
     extent = {place: (item.base, item.next) for place, item in state.head.outputs.items() if place[0] == topic}
-    if not checked.began(Look(CONTIGUOUS, subject, state.table_id, {})):
-        extent = _of_older_lakes(pipeline, pool, state, extent)
+    if not snapshot.checked(pool).began(Look(CONTIGUOUS, subject, state.table_id, {})):
+        extent = _of_older_lakes(snapshot, pool, state, extent)
     given = None if ranges is None else {topic: ranges}
     return Look(CONTIGUOUS, subject, state.table_id, _looked(extent, state, given), extent)
 
 
 def _of_older_lakes(
-    pipeline: Pipeline, pool: str, state: StagingState, extent: Mapping[Place, tuple[int, int]]
+    snapshot: Snapshot, pool: str, state: StagingState, extent: Mapping[Place, tuple[int, int]]
 ) -> dict[Place, tuple[int, int]]:
     """The extent of checks in a pool that was published before the lake kept check results.
 
     Checks begin at the first unpublished outputs, and after the inputs that ETL has seen. A check of years of old data would
     take too long.
     """
-    verified = publication.verified_ends(pipeline.lake, pool, [topic for topic, _ in state.head.outputs])
+    verified = {place: snapshot.published(pool, place[0]).verified or 0 for place in state.head.outputs}
     if not any(verified.values()):
         return dict(extent)
-    outputs = {place: max(item.base, verified.get(place[0], 0)) for place, item in state.head.outputs.items()}
+    outputs = {place: max(item.base, verified[place]) for place, item in state.head.outputs.items()}
     return {place: (min(outputs.get(place, end), end), end) for place, (_, end) in extent.items()}
 
 
@@ -230,55 +217,53 @@ def _file_problems(state: StagingState, topic: str, item: DataFile) -> Iterator[
         )
 
 
-def refuse_unsound(pipeline: Pipeline, topic: str, *, whole: bool = False) -> None:
+def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False) -> None:
     """CheckFailed unless all that would be published to an output topic has passed the blocking checks of its staging pool.
 
     Only what was staged since the checks passed last is looked at; all of the pool if ``whole``. Also refuses while a
     check of the pool, or of a raw table that the pool is made from, has failed and not passed since.
     """
+    pipeline = snapshot.pipeline
     pool = pipeline.output(topic).pool
-    state = staging.open_staging(pipeline.lake, pool)
+    state = snapshot.staging(pool)
     if state is None:
         return
-    checked = open_checked(pipeline.lake, pool)
-    account, numbering = coverage_look(pipeline, pool, state, checked), numbering_look(pipeline, topic, state, checked)
-    if whole:
-        _require(pipeline, judged(pipeline, pool, lambda: exactly_once_done_coverage(pipeline, pool)))
-        _require(pipeline, judged(pipeline, pool, lambda: contiguous_output_offsets(pipeline, topic)))
-    elif (new := unchecked(checked, account)) or unchecked(checked, numbering):
-        if new:
-            _require(
-                pipeline, judged(pipeline, pool, lambda: exactly_once_done_coverage(pipeline, pool, new), soon=True)
-            )
-        parts = unchecked(checked, numbering).get(topic, [])
-        _require(pipeline, judged(pipeline, pool, lambda: contiguous_output_offsets(pipeline, topic, parts), soon=True))
-    for block in blocks(pipeline, pool, [topic]):
-        raise CheckFailed(f"topic {topic}: {block} Nothing was published. {lifted(pipeline)}")
+
+    checked = snapshot.checked(pool)
+    account = unchecked(checked, coverage_look(snapshot, pool, state))
+    numbering = unchecked(checked, numbering_look(snapshot, topic, state))
+    if whole or account:
+        check = partial(exactly_once_done_coverage, pipeline, pool, None if whole else account, snapshot)
+        require_passed(snapshot, pool, check, UNPUBLISHED, soon=not whole)
+    if whole or account or numbering:
+        parts = None if whole else numbering.get(topic, [])
+        check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)
+        require_passed(snapshot, pool, check, UNPUBLISHED, soon=not whole)
+    for block in blocks(snapshot, pool, [topic]):
+        raise CheckFailed(f"topic {topic}: {block} {UNPUBLISHED} {remedy(pipeline)}")
 
 
-def refuse_blocked(pipeline: Pipeline, pool: str, topics: Iterable[str]) -> None:
+def refuse_blocked(snapshot: Snapshot, pool: str, topics: Iterable[str]) -> None:
     """CheckFailed while a blocking check of one of a staging pool's raw tables has failed and not passed since."""
-    for block in raw_blocks(pipeline, topics):
-        raise CheckFailed(f"pool {pool}: {block} Nothing was transformed. {lifted(pipeline)}")
+    for block in raw_blocks(snapshot, topics):
+        raise CheckFailed(f"pool {pool}: {block} Nothing was transformed. {remedy(snapshot.pipeline)}")
 
 
-def refuse_disordered(
-    pipeline: Pipeline, pool: str, states: Mapping[str, RawState | None], ranges: Mapping[str, Sequence[OffsetRange]]
-) -> None:
+def refuse_disordered(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
     """CheckFailed unless the raw files of a batch's new records hold the offsets that the Delta log says, each once and in
     ascending order.
 
     A range that check ``monotonic_offsets`` has passed costs no look. A look is not kept: the next attempt at the batch
     looks again, and goes on once the table is repaired.
     """
-    pools = {pipeline.input(topic).pool for topic, parts in ranges.items() if parts}
-    checked = {name: open_checked(pipeline.lake, name) for name in pools}
+    pipeline = snapshot.pipeline
     for topic, parts in ranges.items():
-        state, item = states[topic], pipeline.input(topic)
+        state, item = snapshot.raw(topic), pipeline.input(topic)
         if state is None or not parts:
             continue
+        checked = snapshot.checked(item.pool)
         look = Look(MONOTONIC, f"{item.pool}/{topic}", state.table_id, {topic: tuple(parts)})
-        new = [part for part in parts if (checked[item.pool].passed(look, (topic, part.partition)) or 0) < part.end]
+        new = [part for part in parts if (checked.passed(look, (topic, part.partition)) or 0) < part.end]
         files = raw.raw_files(state, new)
         in_files = (problem for file in files for problem in file_problems(state.opened.uri, file))
         for problem in chain(log_problems(state, files), in_files):
@@ -289,34 +274,29 @@ def refuse_disordered(
             )
 
 
-def blocks(pipeline: Pipeline, pool: str, outputs: Iterable[str]) -> list[Block]:
+def blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]:
     """The failed checks that hold back some output topics of a staging pool."""
-    found = raw_blocks(pipeline, [item.topic for item in pipeline.inputs_of(pool)])
-    checked = open_checked(pipeline.lake, pool)
-    if checked.blocks and (state := staging.open_staging(pipeline.lake, pool)) is not None:
+    found = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
+    checked = snapshot.checked(pool)
+    if checked.blocks and (state := snapshot.staging(pool)) is not None:
         found += checked.blocks_of([pool, *(f"{pool}/{topic}" for topic in outputs)], [state.table_id])
     return found
 
 
-def raw_blocks(pipeline: Pipeline, topics: Iterable[str]) -> list[Block]:
+def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:
     """The failed checks of some inputs' raw tables."""
     found: list[Block] = []
-    inputs = [pipeline.input(topic) for topic in topics]
-    pools = {pool: open_checked(pipeline.lake, pool) for pool in {item.pool for item in inputs}}
-    for item in inputs:
-        checked = pools[item.pool]
-        if checked.blocks and (state := raw.open_raw(pipeline.lake, item.pool, item.topic)) is not None:
+    for item in map(snapshot.pipeline.input, topics):
+        checked = snapshot.checked(item.pool)
+        if checked.blocks and (state := snapshot.raw(item.topic)) is not None:
             found += checked.blocks_of([f"{item.pool}/{item.topic}"], [state.table_id])
     return found
 
 
-def newly_staged(pipeline: Pipeline, pool: str) -> Mapping[str, Sequence[OffsetRange]]:
+def newly_staged(snapshot: Snapshot, pool: str) -> Mapping[str, Sequence[OffsetRange]]:
     """Topic → the offsets of a pool's inputs and outputs that the check of its account has not passed yet."""
-    state = staging.open_staging(pipeline.lake, pool)
-    if state is None:
-        return {}
-    checked = open_checked(pipeline.lake, pool)
-    return unchecked(checked, coverage_look(pipeline, pool, state, checked))
+    state = snapshot.staging(pool)
+    return {} if state is None else unchecked(snapshot.checked(pool), coverage_look(snapshot, pool, state))
 
 
 def unchecked(checked: Checked, look: Look) -> Mapping[str, Sequence[OffsetRange]]:
@@ -330,10 +310,15 @@ def unchecked(checked: Checked, look: Look) -> Mapping[str, Sequence[OffsetRange
     return found
 
 
-def _require(pipeline: Pipeline, found: CheckResult) -> None:
+def require_passed(
+    snapshot: Snapshot, pool: str, check: Callable[[], CheckResult], outcome: str, *, soon: bool = False
+) -> None:
+    """Run a blocking check and keep its result. CheckFailed if the check fails. ``outcome``: such as "Nothing was published."."""
+    found = snapshot.record(pool, check, soon=soon)
     if not found.passed:
-        how = "" if lifted(pipeline) in found.summary else f" {lifted(pipeline)}"
-        raise CheckFailed(f"{found.subject}: {found.name}: {found.summary} Nothing was published.{how}")
+        way_out = remedy(snapshot.pipeline)
+        cure = "" if way_out in found.summary else f" {way_out}"
+        raise CheckFailed(f"{found.subject}: {found.name}: {found.summary} {outcome}{cure}")
 
 
 def check_seen(item: Input, head: Head, found: RawState | None) -> None:

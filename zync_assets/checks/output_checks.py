@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,10 +21,11 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
-from zync_assets.lake import raw, staging
-from zync_assets.lake.check_results import CheckResult, Number, conclude, judged
-from zync_assets.lake.publication import Published, WrittenSchema, open_published, went_back
+from zync_assets.lake import raw
+from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.publication import Published, WrittenSchema, went_back
 from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
@@ -38,15 +39,20 @@ MAX_AGE_SECONDS = 86_400
 
 
 def pending_age(
-    pipeline: Pipeline, pool: str, max_age_seconds: float = MAX_AGE_SECONDS, now: float | None = None
+    pipeline: Pipeline,
+    pool: str,
+    max_age_seconds: float = MAX_AGE_SECONDS,
+    now: float | None = None,
+    snapshot: Snapshot | None = None,
 ) -> CheckResult:
     """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null, or
     the pipeline file has its rule no more.
 
     ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
     """
+    snapshot = snapshot or Snapshot(pipeline)
     try:
-        state = staging.open_staging(pipeline.lake, pool)
+        state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(PENDING_AGE, pool, "warn", [str(error)], "", {"pending": 0})
     if state is None:
@@ -66,17 +72,17 @@ def pending_age(
     ]
     if numbers["pending"]:
         try:
-            problems += _age_problems(pipeline, state, max_age_seconds, moment, numbers)
+            problems += _age_problems(snapshot, state, max_age_seconds, moment, numbers)
         except (DamagedFile, LakeError) as error:
             problems.append(str(error))
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
 
 
-def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> float | None:
+def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
     """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
     input any more. Raises LakeError."""
-    pools = {item.topic: item.pool for item in pipeline.inputs}
-    found = raw.open_raw(pipeline.lake, pools[topic], topic) if topic in pools else None
+    inputs = {item.topic for item in snapshot.pipeline.inputs}
+    found = snapshot.raw(topic) if topic in inputs else None
     if found is None:
         return None
     files = raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)])
@@ -85,14 +91,14 @@ def raw_time(pipeline: Pipeline, topic: str, partition: int, offset: int) -> flo
 
 
 def _age_problems(
-    pipeline: Pipeline, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
+    snapshot: Snapshot, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
 ) -> Iterator[str]:
     facts, *_ = read_facts(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
     for (topic, partition), found in facts.items():
         waiting = found.waiting
-        when = raw_time(pipeline, topic, partition, int(waiting[0])) if len(waiting) else None
+        when = raw_time(snapshot, topic, partition, int(waiting[0])) if len(waiting) else None
         if when is not None:
             oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
     if oldest:
@@ -119,6 +125,8 @@ def _null_keys(state: StagingState) -> int:
     return count
 
 
+NO_END = 1 << 62
+"""An offset past every record."""
 STAGING_EQUALS_TOPIC = "staging_equals_topic"
 REACHABLE = "reachable"
 
@@ -138,38 +146,43 @@ def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
     return conclude(REACHABLE, subject, "error", [], f"all {len(found.partitions)} partitions have leaders", numbers)
 
 
-def staging_equals_topic(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+def staging_equals_topic(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, *, unverified: bool = False
+) -> CheckResult:
     """Check that the published record at offset k of the topic equals, byte for byte, the record that staging numbers k.
 
-    Reads ``ranges`` of the topic, or the whole topic. Records that retention or a compacted topic's compaction removed are
-    not compared. Raises BrokerUnavailable, RegistryError.
+    Reads ``ranges`` of the topic, or the whole topic; if ``unverified``, all that publish has not verified. Records that
+    retention or a compacted topic's compaction removed are not compared. Raises BrokerUnavailable, RegistryError.
     """
     pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
-    # Each before what is ahead of it: the pipeline may be at work, and must not look like damage.
-    done = open_published(pipeline.lake, pool, topic)
+    # Each before the one that it is made from: the pipeline may be at work, and must not look like damage.
+    snapshot = Snapshot(pipeline)
+    done = snapshot.published(pool, topic)
+    if unverified:
+        ranges = [OffsetRange(0, done.verified or 0, NO_END)]
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     high = high_watermark(pipeline.kafka, topic, 0) if found else 0
     try:
-        state = staging.open_staging(pipeline.lake, pool)
+        state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
     position = state.head.outputs.get((topic, 0)) if state else None
     recreate = pipeline.command("to-kafka", "--recreate", topic)
-    gone = went_back(pool, topic, done.verified, position.next if position else None, recreate)
-    if gone is not None:
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(gone)], "", {"compared": 0})
+    loss = went_back(pool, topic, done.verified, position.next if position else None, recreate)
+    if loss is not None:
+        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(loss)], "", {"compared": 0})
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
     numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
     if found is None:
-        gone = done.topic_known() or position.topic_id is not None
-        problems = [f"topic {topic} was published to and is gone"] if gone else []
+        known = done.topic_known() or position.topic_id is not None
+        problems = [f"topic {topic} was published to and is gone"] if known else []
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
     problems = list(_identity_problems(found, position, done, recreate))
     if not problems:
         try:
             problems += _watermark_problems(high, position, done, numbers)
-            problems += _content_problems(pipeline, state, found, high, position, ranges, numbers)
+            problems += _content_problems(pipeline, state, found, high, position, done, ranges, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
@@ -203,6 +216,7 @@ def _content_problems(
     found: TopicState,
     high: int,
     position: OutputPosition,
+    done: Published,
     ranges: Iterable[OffsetRange] | None,
     numbers: dict[str, Number],
 ) -> Iterator[str]:
@@ -212,7 +226,6 @@ def _content_problems(
     gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
     staged = staged_topic(state, found.topic, pipeline.registry)
     used: set[WrittenSchema] = set()
-    done = open_published(pipeline.lake, pipeline.output(found.topic).pool, found.topic)
     compared, compacted = 0, 0
     for part in parts:
         ours = _Ahead(encoded_rows(staged, part.first, part.end, used))
@@ -248,8 +261,8 @@ class _Ahead:
     def take(self, count: int) -> pa.Table:
         while self.left.num_rows < count:
             self.left = pa.concat_tables([self.left, pa.Table.from_batches([next(self.batches)])])
-        taken, self.left = self.left.slice(0, count), self.left.slice(count)
-        return taken
+        rows, self.left = self.left.slice(0, count), self.left.slice(count)
+        return rows
 
 
 def _side_by_side(
@@ -273,17 +286,26 @@ def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
 
 
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
-    """The results one by one, in the order of the data's way. The results of blocking
-    checks are kept in the lake. Raises ZyncError where a check can't look."""
+    """The results one by one, in the order of the data's way. The results of blocking checks are kept in the lake.
+
+    Each check has a snapshot of its own, because the checks of a large lake take long. Raises ZyncError where a check can't
+    look.
+    """
     for item in pipeline.inputs:
         for check in raw_checks.BLOCKING.values():
-            yield judged(pipeline, item.pool, partial(check, pipeline, item.topic, None))
+            yield recorded(pipeline, item.pool, partial(check, pipeline, item.topic, None))
         yield raw_checks.schema_change(pipeline, item.topic)
         yield raw_checks.quarantine_size(pipeline, item.topic)
     for pool in pipeline.staging_pools:
-        yield judged(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
+        yield recorded(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
         for output in pipeline.outputs_of(pool):
-            yield judged(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
+            yield recorded(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
         yield pending_age(pipeline, pool)
         for output in pipeline.outputs_of(pool):
             yield staging_equals_topic(pipeline, output.topic)
+
+
+def recorded(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:
+    """Run a blocking check of a pool on a snapshot of its own, which it gets as ``snapshot``, and keep the result."""
+    snapshot = Snapshot(pipeline)
+    return snapshot.record(pool, partial(check, snapshot=snapshot))

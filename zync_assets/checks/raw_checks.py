@@ -17,12 +17,13 @@ from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import led_state, topic_state
-from zync_assets.lake import raw, staging, storage, tampering
-from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude, open_checked
+from zync_assets.lake import raw, storage, tampering
+from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import Selection, held
+from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.lake.raw import RawState, WriterSchema
-from zync_assets.lake.rows import DamagedFile, HeldOffsets, distinct, integers, read_columns
+from zync_assets.lake.rows import DamagedFile, FileOffsets, distinct, integers, read_columns
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 
@@ -65,17 +66,18 @@ NO_LOSS = "no_unexplained_loss"
 SCHEMA_CHANGE = "schema_change"
 QUARANTINE_SIZE = "quarantine_size"
 
-RawCheck = Callable[[Pipeline, str, "Iterable[OffsetRange] | None"], CheckResult]
 
-
-def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+def monotonic_offsets(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, snapshot: Snapshot | None = None
+) -> CheckResult:
     """Check the order of a raw table's offsets.
 
     Within a file, offsets strictly ascend and agree with the log. No two files of a partition overlap, except files of
     replays, and no offset is in two files. Every offset lies from the first to before the next offset. The check reads the
     rows of the files in ``ranges`` (of every file if None), and the whole log.
     """
-    state = _state(pipeline, topic)
+    snapshot = snapshot or Snapshot(pipeline)
+    state = snapshot.raw(topic)
     if state is None:
         return _nothing_yet(MONOTONIC, pipeline, topic, "error")
     problems = [
@@ -100,25 +102,28 @@ def monotonic_offsets(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRan
         problems,
         f"{records} records in {len(selected)} files ascend",
         {"files": len(selected), "records": records},
-        raw_look(MONOTONIC, pipeline, topic, state, parts),
+        raw_look(MONOTONIC, snapshot, topic, state, parts),
     )
 
 
-def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+def no_unexplained_loss(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, snapshot: Snapshot | None = None
+) -> CheckResult:
     """Check that a raw table holds every record that Kafka holds below the next offset.
 
     Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted or that the
     input's shape excludes. The quarantine holds as many entries as were counted. The check reads Kafka again, over ``ranges``
     or every ingested offset. Records that retention removed since are only counted. Raises TopicMissing, BrokerUnavailable.
     """
-    state = _state(pipeline, topic)
+    snapshot = snapshot or Snapshot(pipeline)
+    state = snapshot.raw(topic)
     if state is None:
         return _nothing_yet(NO_LOSS, pipeline, topic, "error")
     found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if found is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
-    place, pool = subject(pipeline, topic), pipeline.input(topic).pool
-    look = raw_look(NO_LOSS, pipeline, topic, state, _ingested(state, ranges))
+    place, parts = subject(pipeline, topic), _ingested(state, ranges)
+    look = raw_look(NO_LOSS, snapshot, topic, state, parts)
     if not state.made_from(found.topic_id):
         problem = (
             f"topic {topic} was deleted and created again (its id is now {found.topic_id}):"
@@ -130,14 +135,14 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     totals = {"compared": 0, "missing": 0, "doubled": 0, "gone_from_kafka": 0}
     watermarks = {item.partition: item for item in found.partitions}
     try:
-        side = read_quarantine(pipeline.lake, pool, topic, state, _ingested(state, ranges))
+        side = read_quarantine(snapshot, topic, parts)
         numbers["quarantined"] = len(side.records)
         if state.left_out:
             numbers["left_out"] = sum(state.left_out.values())
         if state.removed:
             numbers["removed_by_retention"] = sum(state.removed.values())
         problems += _count_problems(state, side)
-        for part in _ingested(state, ranges):
+        for part in parts:
             mark = watermarks.get(part.partition)
             if part.partition in found.away:
                 raise found.away[part.partition]
@@ -158,14 +163,17 @@ def no_unexplained_loss(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetR
     return conclude(NO_LOSS, place, "error", problems, good, {**totals, **numbers}, look)
 
 
-BLOCKING: Mapping[str, RawCheck] = {MONOTONIC: monotonic_offsets, NO_LOSS: no_unexplained_loss}
+BLOCKING: Mapping[str, Callable[..., CheckResult]] = {MONOTONIC: monotonic_offsets, NO_LOSS: no_unexplained_loss}
 """The checks of a raw table that hold back ETL."""
 
 
-def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+def schema_change(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, snapshot: Snapshot | None = None
+) -> CheckResult:
     """Warns where records came with more than one writer schema on a side; says what the schemas changed that came for the
     first time in ``ranges``, and with which record."""
-    state = _state(pipeline, topic)
+    snapshot = snapshot or Snapshot(pipeline)
+    state = snapshot.raw(topic)
     if state is None:
         return _nothing_yet(SCHEMA_CHANGE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
@@ -174,40 +182,46 @@ def schema_change(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] 
         for item in raw.raw_files(state, ranges):
             uri = storage.join(state.opened.uri, item.path)
             for batch in read_columns(uri, ["key_schema_id", "value_schema_id"]):
-                for side, seen in counts.items():
+                for side, known in counts.items():
                     ids, times = np.unique(integers(batch[f"{side}_schema_id"]), return_counts=True)
                     for schema_id, count in zip(ids.tolist(), times.tolist(), strict=True):
                         if schema_id >= 0:
-                            seen[schema_id] = seen.get(schema_id, 0) + count
+                            known[schema_id] = known.get(schema_id, 0) + count
     except DamagedFile as error:
         return conclude(SCHEMA_CHANGE, place, "warn", [str(error)], "", {})
     numbers: dict[str, Number] = {}
-    for side, seen in counts.items():
-        numbers[f"{side}_schemas"] = len(seen)
-        numbers |= {f"{side}_schema_{name}": count for name, count in sorted(seen.items())}
+    for side, ids in counts.items():
+        numbers[f"{side}_schemas"] = len(ids)
+        numbers |= {f"{side}_schema_{name}": count for name, count in sorted(ids.items())}
     problems: list[str] = []
     for side, changes in schema_changes(pipeline, state, ranges).items():
-        ids = sorted(counts[side])
-        told = [f"{side}s came with {len(ids)} writer schemas: ids {', '.join(map(str, ids))}"] if len(ids) > 1 else []
-        if told or changes:
-            problems.append("; ".join([*(told or [f"{side}s came with a new writer schema"]), *changes]))
         numbers |= {f"{side}_change_{index}": text for index, text in enumerate(changes)}
+        ids = sorted(counts[side])
+        if len(ids) > 1:
+            changes = [f"{side}s came with {len(ids)} writer schemas: ids {', '.join(map(str, ids))}", *changes]
+        elif changes:
+            changes = [f"{side}s came with a new writer schema", *changes]
+        if changes:
+            problems.append("; ".join(changes))
     return conclude(SCHEMA_CHANGE, place, "warn", problems, "one writer schema a side", numbers)
 
 
-def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None) -> CheckResult:
+def quarantine_size(
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, snapshot: Snapshot | None = None
+) -> CheckResult:
     """Warns where a record is in quarantine, since it could not be decoded or since a rule failed on it, or where a loss by
     retention was accepted."""
-    state = _state(pipeline, topic)
+    snapshot = snapshot or Snapshot(pipeline)
+    state = snapshot.raw(topic)
     if state is None:
         return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
+    parts = _ingested(state, ranges)
     try:
-        side = read_quarantine(pipeline.lake, pipeline.input(topic).pool, topic, state, _ingested(state, ranges))
-        everything = held(pipeline, Selection((topic,)))
+        side = read_quarantine(snapshot, topic, parts)
+        everything = quarantined_records(pipeline, Selection((topic,)), snapshot)
     except (DamagedFile, TableDamaged) as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
-    parts = _ingested(state, ranges)
     inside = [item for item in everything if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
     undecoded = [item for item in inside if item.stage != "etl"]
     failed = [item for item in inside if item.stage == "etl"]
@@ -226,23 +240,23 @@ def quarantine_size(pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange
     return conclude(QUARANTINE_SIZE, place, "warn", problems, "nothing in quarantine", numbers)
 
 
-def raw_look(name: str, pipeline: Pipeline, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Look:
+def raw_look(name: str, snapshot: Snapshot, topic: str, state: RawState, ranges: Sequence[OffsetRange]) -> Look:
     """The look of a blocking check of a raw table, at some ingested ranges."""
-    place = subject(pipeline, topic)
-    look = Look(name, place, state.table_id, {topic: tuple(ranges)})
+    pipeline = snapshot.pipeline
+    look = Look(name, subject(pipeline, topic), state.table_id, {topic: tuple(ranges)})
     begin = dict(state.first)
-    if not open_checked(pipeline.lake, pipeline.input(topic).pool).began(look):
+    if not snapshot.checked(pipeline.input(topic).pool).began(look):
         # The table is older than the lake's check results. Checks begin after the offsets that ETL has seen.
-        begin |= {p: min(seen, state.next[p]) for p, seen in _seen(pipeline, topic).items() if p in state.next}
+        begin |= {p: min(seen, state.next[p]) for p, seen in _seen(snapshot, topic).items() if p in state.next}
     return replace(look, extent={(topic, p): (begin.get(p, 0), end) for p, end in state.next.items()})
 
 
-def _seen(pipeline: Pipeline, topic: str) -> dict[int, int]:
+def _seen(snapshot: Snapshot, topic: str) -> dict[int, int]:
     """Partition → the lowest seen offset of the staging pools that read the topic."""
     heads: list[dict[int, int]] = []
-    for pool in pipeline.readers_of(topic):
+    for pool in snapshot.pipeline.readers_of(topic):
         try:
-            state = staging.open_staging(pipeline.lake, pool)
+            state = snapshot.staging(pool)
         except LakeError:  # a finding of the staging pool's own checks
             state = None
         heads.append(state.head.seen(topic) if state else {})
@@ -252,10 +266,6 @@ def _seen(pipeline: Pipeline, topic: str) -> dict[int, int]:
 
 def subject(pipeline: Pipeline, topic: str) -> str:
     return f"{pipeline.input(topic).pool}/{topic}"
-
-
-def _state(pipeline: Pipeline, topic: str) -> RawState | None:
-    return raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
 
 
 def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) -> CheckResult:
@@ -276,8 +286,8 @@ def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str
             first, end = int(offsets[0]), int(offsets[-1]) + 1
             others = [item for item in files if item.partition == partition and not raw.is_replay(item)]
             near = [item for item in others if (item.first or 0) < end and first <= (item.last or 0)]
-            held = HeldOffsets(state.opened.uri, near).between(first, end)
-            for offset in [*again, *np.intersect1d(distinct(held), distinct(offsets), assume_unique=True)][:1]:
+            present = FileOffsets(state.opened.uri, near).between(first, end)
+            for offset in [*again, *np.intersect1d(distinct(present), distinct(offsets), assume_unique=True)][:1]:
                 yield f"partition {partition}: offset {offset} was replayed and is there twice"
     except (DamagedFile, LakeError) as error:
         yield str(error)
@@ -322,13 +332,13 @@ def _compare(
     reader: Iterable[tuple[int, np.ndarray]],
     totals: dict[str, int],
 ) -> list[str]:
-    held = HeldOffsets(state.opened.uri, raw.raw_files(state, [part]))
+    ingested = FileOffsets(state.opened.uri, raw.raw_files(state, [part]))
     aside = side.offsets(part.partition)
     missing: list[int] = []
     doubled: list[int] = []
     for first, offsets in reader:
         end = int(offsets[-1]) + 1 if len(offsets) else part.end
-        ours = np.concatenate([held.between(first, end), aside[(aside >= first) & (aside < end)]])
+        ours = np.concatenate([ingested.between(first, end), aside[(aside >= first) & (aside < end)]])
         present, times = np.unique(ours, return_counts=True)
         absent = side.unexplained(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
         totals["compared"] += len(offsets)

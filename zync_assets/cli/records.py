@@ -36,8 +36,9 @@ from zync_assets.codecs.arrays import python_rows
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.lake import raw, staging
-from zync_assets.lake.quarantine import Held, Selection, held, held_entries
+from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.rows import DamagedFile, rows_at
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Pipeline
@@ -261,7 +262,7 @@ def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...
     stage: key or value (it could not be decoded), or etl (a rule fails on it). Starts no JVM.
     """
     loaded = load(pipeline)
-    found = held(loaded, selection(loaded, topics, ranges))
+    found = quarantined_records(loaded, selection(loaded, topics, ranges))
     print_rows(({name: getattr(record, name) for name in COLUMNS} for record in found), COLUMNS, fmt)
 
 
@@ -277,7 +278,7 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
     Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. Starts no JVM.
     """
     loaded = load(pipeline)
-    found = held(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
+    found = quarantined_records(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
     if not found:
         raise ZyncError(
             f"topic {topic}, partition {partition}, offset {offset} is not in quarantine. What is:"
@@ -305,13 +306,13 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges)
     session = partial(spark_session, loaded.spark, loaded.lake)
-    before = {record.place for record in held(loaded, asked)}
+    before = {record.place for record in quarantined_records(loaded, asked)}
     reasons: dict[tuple[str, int, int], str] = {}
     for made in replay_all(loaded, session, asked):
         if isinstance(made, ReplayCommit):
             reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
-    left = {record.place: reasons.get(record.place, record.error) for record in held(loaded, asked)}
+    left = {record.place: reasons.get(record.place, record.error) for record in quarantined_records(loaded, asked)}
     for (topic, partition, offset), reason in list(left.items())[:REASONS]:
         click.echo(f"topic {topic}, partition {partition}, offset {offset} stays: {reason}", err=True)
     if len(left) > REASONS:
@@ -368,9 +369,9 @@ def _range(text: str) -> OffsetRange:
     )
 
 
-def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
-    item = pipeline.input(record.topic)
-    state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[str, Any]:
+    snapshot = Snapshot(pipeline)
+    state = snapshot.raw(record.topic)
     if state is None:
         raise ZyncError(f"topic {record.topic}: its raw table is missing")
     whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
@@ -382,7 +383,7 @@ def _whole(pipeline: Pipeline, record: Held, fmt: Format) -> dict[str, Any]:
         found: Mapping[str, Any] = row.get(record.offset, {})
         sides = {name: found.get(name) for name in columns}
     else:
-        rows = python_rows(held_entries(pipeline.lake, item.pool, item.topic, state, ["key", "value"]))
+        rows = python_rows(entries(state, snapshot.quarantine(record.topic), ["key", "value"]))
         found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
         sides = {}
         for name in ("key", "value"):

@@ -25,10 +25,11 @@ from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
-from zync_assets.lake import quarantine, raw, staging
+from zync_assets.lake import quarantine, staging
 from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig
 from zync_assets.pipeline_file import load
@@ -147,10 +148,11 @@ def input_rows(
     registry: Registry | None,
 ) -> Iterator[Row]:
     """One row per partition and staging pool of an input, in order. ``states``: topic → state of the topics that answered."""
-    table = raw.open_raw(pipeline.lake, item.pool, item.topic)
+    snapshot = Snapshot(pipeline)
+    table = snapshot.raw(item.topic)
     way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
-    aside = _aside(pipeline, item, table)
+    aside = _aside(snapshot, item.topic)
     if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
         click.echo(
             f"note: topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from",
@@ -188,11 +190,12 @@ def _kept(table: RawState | None, partition: int) -> int | None:
     return None if table is None else table.kept.get(partition, table.first.get(partition))
 
 
-def _aside(pipeline: Pipeline, item: Input, table: RawState | None) -> list[tuple[int, int]]:
+def _aside(snapshot: Snapshot, topic: str) -> list[tuple[int, int]]:
     """Partition and offset of the records that could not be decoded."""
+    table = snapshot.raw(topic)
     if table is None or not any(table.bad.values()):
         return []
-    rows = quarantine.held_entries(pipeline.lake, item.pool, item.topic, table)
+    rows = quarantine.entries(table, snapshot.quarantine(topic))
     return list(zip(rows["partition"].to_pylist(), rows["offset"].to_pylist(), strict=True))
 
 

@@ -26,7 +26,8 @@ from zync_assets.etl.plan import (
     with_raw,
 )
 from zync_assets.etl.rules.missing_fields import with_missing_fields
-from zync_assets.lake.quarantine import Held, admit
+from zync_assets.lake.quarantine import QuarantinedRecord, admit
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark.tasks import spark_failures
@@ -47,8 +48,9 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     CommitConflict if another batch was committed since the plan. Raises BadRecords if the pipeline file does not accept the
     bad records. Raises EtlError for every other failure.
     """
-    refuse_blocked(pipeline, batch.plan.pool, batch.plan.ranges)
-    refuse_disordered(pipeline, batch.plan.pool, batch.plan.raw, batch.plan.ranges)
+    snapshot = Snapshot(pipeline, batch.plan.raw)
+    refuse_blocked(snapshot, batch.plan.pool, batch.plan.ranges)
+    refuse_disordered(snapshot, batch.plan.pool, batch.plan.ranges)
     try:
         return _commit(pipeline, batch)
     except FieldMissing as error:
@@ -121,5 +123,5 @@ def _admit(pipeline: Pipeline, batch: EtlBatch, failures: Failures, doing: str) 
             if (taken.topic, taken.kind) == (item.topic, "quarantined")
         )
         if mine:
-            first = Held(batch.plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].said, None, True)
+            first = QuarantinedRecord(batch.plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].said, None, True)
             admit(pipeline, item, batch.plan.raw[item.topic], len(mine) - there, first, doing)

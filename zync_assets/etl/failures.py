@@ -31,10 +31,11 @@ from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.join_keys import key_types
 from zync_assets.etl.rules.matching import Target, conditions, has_schema, wanted
 from zync_assets.etl.rules.shapes import headers_sql, type_sql
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import quarantine, raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm, Input, Pipeline, Rule
 from zync_assets.spark import frames
@@ -220,14 +221,14 @@ def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> Da
         state = plan.raw[topic]
         if not ranges or state is None or not any([*state.bad.values(), *state.left_out.values()]):
             continue
-        place = (pipeline.lake, pipeline.input(topic).pool, topic)
+        side = Snapshot(pipeline, plan.raw).quarantine(topic)
         files = [
             item
-            for item in quarantine.quarantine_files(*place, state.next)
+            for item in quarantine.quarantine_files(state, side)
             if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges)
         ]
-        if files:
-            frames.append(_rows(spark, plan, topic, state, storage.quarantine_uri(*place), files))
+        if side is not None and files:
+            frames.append(_rows(spark, plan, topic, state, side.uri, files))
     return matching.union(frames) if frames else None
 
 

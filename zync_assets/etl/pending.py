@@ -33,13 +33,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.cache import Recent
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl.plan import EtlBatch
 from zync_assets.etl.rules import matching
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.rows import Recent
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Denorm

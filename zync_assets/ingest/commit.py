@@ -18,9 +18,9 @@ from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_mi
 from zync_assets.ingest.shape import write_shaped
 from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
-from zync_assets.lake import compaction, quarantine, raw, storage
+from zync_assets.lake import compaction, quarantine, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
-from zync_assets.lake.quarantine import Held, admit
+from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
 from zync_assets.lake.raw_files import ORDER_TYPE, highest_orders, highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
@@ -94,7 +94,9 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     _show_progress(pipeline, item.topic, until)
     keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
     if side_files:
-        compaction.tidy(storage.quarantine_uri(pipeline.lake, item.pool, item.topic))
+        side = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
+        with compaction.failures_logged(side):
+            compaction.tidy(tables.open_table(side))
     keep_short(pipeline, item, plan.state)
     return RawCommit(
         item.topic,
@@ -202,7 +204,9 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
     place = (lowest.partition or 0, lowest.first or 0)
     uri = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
     row = rows_at(uri, [lowest], place[0], [place[1]], ["stage", "error"])[place[1]]
-    first = Held(item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False)
+    first = QuarantinedRecord(
+        item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False
+    )
     admit(pipeline, item, plan.state, sum(each.records for each in bad), first, "ingest")
 
 

@@ -1,6 +1,6 @@
-"""Results of checks, and the blocks and the progress that the lake keeps of them.
+"""The results of checks, and the blocks and the progress of blocking checks that the lake keeps.
 
-The results of a pool's blocking checks: a table of blocks, and the offsets up to which each check has passed.
+Each pool has a table of blocks. Its log also holds the offsets up to which each check has passed.
 
 A block is a failed check with the offsets that the check looked at: one file of one row, ``block-<uuid>.parquet``. A
 block stays until the same check passes over all of these offsets. A writer removes only blocks that existed before its
@@ -10,11 +10,6 @@ check began. Progress is kept as Delta ``txn`` actions:
     zync:began:<check>:<table id>                        1 once the check has passed over a part of the table
 
 ``<table id>`` is the id of the checked table. Another table at the same place has other records at the same offsets.
-
-What a check found.
-
-The result of a blocking check, kept in the lake: a failure blocks what was looked at until the check passes over
-it.
 """
 
 from __future__ import annotations
@@ -105,7 +100,7 @@ class Block:
     path: str
 
     def __str__(self) -> str:
-        return f"check {self.look.check} of {self.look.subject} failed over {spoken(self.look)}: {self.summary}"
+        return f"check {self.look.check} of {self.look.subject} failed over {offsets_text(self.look)}: {self.summary}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,7 @@ class Checked:
         return None if kept is None else max(kept, _recent.get((storage.checked_uri(self.lake, self.pool), name), 0))
 
 
-def spoken(look: Look) -> str:
+def offsets_text(look: Look) -> str:
     """The offsets of a look, for a message."""
     parts = [f"{topic} {part}" for topic, found in sorted(look.ranges.items()) for part in found if not part.empty]
     more = f" and {len(parts) - 4} more ranges" if len(parts) > 4 else ""
@@ -219,8 +214,9 @@ def _commit(before: Checked, change: Callable[[Checked], _Change]) -> Checked:
             else:
                 files = [item for item in now.opened.files if item.path in removed]
                 tables.commit(now.opened, added, numbers, removed=files)
-                compaction.tidy(uri)
-            return open_checked(now.lake, now.pool)
+            now = open_checked(now.lake, now.pool)
+            compaction.tidy(now.opened)
+            return now
         now = open_checked(now.lake, now.pool)
     raise CommitConflict(f"pool {now.pool}: other checks kept their results {ATTEMPTS} times in a row; run again")
 
@@ -295,17 +291,17 @@ def conclude(
 _log = logging.getLogger(__name__)
 
 
-def judged(pipeline: Pipeline, pool: str, look: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
-    """Run a blocking check of a pool and keep its result. A check that raises has not looked: nothing is kept.
+def with_record(
+    pipeline: Pipeline, before: Checked, found: CheckResult, *, soon: bool = False
+) -> tuple[CheckResult, Checked]:
+    """Keep the result of a blocking check; returns the result, and the pool's results after that.
 
-    A check that passes is a failure all the same while a block stands that it did not look at whole. A lake that can't be
-    written keeps nothing; a warning says so. ``soon``: a pass need not be committed at once.
+    ``before``: the pool's results from before the check. A check that passes is a failure all the same while a block stands
+    that the check does not cover. If the lake can't be written, the result is not kept, and a warning says so. ``soon``: a
+    pass need not be committed at once.
     """
-    # Before the look: a block that comes meanwhile is not lifted by it.
-    before = open_checked(pipeline.lake, pool)
-    found = look()
     if found.look is None:
-        return found
+        return found, before
     now = before
     try:
         now = (
@@ -315,7 +311,7 @@ def judged(pipeline: Pipeline, pool: str, look: Callable[[], CheckResult], *, so
         )
     except LakeError as error:
         _log.warning("the result of check %s of %s is not kept: %s", found.name, found.subject, error)
-    return _with_blocks(pipeline, found, now) if found.passed else found
+    return (_with_blocks(pipeline, found, now) if found.passed else found), now
 
 
 def _with_blocks(pipeline: Pipeline, found: CheckResult, now: Checked) -> CheckResult:
@@ -325,10 +321,10 @@ def _with_blocks(pipeline: Pipeline, found: CheckResult, now: Checked) -> CheckR
     ]
     if not standing:
         return found
-    summary = f"this look passed, and an earlier one failed that it does not cover: {standing[0]} {lifted(pipeline)}"
+    summary = f"this look passed, and an earlier one failed that it does not cover: {standing[0]} {remedy(pipeline)}"
     return replace(found, passed=False, summary=summary, numbers={**found.numbers, "blocks": len(standing)})
 
 
-def lifted(pipeline: Pipeline) -> str:
+def remedy(pipeline: Pipeline) -> str:
     """The way out of a block."""
     return f"Repair the lake; then this lifts the block: {pipeline.command('check')}"

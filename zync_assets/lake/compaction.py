@@ -321,11 +321,10 @@ def clean_log(opened: Opened) -> int:
     return len(gone)
 
 
-def tidy(uri: str) -> None:
-    """Look after a side table after a commit to it, where that is due."""
-    with failures_logged(uri):
-        opened = tables.open_table(uri)
-        if opened is not None and is_due(opened):
+def tidy(opened: Opened | None) -> None:
+    """Look after a side table, opened after a commit to it, where that is due."""
+    if opened is not None and is_due(opened):
+        with failures_logged(opened.uri):
             clean(opened)
 
 

@@ -59,7 +59,11 @@ class Published:
 
 def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Published:
     """How far an output partition has been published; all None where nothing was."""
-    opened = tables.open_table(storage.published_uri(lake, pool))
+    return published_in(tables.open_table(storage.published_uri(lake, pool)), topic, partition)
+
+
+def published_in(opened: Opened | None, topic: str, partition: int = 0) -> Published:
+    """How far an output partition has been published, by the table of its pool."""
     if opened is None:
         return Published(None, topic, partition, None, None)
     place = f"{topic}:{partition}"

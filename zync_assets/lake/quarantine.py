@@ -1,7 +1,8 @@
 """Quarantine: the side table of a raw table, and the records that lie in quarantine now.
 
-The side table of a raw table. It holds undecodable records whole, offsets that retention removed, and records that
-the input's shape excludes.
+The side table holds undecodable records whole, offsets that retention removed, and records that the input's shape
+excludes. A record that a rule fails on lies in the raw table, and the account of a staging pool says why the record made
+no output. Nothing here needs a JVM.
 
 A batch commits the side table before the raw table. A file's name has the number of its attempt
 (``attempt-<number>-…``). An entry counts once the raw table's next offset has passed the entry's offset. An entry no
@@ -12,11 +13,6 @@ the attempt was planned on. The attempt also removes the files below that offset
 below the sealed offset therefore counts. At or above the sealed offset, at most one committed batch has files, and the
 raw table names the attempt of that batch. Writers that lost a race, were paused or died left the other files. No
 attempt removes a file at or above the raw table's next offset, because the file's writer may be about to commit.
-
-Lists the records in quarantine: records that could not be decoded, and records that a rule fails on.
-
-The former are in the side table of their raw table, whole; the latter are in the raw table, and the account of a
-staging pool says why they made no output. Read without a JVM.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ from zync_assets.lake.log import DataFile, Opened
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.lake.rows import rows_at
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline
 
@@ -119,51 +116,46 @@ def check_whole(state: RawState, opened: Opened | None) -> None:
                 " was done. Restore the folder ~quarantine of the lake from a copy."
             )
         return
-    held = Counter[int]()
+    present = Counter[int]()
     for item in opened.files:
-        held[item.partition or 0] += item.records
+        present[item.partition or 0] += item.records
     for partition, wanted in sorted(state.bad.items()):
-        if held[partition] < wanted:
+        if present[partition] < wanted:
             raise tampering.changed(
-                opened, f"it holds {held[partition]} entries of partition {partition}, and {wanted} were put there"
+                opened, f"it holds {present[partition]} entries of partition {partition}, and {wanted} were put there"
             )
     tampering.check(opened)
 
 
-def quarantine_files(
-    lake: str, pool: str, topic: str, upcoming: Mapping[int, int], *, checked: bool = True
-) -> list[DataFile]:
-    """The files whose entries count, where the raw table's next offsets are ``upcoming``; sorted by partition and offset.
+def quarantine_files(state: RawState, side: Opened | None, *, checked: bool = True) -> list[DataFile]:
+    """The files whose entries count for a raw table, sorted by partition and offset. ``side``: its side table, not older.
 
     Raises TableDamaged if another program changed the side table. ``checked`` false: the caller reports the damage itself.
     """
-    # Opens the raw table first, so that the side table is not older. A file of a later attempt then counts as left over.
-    state = raw.open_raw(lake, pool, topic)
-    opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
-    if state is not None and checked:
-        check_whole(state, opened)
-    if opened is None:
-        return []
+    if checked:
+        check_whole(state, side)
     counted = [
         item
-        for item in opened.files
-        if (item.first or 0) < upcoming.get(item.partition or 0, 0) and not _is_left_over(opened, item, state)
+        for item in (side.files if side else ())
+        if side is not None
+        and (item.first or 0) < state.next.get(item.partition or 0, 0)
+        and not _is_left_over(side, item, state)
     ]
     return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))
 
 
-def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Sequence[str] = ()) -> pa.Table:
-    """The records that lie in quarantine now: those that count and were not replayed, by partition and offset.
+def entries(state: RawState, side: Opened | None, columns: Sequence[str] = ()) -> pa.Table:
+    """The entries of records that lie in quarantine now: they count and were not replayed. Sorted by partition and offset.
 
-    Columns: partition, offset, stage, error, kafka, and what else of ``raw_files.BAD_SCHEMA`` is named. No JVM. Raises
-    LakeError for a file that can't be read.
+    Columns: partition, offset, stage, error, kafka, and ``columns`` of ``raw_files.BAD_SCHEMA``. Raises LakeError for a file
+    that can't be read.
     """
     wanted = ["kafka", "stage", "error", *columns]
     empty = pa.schema([BAD_SCHEMA.field(name) for name in wanted]).empty_table()
     parts = [empty]
-    uri = storage.quarantine_uri(lake, pool, topic)
-    for item in quarantine_files(lake, pool, topic, state.next):
-        place = storage.join(uri, item.path)
+    for item in quarantine_files(state, side):
+        assert side is not None
+        place = storage.join(side.uri, item.path)
         system, path = storage.filesystem(place)
         try:
             table = pq.ParquetFile(path, filesystem=system).read(columns=wanted)
@@ -177,10 +169,10 @@ def held_entries(lake: str, pool: str, topic: str, state: RawState, columns: Seq
     if rows.num_rows == 0:
         return rows
     partitions, offsets = rows["partition"].to_numpy(), rows["offset"].to_numpy()
-    here = np.ones(rows.num_rows, dtype=np.bool_)
+    present = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, replayed in raw.replayed_offsets(state).items():
-        here &= (partitions != partition) | ~np.isin(offsets, replayed)
-    return rows.filter(pa.array(here)).sort_by([("partition", "ascending"), ("offset", "ascending")])
+        present &= (partitions != partition) | ~np.isin(offsets, replayed)
+    return rows.filter(pa.array(present)).sort_by([("partition", "ascending"), ("offset", "ascending")])
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,7 @@ EVERYTHING = Selection()
 
 
 @dataclass(frozen=True)
-class Held:
+class QuarantinedRecord:
     """A record in quarantine.
 
     ``stage``: ``key`` or ``value`` (the side could not be decoded), or ``etl`` (``rule`` could not transform the record).
@@ -225,45 +217,48 @@ class Held:
         return self.topic, self.partition, self.offset
 
 
-def held(pipeline: Pipeline, selection: Selection = EVERYTHING) -> list[Held]:
+def quarantined_records(
+    pipeline: Pipeline, selection: Selection = EVERYTHING, snapshot: Snapshot | None = None
+) -> list[QuarantinedRecord]:
     """The selected records that lie in quarantine, by topic in the file's order, partition and offset."""
-    found: list[Held] = []
-    accounts = {pool: _account(pipeline, pool) for pool in pipeline.staging_pools}
+    snapshot = snapshot or Snapshot(pipeline)
+    found: list[QuarantinedRecord] = []
+    accounts = {pool: _account(snapshot, pool) for pool in pipeline.staging_pools}
     for item in pipeline.inputs:
         if selection.topics and item.topic not in selection.topics:
             continue
-        state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+        state = snapshot.raw(item.topic)
         if state is None:
             continue
-        here = [*_undecoded(pipeline, item, state, accounts), *_failed(item, state, accounts)]
-        here.sort(key=lambda record: (record.partition, record.offset))
-        found += [record for record in here if selection.takes(*record.place)]
+        records = [*_undecoded(snapshot, item, state, accounts), *_failed(item, state, accounts)]
+        records.sort(key=lambda record: (record.partition, record.offset))
+        found += [record for record in records if selection.takes(*record.place)]
     return found
 
 
-def count_held(pipeline: Pipeline, item: Input, state: RawState | None) -> int:
+def quarantine_count(snapshot: Snapshot, item: Input) -> int:
     """How many records of a topic lie in quarantine: in the account of the pool that has most, and what ETL has yet to see."""
+    state = snapshot.raw(item.topic)
     if state is None:
         return 0
-    heads = [
-        found.head
-        for pool in pipeline.readers_of(item.topic)
-        if (found := staging.open_staging(pipeline.lake, pool)) is not None
-    ]
+    pools = [snapshot.staging(pool) for pool in snapshot.pipeline.readers_of(item.topic)]
+    heads = [found.head for found in pools if found is not None]
     counts = [
         sum(n for (topic, _, kind), n in head.counts.items() if topic == item.topic and kind == "quarantined")
         for head in heads
     ]
     seen = heads[counts.index(max(counts))].seen(item.topic) if heads else {}
-    fresh = held_entries(pipeline.lake, item.pool, item.topic, state) if any(state.bad.values()) else None
     unseen = 0
-    if fresh is not None:
+    if any(state.bad.values()):
+        fresh = entries(state, snapshot.quarantine(item.topic))
         places = zip(fresh["partition"].to_pylist(), fresh["offset"].to_pylist(), strict=True)
         unseen = sum(offset >= seen.get(partition, 0) for partition, offset in places)
     return max(counts, default=0) + unseen
 
 
-def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, first: Held, doing: str) -> None:
+def admit(
+    pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, first: QuarantinedRecord, doing: str
+) -> None:
     """Raise BadRecords unless ``fresh`` more records of a topic, the lowest of which is ``first``, may go into quarantine.
 
     ``doing``: what is not committed then ("ingest", "pool Staging, batch 3").
@@ -278,7 +273,7 @@ def admit(pipeline: Pipeline, item: Input, state: RawState | None, fresh: int, f
         )
     if item.max_bad_records is None:
         return
-    have = count_held(pipeline, item, state)
+    have = quarantine_count(Snapshot(pipeline, {item.topic: state}), item)
     if have + fresh > item.max_bad_records:
         raise BadRecords(
             f"{doing}: {fresh} bad records and {have} that lie in quarantine are more than max-bad-records"
@@ -304,8 +299,8 @@ class _Account:
         return entries[at]["kind"] if at >= 0 and offset < entries[at]["end"] else "other"
 
 
-def _account(pipeline: Pipeline, pool: str) -> _Account | None:
-    state = staging.open_staging(pipeline.lake, pool)
+def _account(snapshot: Snapshot, pool: str) -> _Account | None:
+    state = snapshot.staging(pool)
     if state is None:
         return None
     entries: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
@@ -317,17 +312,17 @@ def _account(pipeline: Pipeline, pool: str) -> _Account | None:
 
 
 def _undecoded(
-    pipeline: Pipeline, item: Input, state: RawState, accounts: Mapping[str, _Account | None]
-) -> Iterable[Held]:
+    snapshot: Snapshot, item: Input, state: RawState, accounts: Mapping[str, _Account | None]
+) -> Iterable[QuarantinedRecord]:
     if not any(state.bad.values()):
         return
-    mine = [accounts[pool] for pool in pipeline.readers_of(item.topic)]
-    for row in held_entries(pipeline.lake, item.pool, item.topic, state).to_pylist():
+    readers = [accounts[pool] for pool in snapshot.pipeline.readers_of(item.topic)]
+    for row in entries(state, snapshot.quarantine(item.topic)).to_pylist():
         partition, offset = row["partition"], row["offset"]
-        fates = [account.fate(item.topic, partition, offset) if account else None for account in mine]
+        fates = [account.fate(item.topic, partition, offset) if account else None for account in readers]
         if fates and all(fate == "dropped" for fate in fates):
             continue
-        yield Held(
+        yield QuarantinedRecord(
             item.pool,
             item.topic,
             partition,
@@ -340,7 +335,7 @@ def _undecoded(
         )
 
 
-def _failed(item: Input, state: RawState, accounts: Mapping[str, _Account | None]) -> Iterable[Held]:
+def _failed(item: Input, state: RawState, accounts: Mapping[str, _Account | None]) -> Iterable[QuarantinedRecord]:
     for pool, account in accounts.items():
         for (topic, partition), rows in (account.entries if account else {}).items():
             if topic != item.topic:
@@ -355,4 +350,6 @@ def _failed(item: Input, state: RawState, accounts: Mapping[str, _Account | None
             for entry in own:
                 found = there.get(entry["first"])
                 when = found["kafka"]["timestamp"] if found else None
-                yield Held(pool, topic, partition, entry["first"], "etl", entry["rule"], entry["text"], when, True)
+                yield QuarantinedRecord(
+                    pool, topic, partition, entry["first"], "etl", entry["rule"], entry["text"], when, True
+                )

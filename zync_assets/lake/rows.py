@@ -1,14 +1,15 @@
-"""Single columns and single rows of Parquet files, read without Spark.
+"""Single columns and single rows of a table's Parquet files, read without Spark.
 
-Single columns of Parquet files as numpy arrays, a bounded number of rows at a time.
-
-Single rows of a table by their offsets, without Spark: only the files and row groups that can hold one are read.
+Columns come as Arrow batches or numpy arrays, a bounded number of rows at a time. Rows are found by their offsets: only
+the files and row groups that can hold a row are read. ``Recent`` keeps what was read, up to a bounded size.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -87,7 +88,7 @@ def without(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.setdiff1d(distinct(numbers), distinct(others), assume_unique=True)
 
 
-class HeldOffsets:
+class FileOffsets:
     """The offsets of one partition's files, for spans asked for in ascending order: a file is read when a span first
     touches it and let go when it lies behind."""
 
@@ -153,3 +154,46 @@ def _groups(footer: pq.FileMetaData, low: int, high: int) -> list[int]:
         if span is None or not span.has_min_max or (span.min <= high and low <= span.max):
             found.append(group)
     return found
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A cache of a bounded size, for processes that live for months.
+
+    It keeps the values that were used last. The weights of all values add up to ``most`` at the most, or there is one value.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._weight = 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: K, value: V, weight: int = 1) -> None:
+        with self._lock:
+            self._remove(key)
+            self._values[key] = value, weight
+            self._weight += weight
+            while self._weight > self._most and len(self._values) > 1:
+                self._remove(next(iter(self._values)))
+
+    def remove(self, key: K) -> None:
+        with self._lock:
+            self._remove(key)
+
+    def _remove(self, key: K) -> None:
+        if key in self._values:
+            self._weight -= self._values.pop(key)[1]

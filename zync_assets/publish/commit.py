@@ -1,17 +1,18 @@
 """The commit half of publishing: verify the topic against staging, then send window by window.
 
-The record at Kafka offset k is the record that staging numbers k. Kafka can't keep a second writer out (with
-transactions it could, but then commit markers would take offsets). Publish therefore first compares all unverified
-records of the topic. Kafka must then give each delivered record the offset from staging.
+The record at Kafka offset k is the record that staging numbers k. Kafka can't keep a second writer out: with transactions
+it could, but then commit markers would take offsets. Publish therefore first compares all unverified records of the topic.
+Kafka must then give each delivered record the offset from staging.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
@@ -30,18 +31,244 @@ from zync_assets.kafka.topics import (
     topic_states,
 )
 from zync_assets.kafka.writer import InOrder
-from zync_assets.lake import compaction, staging, storage
-from zync_assets.lake.publication import WrittenSchema, commit_published, open_published
+from zync_assets.lake import compaction
+from zync_assets.lake.publication import Published, WrittenSchema, commit_published, open_published
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
-from zync_assets.publish.encoding import alike_ids, encoded_rows, first_difference, staged_topic
-from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record
+from zync_assets.publish.encoding import StagedTopic, alike_ids, encoded_rows, first_difference, staged_topic
+from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing
 from zync_assets.spark.tasks import run_tasks
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 T = TypeVar("T")
+
+WINDOW_RECORDS = 250_000
+
+WINDOW_BYTES = 64 << 20
+"""The records and bytes of a window. A window is encoded in memory before publish announces it, so that no record exceeds
+the topic's limit. A task holds two windows in memory: it encodes the next window while it sends a window."""
+
+TASK_RECORDS = 8 * WINDOW_RECORDS
+"""The records that one Spark task sends, window by window."""
+
+
+@dataclass(frozen=True)
+class PublishCommit:
+    """The result of one publish: the sent range, and the number of verified records."""
+
+    topic: str
+    range: OffsetRange
+    verified: int
+    seconds: float
+
+    @property
+    def records(self) -> int:
+        return self.range.end - self.range.first
+
+
+@dataclass(frozen=True)
+class Target:
+    """The output partition that a publisher writes to, with all that its Spark tasks need."""
+
+    staged: StagedTopic = field(repr=False)
+    topic_id: str
+    kafka: Mapping[str, str] = field(repr=False)
+    lake: str = field(repr=False)
+    pool: str
+    recreate: str
+    """The command that publishes all of staging again, for errors."""
+    window_records: int
+    window_bytes: int
+
+    @property
+    def topic(self) -> str:
+        return self.staged.topic
+
+    def published(self) -> Published:
+        return open_published(self.lake, self.pool, self.topic)
+
+    def commit(self, before: Published, window: int, verified: int, schemas: Iterable[WrittenSchema] = ()) -> Published:
+        """Set the end of the announced window and the verified offset. CommitConflict if another publisher came first."""
+        return commit_published(
+            self.lake, self.pool, before, window=window, verified=verified, topic_id=self.topic_id, schemas=schemas
+        )
+
+
+def publish(
+    pipeline: Pipeline, batch: OutputBatch, progress: Callable[[int, int], None] | None = None
+) -> PublishCommit:
+    """The commit half: the protocol of publish. ``progress(sent, total)`` is called after each Spark task.
+
+    Raises CheckFailed before anything is sent if a blocking check of the staging pool or of its raw tables failed, or fails
+    over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not: nothing is
+    sent after that is known. Raises CommitConflict if another publisher is at work.
+    """
+    started = time.monotonic()
+    plan = batch.plan
+    if plan.position is None or plan.state is None:
+        return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
+    # 1. Stop at a failed check: published records can't be removed from a topic.
+    refuse_unsound(plan.snapshot, batch.topic)
+    # 2. Create a topic that never existed, and register the schemas of the staged rows.
+    topic_state = plan.topic_state or _create(pipeline, plan.output)
+    target = Target(
+        staged_topic(plan.state, batch.topic, pipeline.registry),
+        topic_state.topic_id,
+        pipeline.kafka,
+        pipeline.lake,
+        plan.output.pool,
+        plan.recreate,
+        WINDOW_RECORDS,
+        WINDOW_BYTES,
+    )
+    # 3. After an unclean stop, wait: a crashed producer's records can still surface.
+    high = plan.high if plan.clean else _settled_high(pipeline, plan)
+    # 4. Compare the records since the last verified offset with staging, and commit that they are verified. Retention and
+    #    compaction may have removed records. The offsets of the removed records prove that the records existed.
+    first, published, compared = max(plan.verified, min(topic_state.partitions[0].low, high)), plan.published, 0
+    if first < high:
+        offset, compared = run_tasks(batch.spark, 1, partial(_compare, target, first, high))[0]
+        if offset is not None:
+            raise foreign_record(batch.topic, offset, plan.recreate)
+    if first < high or not plan.clean:
+        published = target.commit(published, high, high)
+        crash_point("publish:verified")
+    # 5. Send the rest window by window, several windows a Spark task. A task announces each window before it sends it.
+    for at in range(high, plan.end, TASK_RECORDS):
+        until = min(plan.end, at + TASK_RECORDS)
+        known = (published.window, published.verified)
+        announced = run_tasks(batch.spark, 1, partial(_send, target, at, until, known))[0]
+        published = target.published()
+        _check_alone(target.topic, published, announced)
+        if progress is not None:
+            progress(until - high, plan.end - high)
+    # 6. Kafka gave every record its offset: commit that nothing is left to verify.
+    if high < plan.end or published.verified is None:
+        published = target.commit(published, plan.end, plan.end)
+        crash_point("publish:window-closed")
+    compaction.tidy(published.opened)
+    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), compared, time.monotonic() - started)
+
+
+def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
+    """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
+    record. The new one is as ``create:`` says. Nothing is deleted where that can't be done, nor where the checks of the
+    staging pool, over all that would be published again, fail (CheckFailed)."""
+    item, snapshot = pipeline.output(topic), Snapshot(pipeline)
+    # 1. Refuse where staging does not have every record of the topic, or a check fails.
+    state = snapshot.staging(item.pool)
+    position = state.head.outputs.get((topic, 0)) if state else None
+    if position is None:
+        raise KafkaError(f"topic {topic}: nothing is staged for it, so there is nothing to publish again")
+    if position.base:
+        raise KafkaError(
+            f"topic {topic} began at offset {position.base} (start-at: end); records before that are not in the lake and"
+            " would be lost. Publish to another topic instead."
+        )
+    if item.create is None:
+        raise TopicMissing(
+            f"topic {topic}: the pipeline file does not say how to create it anew, and nothing was deleted. Add create: to the"
+            " output."
+        )
+    refuse_unsound(snapshot, topic, whole=True)
+    # 2. Delete the topic, if it is there, and create it.
+    if topic_states(pipeline.kafka, [topic]):
+        delete_topic(pipeline.kafka, topic)
+        crash_point("publish:topic-deleted")
+    created = _create(pipeline, item)
+    # 3. Commit that nothing is published to the new topic.
+    done = open_published(pipeline.lake, item.pool, topic)
+    commit_published(pipeline.lake, item.pool, done, window=0, verified=0, topic_id=created.topic_id, replaced=True)
+    return created
+
+
+def _create(pipeline: Pipeline, item: Output) -> TopicState:
+    if item.create is None:
+        raise missing(item.topic)
+    config, _ = new_topic_config(pipeline.kafka, item.create.config)
+    created = create_topic(pipeline.kafka, item.topic, item.create.partitions, item.create.replication_factor, config)
+    crash_point("publish:topic-created")
+    return created
+
+
+def _settled_high(pipeline: Pipeline, plan: PublishPlan) -> int:
+    """Wait until the topic holds all that was announced, or its high watermark has stood still for longer than a lagging
+    replica may take; the high watermark. Raises ForeignRecord if the topic holds more than staging."""
+    announced, still = plan.published.window or 0, time.monotonic()
+    high = plan.high
+    while high < announced and time.monotonic() - still < pipeline.settle_seconds:
+        time.sleep(0.2)
+        now = high_watermark(pipeline.kafka, plan.output.topic, 0)
+        if now != high:
+            high, still = now, time.monotonic()
+    if high > plan.end:
+        raise foreign_record(plan.output.topic, plan.end, plan.recreate)
+    return high
+
+
+def _compare(target: Target, first: int, high: int, _: int) -> tuple[int | None, int]:
+    """The Spark task of step 4: the first offset at which topic and staging differ, and how many records are equal."""
+    compacted = is_compacted(target.kafka, target.topic)
+    # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
+    theirs = read_range(target.kafka, target.topic, 0, first, high, uncommitted=True)
+    used: set[WrittenSchema] = set()
+    ours = encoded_rows(target.staged, first, high, used)
+    return first_difference(ours, theirs, compacted=compacted, alike=alike_ids(target.staged, used, target.published()))
+
+
+Announcement = tuple[int | None, int | None]
+"""The end of the announced window, and the verified offset."""
+
+
+def _send(target: Target, first: int, end: int, known: Announcement, _: int) -> Announcement:
+    """The Spark task of step 5: send the staged records ``first <= offset < end``; returns its last announcement.
+
+    ``known``: the announcement before the task. Up to two windows may be announced and unverified, because the task encodes
+    a window while it sends the window before. If the task announces nothing for longer than ``settle``, another publisher
+    may start and announce a window. The records of that window are not foreign.
+    """
+    _refuse_second_attempt(target.topic)
+    announced, published = known, target.published()
+    used: set[WrittenSchema] = set()
+    noted = set[WrittenSchema]()
+    rows = encoded_rows(target.staged, first, end, used)
+    with (
+        ahead(windows(rows, target.window_records, target.window_bytes)) as encoded,
+        InOrder(target.kafka, target.topic, 0, first, target.recreate) as writer,
+    ):
+        for window in encoded:
+            _check_alone(target.topic, published, announced)
+            # a. Measure every record: a record that can't be sent leaves no announcement.
+            writer.check_sizes(window)
+            # b. Announce the window, with the schemas of its rows.
+            announced = writer.sent + sum(len(batch) for batch in window), writer.verified
+            new = used.copy() - noted
+            published = target.commit(published, *announced, schemas=new)
+            noted |= new
+            crash_point("publish:window-announced")
+            # c. Send it. Nothing is sent after a record that Kafka did not accept.
+            for batch in window:
+                writer.write(batch)
+    return announced
+
+
+def _check_alone(topic: str, published: Published, announced: Announcement) -> None:
+    if (published.window, published.verified) != announced:
+        raise CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
+
+
+def _refuse_second_attempt(topic: str) -> None:
+    """A task that Spark runs again would take what its first attempt sent for another program's."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    if task is not None and task.attemptNumber() > 0:
+        raise KafkaError(
+            f"topic {topic}: the Spark task that published was lost on its way. Run it again: what it sent is verified first."
+        )
 
 
 def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Iterator[list[pa.RecordBatch]]:
@@ -76,225 +303,3 @@ def ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
                 yield item
 
         yield same()
-
-
-WINDOW_RECORDS = 250_000
-
-WINDOW_BYTES = 64 << 20
-"""The records and bytes of a window. A window is encoded in memory before publish announces it, so that no record exceeds
-the topic's limit. A task holds two windows in memory: it encodes the next window while it sends a window."""
-
-TASK_RECORDS = 8 * WINDOW_RECORDS
-"""The records that one Spark task sends, window by window."""
-
-
-@dataclass(frozen=True)
-class PublishCommit:
-    """The result of one publish: the sent range, and the number of verified records."""
-
-    topic: str
-    range: OffsetRange
-    verified: int
-    seconds: float
-
-    @property
-    def records(self) -> int:
-        return self.range.end - self.range.first
-
-
-def publish(
-    pipeline: Pipeline, batch: OutputBatch, progress: Callable[[int, int], None] | None = None
-) -> PublishCommit:
-    """The commit half. ``progress(sent, total)`` is called after each window.
-
-    Raises CheckFailed before anything is sent if a blocking check of the staging pool or of its raw tables failed, or fails
-    over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not: nothing is
-    sent after that is known.
-    """
-    started = time.monotonic()
-    plan = batch.plan
-    if plan.position is None or plan.state is None:
-        return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
-    refuse_unsound(pipeline, batch.topic)
-    topic_state = plan.topic_state or _create(pipeline, plan.output)
-    run = _Publisher(pipeline, batch.spark, plan, topic_state)
-    high = run.settle() if not plan.clean else plan.high
-    verified = run.verify(plan.verified, high)
-    run.send(high, plan.end, progress)
-    compaction.tidy(storage.published_uri(pipeline.lake, plan.output.pool))
-    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), verified, time.monotonic() - started)
-
-
-def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
-    """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
-    record. The new one is as ``create:`` says. Nothing is deleted where that can't be done, nor where the checks of the
-    staging pool, over all that would be published again, fail (CheckFailed)."""
-    item = pipeline.output(topic)
-    state = staging.open_staging(pipeline.lake, item.pool)
-    position = state.head.outputs.get((topic, 0)) if state else None
-    if position is None:
-        raise KafkaError(f"topic {topic}: nothing is staged for it, so there is nothing to publish again")
-    if position.base:
-        raise KafkaError(
-            f"topic {topic} began at offset {position.base} (start-at: end); records before that are not in the lake and"
-            " would be lost. Publish to another topic instead."
-        )
-    if item.create is None:
-        raise TopicMissing(
-            f"topic {topic}: the pipeline file does not say how to create it anew, and nothing was deleted. Add create: to the"
-            " output."
-        )
-    refuse_unsound(pipeline, topic, whole=True)
-    if topic_states(pipeline.kafka, [topic]):
-        delete_topic(pipeline.kafka, topic)
-        crash_point("publish:topic-deleted")
-    made = _create(pipeline, item)
-    done = open_published(pipeline.lake, item.pool, topic)
-    commit_published(pipeline.lake, item.pool, done, window=0, verified=0, topic_id=made.topic_id, replaced=True)
-    return made
-
-
-def _create(pipeline: Pipeline, item: Output) -> TopicState:
-    if item.create is None:
-        raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
-    how = item.create
-    config, _ = new_topic_config(pipeline.kafka, how.config)
-    made = create_topic(pipeline.kafka, item.topic, how.partitions, how.replication_factor, config)
-    crash_point("publish:topic-created")
-    return made
-
-
-class _Publisher:
-    """Publishes one output partition to Kafka. Keeps the published table's state from one commit to the next."""
-
-    def __init__(self, pipeline: Pipeline, spark: SparkSession, plan: PublishPlan, topic_state: TopicState) -> None:
-        assert plan.state is not None
-        self.pipeline, self.spark, self.plan = pipeline, spark, plan
-        self.topic, self.topic_id = plan.output.topic, topic_state.topic_id
-        self.low = topic_state.partitions[0].low
-        self.kafka = pipeline.kafka
-        self.recreate = pipeline.command("to-kafka", "--recreate", self.topic)
-        self.state = plan.published
-        self.staged = staged_topic(plan.state, self.topic, pipeline.registry)
-
-    def settle(self) -> int:
-        """After an unclean stop: wait until all that was announced is there, or the high watermark has stood still for
-        longer than a lagging replica may take. A crashed producer's records can still surface with replication."""
-        announced, still = self.plan.published.window or 0, time.monotonic()
-        high = self.plan.high
-        while high < announced and time.monotonic() - still < self.pipeline.settle_seconds:
-            time.sleep(0.2)
-            now = high_watermark(self.kafka, self.topic, 0)
-            if now != high:
-                high, still = now, time.monotonic()
-        if high > self.plan.end:
-            raise foreign_record(self.topic, self.plan.end, self.recreate)
-        return high
-
-    def verify(self, first: int, high: int) -> int:
-        """Compare the topic's records from the last verified offset on with staging; returns the number of compared records.
-
-        Records that retention or compaction removed meanwhile can't be compared. Their offsets prove that they existed.
-        """
-        first = max(first, min(self.low, high))
-        if first < high:
-            staged, kafka, topic = self.staged, self.kafka, self.topic
-            lake, pool = self.pipeline.lake, self.plan.output.pool
-            compacted = is_compacted(kafka, topic)
-
-            def compare(_: int) -> tuple[int | None, int]:
-                # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
-                theirs = read_range(kafka, topic, 0, first, high, uncommitted=True)
-                used: set[WrittenSchema] = set()
-                ours = encoded_rows(staged, first, high, used)
-                alike = alike_ids(staged, used, open_published(lake, pool, topic))
-                return first_difference(ours, theirs, compacted=compacted, alike=alike)
-
-            offset, equal = run_tasks(self.spark, 1, compare)[0]
-            if offset is not None:
-                raise foreign_record(self.topic, offset, self.recreate)
-            self._commit(high, high)
-            crash_point("publish:verified")
-            return equal
-        if not self.plan.clean:
-            self._commit(high, high)
-        return 0
-
-    def send(self, first: int, end: int, progress: Callable[[int, int], None] | None) -> None:
-        """Send it window by window, some windows a task; the last ones are verified by a commit of their own."""
-        at = first
-        while at < end:
-            until = min(end, at + TASK_RECORDS)
-            told = run_tasks(self.spark, 1, self._windows(at, until))[0]
-            self.state = open_published(self.pipeline.lake, self.plan.output.pool, self.topic)
-            if (self.state.window, self.state.verified) != told:
-                raise _overtaken(self.topic)
-            at = until
-            if progress is not None:
-                progress(at - first, end - first)
-        if first < end or self.state.verified is None:
-            self._commit(end, end)
-            crash_point("publish:window-closed")
-
-    def _windows(self, first: int, end: int) -> Callable[[int], tuple[int | None, int | None]]:
-        """The task that announces and sends the windows from ``first`` up to ``end``. It returns its last announcement.
-
-        The task encodes and measures a window before it announces the window, so that a record that can't be sent leaves no
-        announcement. The task encodes a window while it sends the window before. Up to two windows may therefore be announced
-        and unverified. If the task announces nothing for longer than ``settle``, another publisher may start and announce a
-        window. The records of that window are not foreign."""
-        staged, kafka, topic_id, recreate = self.staged, self.kafka, self.topic_id, self.recreate
-        lake, pool = self.pipeline.lake, self.plan.output.pool
-        known = (self.state.window, self.state.verified)
-        records, size = WINDOW_RECORDS, WINDOW_BYTES
-
-        def work(_: int) -> tuple[int | None, int | None]:
-            _refuse_second_attempt(staged.topic)
-            announced = known
-            now = open_published(lake, pool, staged.topic)
-            used: set[WrittenSchema] = set()
-            noted = set[WrittenSchema]()
-            rows = encoded_rows(staged, first, end, used)
-            with (
-                ahead(windows(rows, records, size)) as encoded,
-                InOrder(kafka, staged.topic, 0, first, recreate) as writer,
-            ):
-                for window in encoded:
-                    if (now.window, now.verified) != announced:
-                        raise _overtaken(staged.topic)
-                    writer.check_sizes(window)
-                    announced = writer.sent + sum(len(batch) for batch in window), writer.verified
-                    until, verified = announced
-                    # The rows of the window are encoded; their schemas are known.
-                    new = used.copy() - noted
-                    now = commit_published(
-                        lake, pool, now, window=until, verified=verified, topic_id=topic_id, schemas=new
-                    )
-                    noted |= new
-                    crash_point("publish:window-announced")
-                    for batch in window:
-                        writer.write(batch)
-            return announced
-
-        return work
-
-    def _commit(self, window: int, verified: int) -> None:
-        pool = self.plan.output.pool
-        self.state = commit_published(
-            self.pipeline.lake, pool, self.state, window=window, verified=verified, topic_id=self.topic_id
-        )
-
-
-def _overtaken(topic: str) -> CommitConflict:
-    return CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
-
-
-def _refuse_second_attempt(topic: str) -> None:
-    """A task that Spark runs again would take what its first attempt sent for another program's."""
-    from pyspark import TaskContext
-
-    task = TaskContext.get()
-    if task is not None and task.attemptNumber() > 0:
-        raise KafkaError(
-            f"topic {topic}: the Spark task that published was lost on its way. Run it again: what it sent is verified first."
-        )

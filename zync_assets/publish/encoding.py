@@ -1,10 +1,8 @@
-"""Staged rows and their headers as the bytes that Kafka is to hold.
+"""Staged rows as the records that Kafka is to hold: keys, values and headers.
 
-The headers of staged rows, as they are sent: those that the rule made, then where the record came from.
-
-Staged rows as the bytes that Kafka is to hold: what publishing sends, and what it and the checks compare with.
-
-Uses what is kept in the pool (each row's output schema), never the pipeline file, which may have changed since.
+Publish sends these records, and publish and the checks compare the topic with them. The headers are those that the rule
+made, then the places of the raw records. The encoding uses the output schema that the pool keeps for each row. It never uses
+the pipeline file, which may have changed since.
 """
 
 from __future__ import annotations

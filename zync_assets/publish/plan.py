@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 from zync_assets.audit.guard import check_begins
 from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
-from zync_assets.kafka.topics import (
-    TopicState,
-    high_watermark,
-    topic_states,
-)
+from zync_assets.kafka.topics import TopicState, high_watermark, topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.publication import Published, open_published, went_back
+from zync_assets.lake.publication import Published, went_back
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
@@ -30,14 +27,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """The state of an output topic compared with staging. ``topic_state`` is None for a topic that must be created."""
+    """The state of an output topic compared with staging.
+
+    ``topic_state``: None for a topic that must be created; ``high``: the topic's high watermark.
+    """
 
     output: Output
-    state: StagingState | None = field(repr=False)
-    position: OutputPosition | None
+    snapshot: Snapshot = field(repr=False)
     topic_state: TopicState | None
-    published: Published
     high: int
+
+    @property
+    def state(self) -> StagingState | None:
+        return self.snapshot.staging(self.output.pool)
+
+    @property
+    def position(self) -> OutputPosition | None:
+        """The staged offsets of the topic; None if nothing is staged for it."""
+        return self.state.head.outputs.get((self.output.topic, 0)) if self.state else None
+
+    @property
+    def published(self) -> Published:
+        return self.snapshot.published(self.output.pool, self.output.topic)
+
+    @property
+    def recreate(self) -> str:
+        """The command that publishes all of staging to a new topic of the name."""
+        return self.snapshot.pipeline.command("to-kafka", "--recreate", self.output.topic)
 
     @property
     def end(self) -> int:
@@ -97,17 +113,18 @@ class OutputBatch:
 
 def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     """The publish plan of a topic. Raises TopicMissing, TopicRecreated or ForeignRecord if the topic's state shows it."""
-    item = pipeline.output(topic)
-    # Each before what is ahead of it: another publisher may be at work, and must not look like damage.
-    done = open_published(pipeline.lake, item.pool, topic)
+    item, snapshot = pipeline.output(topic), Snapshot(pipeline)
+    # Each before the one that it is made from: another publisher may be at work, and must not look like damage.
+    done = snapshot.published(item.pool, topic)
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     high = high_watermark(pipeline.kafka, topic, 0) if found else None
-    state = staging.open_staging(pipeline.lake, item.pool)
+    state = snapshot.staging(item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
-    recreate = pipeline.command("to-kafka", "--recreate", topic)
-    gone = went_back(item.pool, topic, done.verified, position.next if position else None, recreate)
-    if gone is not None:
-        raise gone
+    base = position.base if position else 0
+    plan = PublishPlan(item, snapshot, found, base if high is None else high)
+    loss = went_back(item.pool, topic, done.verified, position.next if position else None, plan.recreate)
+    if loss is not None:
+        raise loss
     if state is None:
         check_begins(pipeline, item.pool)
     else:
@@ -116,17 +133,14 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
         if done.topic_known() or position.topic_id is not None:
             raise TopicMissing(
                 f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
-                f" one with: {recreate}"
+                f" one with: {plan.recreate}"
             )
         if item.create is None:
-            raise TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
+            raise missing(topic)
     if found is not None:
-        _check_identity(topic, found, position, done, recreate)
-    if high is None:
-        high = position.base if position else 0
-    plan = PublishPlan(item, state, position, found, done, high)
+        _check_identity(plan, found)
     if position is not None:
-        _check_watermark(plan, recreate)
+        _check_watermark(plan)
     return plan
 
 
@@ -136,28 +150,30 @@ def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: Publis
     return OutputBatch(plan, deferred(spark))
 
 
-def _check_identity(
-    topic: str, found: TopicState, position: OutputPosition | None, done: Published, recreate: str
-) -> None:
+def _check_identity(plan: PublishPlan, found: TopicState) -> None:
+    position, done = plan.position, plan.published
     known = done.made_for(found.topic_id) if done.topic_known() else None
     if known is None and position is not None and position.topic_id is not None:
         known = position.topic_id == found.topic_id
     if known is False:
         raise TopicRecreated(
-            f"topic {topic} is another topic than the one that was published to (its id is now {found.topic_id}): it was"
-            f" deleted and created again. To publish all of staging to it: {recreate}"
+            f"topic {found.topic} is another topic than the one that was published to (its id is now {found.topic_id}): it"
+            f" was deleted and created again. To publish all of staging to it: {plan.recreate}"
         )
 
 
-def _check_watermark(plan: PublishPlan, recreate: str) -> None:
-    topic = plan.output.topic
+def _check_watermark(plan: PublishPlan) -> None:
     if plan.high < plan.verified:
         raise KafkaError(
-            f"topic {topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it was"
-            f" published: the topic has lost records. To publish all of staging again: {recreate}"
+            f"topic {plan.output.topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it"
+            f" was published: the topic has lost records. To publish all of staging again: {plan.recreate}"
         )
     if plan.high > plan.end:
-        raise foreign_record(topic, plan.end, recreate)
+        raise foreign_record(plan.output.topic, plan.end, plan.recreate)
+
+
+def missing(topic: str) -> TopicMissing:
+    return TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
 
 
 def foreign_record(topic: str, offset: int, recreate: str) -> ForeignRecord:

@@ -1,23 +1,13 @@
 """Replay and drop: a quarantined record is decoded once more and put into its place, or given up.
 
-The Spark task of a replay: entries of the side table, decoded once more, with the times that they keep in the raw
-table.
+Replay puts records into their places in the raw table. The side table holds the records whole, so that replay does not
+read Kafka. One commit adds the files of every record that can be decoded now. A record in the raw table is no longer in
+quarantine, although its entry stays in the side table. ETL compares the number of replays with its account, and so finds
+the replayed records below *seen*. A kill before the commit leaves no trace; after the commit, the replay is complete. Of
+two concurrent replays, the second conflicts and plans again.
 
-Replay into the raw table of an input with a ``shape``: what is decoded goes through the shape on its way, as in
-ingest.
-
-Two looks come first, in which nothing is written: at the types of what can be decoded, and at the records that the
-shape fails on. Both, and what the shape leaves out, stay in quarantine.
-
-Replay: decodes quarantined records again, and puts them into their places in the raw table.
-
-The side table holds the records whole, so that replay does not read Kafka. One commit adds the files of every record
-that can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side
-table. ETL compares the number of replays with its account, and so finds the replayed records below *seen*. A kill
-before the commit leaves no trace; after the commit, the replay is complete. Of two concurrent replays, the second
-conflicts and plans again.
-
-Drop: a record of quarantine is given up. It stays where it is, and the account has it in the class dropped.
+Drop moves a record in the account of a staging pool from the class quarantined to the class dropped. The record stays where
+it is.
 """
 
 from __future__ import annotations
@@ -55,9 +45,10 @@ from zync_assets.ingest.source import (
 from zync_assets.ingest.task import KEPT, decoded_schema, shaped_batch, with_control
 from zync_assets.lake import quarantine, raw, staging, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import Selection, held
+from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline
@@ -70,6 +61,72 @@ Offsets = Mapping[int, npt.NDArray[np.int64]]
 """Partition → offsets, sorted."""
 
 _ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """The quarantined offsets of one topic to decode again, for one state of the raw table."""
+
+    input: Input
+    snapshot: Snapshot = field(repr=False)
+    state: RawState = field(repr=False)
+    wanted: Offsets
+
+
+@dataclass(frozen=True)
+class ReplayCommit:
+    """The result of one replay: the number of replayed records, and why the other records stay in quarantine.
+
+    ``reasons``: (partition, offset) → error text.
+    """
+
+    topic: str
+    records: int
+    reasons: Mapping[tuple[int, int], str]
+    """(partition, offset) → why the record stays."""
+
+
+def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> ReplayPlan | None:
+    """The selected records of a topic that could not be decoded; None if there are none."""
+    snapshot = Snapshot(pipeline)
+    state = snapshot.raw(item.topic)
+    if state is None:
+        return None
+    wanted: dict[int, list[int]] = {}
+    for record in quarantined_records(pipeline, Selection((item.topic,), selection.ranges), snapshot):
+        if record.stage != "etl":
+            wanted.setdefault(record.partition, []).append(record.offset)
+    if not wanted:
+        return None
+    return ReplayPlan(item, snapshot, state, {p: np.array(offsets, np.int64) for p, offsets in wanted.items()})
+
+
+def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> ReplayCommit:
+    """The protocol of a replay. Raises CommitConflict if another replay came first, and SchemaChanged if the pipeline file
+    accepts no new schema. Nothing of this replay is visible after an error."""
+    item, state, side = plan.input, plan.state, plan.snapshot.quarantine(plan.input.topic)
+    # 1. Find the side table's files with entries of the wanted partitions.
+    files = [found for found in quarantine.quarantine_files(state, side) if found.partition in plan.wanted]
+    task = ReplayTask(
+        source_of(pipeline, item, state),
+        storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
+        tuple(files),
+        plan.wanted,
+        state.opened.uri,
+        raw.replay_name(state.replays + 1),
+        floors_of(state, plan.wanted),
+    )
+    # 2. Decode the records, and write the records that can be decoded to new files. One Spark task suffices for the few
+    #    quarantined records, and gives one type per column.
+    write = _write_shaped if item.shape is not None else _write_decoded
+    done, schema = write(spark, pipeline, plan, task)
+    if done.files:
+        # 3. Check that the pipeline file accepts the schemas of the writers.
+        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
+        writers, _ = schema_changes(item, source, done.new_schemas)
+        # 4. Commit the files and the number of the replay together. The commit conflicts with any other replay.
+        raw.commit_replay(state, schema, done.files, writers)
+    return ReplayCommit(item.topic, sum(found.records for found in done.files), done.reasons)
 
 
 @dataclass(frozen=True)
@@ -219,27 +276,41 @@ def _millis(moment: Any) -> int | None:
     return None if moment is None else round(moment.timestamp() * 1000)
 
 
+def _write_decoded(
+    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
+) -> tuple[Decoded, pa.Schema]:
+    """Decode and write the records as they are; the result, and the raw table's columns after it."""
+    [done] = run_tasks(spark, 1, lambda _: task.run())
+    source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
+    schema = table_schema(plan.state.schema, source)
+    return done, with_side_notes(schema, plan.state.schema, notes_of(done.new_schemas))
+
+
 Places = frozenset[tuple[int, int]]
 """Partition and offset."""
 
 
-def write(
-    spark: SparkSession, pipeline: Pipeline, item: Input, task: ReplayTask, table: pa.Schema
+def _write_shaped(
+    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
 ) -> tuple[Decoded, pa.Schema]:
-    """Decode, shape and write; returns what came of it, and the raw table's columns after it. ``table``: those that it has.
+    """Decode the records, shape them as ingest does, and write them; the result, and the raw table's columns after it.
 
-    SchemaError if the shape does not fit the records, or its result the table; FieldMissing for a field that no record has
-    had where the file says so.
+    Nothing is written by the two looks that come first: at the types of what can be decoded, and at the records that the
+    shape fails on. The failing records, and the records that the shape leaves out, stay in quarantine. SchemaError if the
+    shape does not fit the records, or its result the table; FieldMissing for a field that no record has had where the file
+    says so.
     """
     [found] = run_tasks(spark, 1, lambda _: task.look())
     source = replace(task.source, key_type=found.key_type, value_type=found.value_type)
-    item, source = resolvable(pipeline, item, source, lambda own: _frame(spark, replace(task, source=own), frozenset()))
+    item, source = resolvable(
+        pipeline, plan.input, source, lambda own: _frame(spark, replace(task, source=own), frozenset())
+    )
     task = replace(task, source=source)
     with looking(spark), spark_failures(_failed(item)):
         rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
     failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
     shaped = shaped_frame(_frame(spark, task, failed), item)
-    schema = shaped_schema(item, task.source, table, shaped)
+    schema = shaped_schema(item, task.source, plan.state.schema, shaped)
     writer = _Writer(task.uri, task.name, schema)
     with spark_failures(_failed(item)):
         [row] = shaped.mapInArrow(writer.run, "found binary").collect()
@@ -304,84 +375,23 @@ class _Writer:
 
 
 @dataclass(frozen=True)
-class ReplayPlan:
-    """The quarantined offsets of one topic to decode again, for one state of the raw table."""
+class DropPlan:
+    """The quarantined records to drop in the account of one staging pool. ``places``: topic, partition, offset."""
 
-    input: Input
-    state: RawState
-    wanted: Offsets
+    pool: str
+    snapshot: Snapshot = field(repr=False)
+    places: frozenset[tuple[str, int, int]]
 
 
-@dataclass(frozen=True)
-class ReplayCommit:
-    """The result of one replay: the number of replayed records, and why the other records stay in quarantine.
+def plan_drop(pipeline: Pipeline, pool: str, selection: Selection) -> DropPlan:
+    """The selected records that one staging pool can drop. No JVM.
 
-    ``reasons``: (partition, offset) → error text.
+    Raises ZyncError for a record that ETL has not seen yet: the account can't say of it that it is dropped.
     """
-
-    topic: str
-    records: int
-    reasons: Mapping[tuple[int, int], str]
-    """(partition, offset) → why the record stays."""
-
-
-def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> ReplayPlan | None:
-    """The selected records of a topic that could not be decoded; None if there are none."""
-    state = raw.open_raw(pipeline.lake, item.pool, item.topic)
-    if state is None:
-        return None
-    # ``held`` opens the raw table after ``state``. If another replay committed in between, this replay's commit conflicts.
-    places: dict[int, list[int]] = {}
-    for record in held(pipeline, Selection((item.topic,), selection.ranges)):
-        if record.stage != "etl":
-            places.setdefault(record.partition, []).append(record.offset)
-    return ReplayPlan(item, state, {p: np.array(found, np.int64) for p, found in places.items()}) if places else None
-
-
-def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> ReplayCommit:
-    """Decode, write and commit. One Spark task suffices for the few quarantined records, and gives one type per column.
-
-    Raises CommitConflict if another replay came first, and SchemaChanged if the pipeline file accepts no new schema. Nothing
-    of this replay is visible after an error.
-    """
-    item, state = plan.input, plan.state
-    files = quarantine.quarantine_files(pipeline.lake, item.pool, item.topic, state.next)
-    task = ReplayTask(
-        source_of(pipeline, item, state),
-        storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
-        tuple(found for found in files if found.partition in plan.wanted),
-        plan.wanted,
-        state.opened.uri,
-        raw.replay_name(state.replays + 1),
-        floors_of(state, plan.wanted),
-    )
-    if item.shape is not None:
-        done, schema = write(spark, pipeline, item, task, state.schema)
-        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
-    else:
-        [done] = run_tasks(spark, 1, lambda _: task.run())
-        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
-        schema = table_schema(state.schema, source)
-        schema = with_side_notes(schema, state.schema, notes_of(done.new_schemas))
-    if done.files:
-        writers, _ = schema_changes(item, source, done.new_schemas)
-        raw.commit_replay(state, schema, done.files, writers)
-    records = sum(found.records for found in done.files)
-    return ReplayCommit(item.topic, records, done.reasons)
-
-
-Place = tuple[str, int, int]
-
-
-def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]:
-    """Drop the selected records in the account of one staging pool, in one commit; their places. No JVM.
-
-    Raises CommitConflict if an ETL batch came first, ZyncError for a record that ETL has not seen yet: the account can't
-    say of it that it is dropped.
-    """
-    state = staging.open_staging(pipeline.lake, pool)
-    places: set[Place] = set()
-    for record in held(pipeline, selection):
+    snapshot = Snapshot(pipeline)
+    snapshot.staging(pool)
+    places: set[tuple[str, int, int]] = set()
+    for record in quarantined_records(pipeline, selection, snapshot):
         if record.stage == "etl" and record.pool != pool:
             continue
         if record.stage != "etl" and pool not in pipeline.readers_of(record.topic):
@@ -392,25 +402,30 @@ def drop_once(pipeline: Pipeline, pool: str, selection: Selection) -> set[Place]
                 f" run {pipeline.command('etl')}"
             )
         places.add(record.place)
-    if state is None or not places:
-        return set()
-    taken = list(_quarantined(state, places))
-    if not taken:
-        return set()
-    files, removed = carve(state, taken)
+    return DropPlan(pool, snapshot, frozenset(places))
+
+
+def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
+    """Drop the records in one commit; their places. Raises CommitConflict if an ETL batch came first."""
+    state = plan.snapshot.staging(plan.pool)
+    ranges = list(_quarantined_ranges(state, plan.places)) if state is not None else []
+    if state is None or not ranges:
+        return frozenset()
+    files, removed = carve(state, ranges)
     folder = f"batch-{state.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}/{staging.ACCOUNT_FOLDER}"
-    entries = [item.entry("dropped") for item in taken]
+    entries = [item.entry("dropped") for item in ranges]
     files.append(staging.write_ledger(state.opened.uri, f"{folder}/dropped.parquet", entries))
     counts = Counter(state.head.counts)
-    for item in taken:
+    for item in ranges:
         counts[item.topic, item.part.partition, "quarantined"] -= item.records
         counts[item.topic, item.part.partition, "dropped"] += item.records
     head = replace(state.head, batch=state.head.batch + 1, counts=dict(counts))
-    staging.commit_batch(pipeline.lake, pool, state, head, state.schema, files, removed)
-    return places
+    lake = plan.snapshot.pipeline.lake
+    staging.commit_batch(lake, plan.pool, state, head, state.schema, files, removed)
+    return plan.places
 
 
-def _quarantined(state: StagingState, places: Iterable[Place]) -> Iterator[Taken]:
+def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[Taken]:
     """The places that are quarantined in this state of the account."""
     wanted: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):

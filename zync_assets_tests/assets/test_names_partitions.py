@@ -34,7 +34,7 @@ def test_keys_are_sorted_as_numbers_not_as_text() -> None:
 def test_a_key_that_is_not_of_the_grid_is_refused_with_the_right_key(key: str, right: str) -> None:
     assert names.range_of(key) is None
     with pytest.raises(RangeUnknown) as refused:
-        names.served(["1:0-999999", key], "Raw/orders")
+        names.run_keys(["1:0-999999", key], "Raw/orders")
     assert f"Raw/orders has no range {key!r}. " in str(refused.value)
     assert f"Run {right} instead" in str(refused.value)
 
@@ -52,12 +52,12 @@ def test_a_key_that_is_not_of_the_grid_is_refused_with_the_right_key(key: str, r
 def test_the_ranges_that_are_there_and_the_open_one(
     first: dict[int, int], until: dict[int, int], expected: list[str]
 ) -> None:
-    assert keys(*names.touched(first, until)) == expected
+    assert keys(*names.keys_between(first, until)) == expected
 
 
 def test_only_new_keys_are_added_ascending() -> None:
     wanted = [parse_key(key) for key in ("10:0-999999", "9:0-999999", "1:0-999999")]
-    assert names.lacking(["1:0-999999"], wanted) == ["9:0-999999", "10:0-999999"]
+    assert names.new_keys(["1:0-999999"], wanted) == ["9:0-999999", "10:0-999999"]
 
 
 def test_a_run_takes_only_what_lies_together() -> None:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
-from zync_assets.checks.output_checks import pending_age
+from zync_assets.checks.output_checks import pending_age, run_all
 from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.checks.chain import Chain
 from zync_assets_tests.checks.damage import Rows, append_again, change_account, edit, exchange, overwrite, take_out
+from zync_assets_tests.mini import openings
 
 
 def state_of(chain: Chain) -> StagingState:
     state = staging.open_staging(chain.pipeline.lake, "Staging")
     assert state is not None
     return state
+
+
+def test_a_check_opens_each_version_of_a_table_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = openings(monkeypatch)
+    for result in run_all(chain.pipeline):
+        assert result.passed or result.severity == "warn"
+        assert set(Counter(opened).values()) == {1}, result.name
+        opened.clear()
 
 
 def coverage(chain: Chain) -> CheckResult:

@@ -134,7 +134,8 @@ class TestNoUnexplainedLoss:
     def test_a_lost_quarantine(self, chain: Chain) -> None:
         opened = open_table(storage.quarantine_uri(chain.pipeline.lake, "Raw", chain.invoices))
         assert opened is not None
-        [item] = quarantine.quarantine_files(chain.pipeline.lake, "Raw", chain.invoices, {1: 99})
+        state, _ = table_of(chain)
+        [item] = quarantine.quarantine_files(state, opened)
         take_out(opened, item)
         found = no_unexplained_loss(chain.pipeline, chain.invoices)
         assert "partition 1: 1 quarantined entries were counted and 0 are there" in found.summary

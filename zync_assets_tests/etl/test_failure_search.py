@@ -16,7 +16,7 @@ from zync_assets.errors import BadRecords, EtlError, SchemaError
 from zync_assets.etl import failure_search, failures
 from zync_assets.kafka.topics import max_message_bytes
 from zync_assets.lake import staging
-from zync_assets.lake.quarantine import EVERYTHING, held
+from zync_assets.lake.quarantine import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.runner import drop_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
@@ -57,7 +57,7 @@ def sound(it: Mini) -> None:
 
 def failing(it: Mini) -> dict[tuple[str, int], tuple[str | None, str]]:
     """(topic, offset) → rule and error of what lies in quarantine."""
-    return {(record.topic, record.offset): (record.rule, record.error) for record in held(it.pipeline)}
+    return {(record.topic, record.offset): (record.rule, record.error) for record in quarantined_records(it.pipeline)}
 
 
 COPY = (
@@ -77,7 +77,7 @@ def test_of_50_000_records_the_one_that_fails_is_the_one_that_is_not_there(make:
     assert made is not None
     assert (made.batch, made.counts) == (1, {"outputs": 49_999, "done": 49_999, "quarantined": 1})
     assert [value["id"] for value in it.values()] == [number for number in range(50_000) if number != 33_333]
-    [record] = held(it.pipeline)
+    [record] = quarantined_records(it.pipeline)
     assert (record.topic, record.offset, record.rule, record.stage) == (it.left, 33_333, "copy", "etl")
     assert "value.n: " in record.error
     assert 'The value \'x\' of the type "STRING" cannot be cast to "INT"' in record.error

@@ -11,7 +11,7 @@ import pytest
 
 from zync_assets.checks.output_checks import run_all
 from zync_assets.etl import pending
-from zync_assets.lake.quarantine import held
+from zync_assets.lake.quarantine import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.shop import read_topic
@@ -93,5 +93,5 @@ transforms:
     it.send(it.left, row(1, "10"), row(2, "x"), row(3, "0"), row(4, "50"))
     it.step()
     assert it.classes(it.left) == {"done": 2, "dropped": 1, "quarantined": 1}
-    assert [(found.offset, found.error.split(":")[0]) for found in held(it.pipeline)] == [(1, "shape")]
+    assert [(found.offset, found.error.split(":")[0]) for found in quarantined_records(it.pipeline)] == [(1, "shape")]
     assert it.values() == [{"n": 10}, {"n": 2}]

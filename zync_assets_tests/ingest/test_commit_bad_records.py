@@ -18,7 +18,7 @@ from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw
-from zync_assets.lake.quarantine import held
+from zync_assets.lake.quarantine import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
@@ -124,11 +124,11 @@ def test_a_writer_that_is_killed_in_a_race_leaves_no_bad_record_twice(
     monkeypatch.setattr(raw, "commit_raw", after_the_other_was_killed)
     commit_raw(it.pipeline, first)
     it.etl()
-    assert [record.offset for record in held(it.pipeline)] == [1]
+    assert [record.offset for record in quarantined_records(it.pipeline)] == [1]
     assert it.classes(it.left) == {"pending": 2, "quarantined": 1}
     assert it.ingest(it.left)[it.left].quarantined == 1
     it.etl()
-    assert [record.offset for record in held(it.pipeline)] == [1, 3]
+    assert [record.offset for record in quarantined_records(it.pipeline)] == [1, 3]
     assert it.classes(it.left) == {"pending": 2, "quarantined": 2}
     for result in run_all(it.pipeline):
         assert result.passed or result.severity == "warn", f"{result.name}: {result.summary}"
@@ -170,7 +170,7 @@ def test_garbage_of_all_kinds_costs_only_itself(make_avro: Make) -> None:
     it.send(it.left, *[record for bad in garbage.values() for record in (bad, frame + event(2))])
     made = it.ingest(it.left)[it.left]
     assert (made.records, made.quarantined) == (len(garbage), len(garbage))
-    for place, (why, record) in enumerate(zip(garbage, held(it.pipeline), strict=True)):
+    for place, (why, record) in enumerate(zip(garbage, quarantined_records(it.pipeline), strict=True)):
         assert (record.offset, record.stage) == (2 * place, "value")
         assert why in record.error
     assert {found["value"]["id"] for found in it.raw(it.left)} == {2}

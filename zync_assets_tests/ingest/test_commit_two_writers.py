@@ -12,7 +12,7 @@ from zync_assets.errors import CommitConflict
 from zync_assets.ingest import commit as ingest_commit
 from zync_assets.ingest import plan as step
 from zync_assets.lake import raw
-from zync_assets.lake.quarantine import held as entries_of
+from zync_assets.lake.quarantine import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
@@ -32,7 +32,7 @@ def it(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> 
 
 
 def held(it: Mini) -> list[int]:
-    return [entry.offset for entry in entries_of(it.pipeline)]
+    return [entry.offset for entry in quarantined_records(it.pipeline)]
 
 
 def before_the_raw_commit(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:

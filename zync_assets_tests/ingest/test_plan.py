@@ -18,8 +18,10 @@ from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecr
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import quarantine_files
 from zync_assets.lake.raw import open_raw
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
@@ -274,11 +276,18 @@ def millis(moment: datetime) -> int:
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
 
 
+def side_files(it: Mini) -> list[DataFile]:
+    """The files of the quarantine whose entries count."""
+    snapshot = Snapshot(it.pipeline)
+    state = snapshot.raw(it.left)
+    return quarantine_files(state, snapshot.quarantine(it.left)) if state else []
+
+
 def all_times(it: Mini) -> tuple[dict[int, int], dict[int, int]]:
     """Offset → carried time, of the raw table's records, and of its quarantine's."""
     import pyarrow.parquet as pq
 
-    files = quarantine_files(it.lake, "Raw", it.left, it.next(it.left))
+    files = side_files(it)
     aside = [
         entry
         for item in files
@@ -340,7 +349,7 @@ def test_of_two_ingests_from_one_state_one_is_committed_with_its_quarantine(make
 def quarantined(it: Mini) -> list[int]:
     import pyarrow.parquet as pq
 
-    files = quarantine_files(it.lake, "Raw", it.left, it.next(it.left))
+    files = side_files(it)
     found = [
         entry["kafka"]["offset"]
         for item in files

@@ -15,7 +15,7 @@ from zync_assets.errors import BadRecords, FieldMissing, SchemaError
 from zync_assets.ingest import shape
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.ingest.task import _Gaps
-from zync_assets.lake.quarantine import EVERYTHING, Selection, held
+from zync_assets.lake.quarantine import EVERYTHING, Selection, quarantined_records
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
@@ -324,7 +324,7 @@ def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:
     assert reasons[0, 5] == "its shape fails on the record"
     assert reasons[0, 2].startswith("its shape leaves the record out")
     assert values(it) == [(0, {"id": 0, "n": 7}), (1, {"id": 1, "n": None}), (4, {"id": 4, "n": 8})]
-    assert [record.offset for record in held(now.pipeline)] == [2, 3, 5]
+    assert [record.offset for record in quarantined_records(now.pipeline)] == [2, 3, 5]
     assert b"no number" not in b"".join(path.read_bytes() for path in Path(it.lake, "Raw").rglob("*.parquet"))
     assert it.classes(it.left) == {"done": 3, "quarantined": 3}
     assert [value["id"] for value in it.values()] == [0, 4, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.log import DataFile, list_files
 from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
 from zync_assets.lake.raw import RawAdvance, RawState, commit_raw, commit_replay, open_raw
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.storage import quarantine_uri, raw_uri
 from zync_assets.lake.tables import forget, open_table
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Input, Pipeline, SideFormat
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 PLACE = ("Raw", "shop.public.orders")
@@ -45,11 +48,23 @@ def commit(lake: Path, attempt: int, until: dict[int, int], bad: dict[int, int] 
     commit_raw(uri, before, advance)
 
 
-def counted(lake: Path, upcoming: dict[int, int] | None = None) -> list[tuple[int | None, int | None]]:
+def snapshot(lake: Path) -> Snapshot:
+    form = SideFormat("json")
+    inputs = (Input(PLACE[1], PLACE[0], form, form),)
+    return Snapshot(Pipeline("small", lake / "small.yaml", {}, None, str(lake), {}, inputs, (), ()))
+
+
+def files_of(lake: Path, upcoming: dict[int, int] | None = None) -> list[DataFile]:
+    """The files whose entries count; none before the first ingest. ``upcoming``: other next offsets of the raw table."""
     found = state(lake)
-    known = found.next if found else {}
-    files = quarantine_files(str(lake), *PLACE, known if upcoming is None else upcoming)
-    return [(item.partition, item.first) for item in files]
+    if found is None:
+        return []
+    found = found if upcoming is None else replace(found, next=upcoming)
+    return quarantine_files(found, open_table(quarantine_uri(str(lake), *PLACE)))
+
+
+def counted(lake: Path, upcoming: dict[int, int] | None = None) -> list[tuple[int | None, int | None]]:
+    return [(item.partition, item.first) for item in files_of(lake, upcoming)]
 
 
 def listed(lake: Path) -> list[int | None]:
@@ -61,7 +76,7 @@ def listed(lake: Path) -> list[int | None]:
 def test_nothing_quarantined_makes_no_table(tmp_path: Path) -> None:
     put(tmp_path)
     assert not Path(quarantine_uri(str(tmp_path), *PLACE)).exists()
-    assert counted(tmp_path, {0: 9}) == []
+    assert counted(tmp_path) == []
 
 
 def test_an_entry_counts_from_the_raw_table_s_commit_on(tmp_path: Path) -> None:
@@ -180,12 +195,12 @@ def test_a_check_of_a_batch_reads_the_side_files_of_the_batch_alone(tmp_path: Pa
     now = state(tmp_path)
     assert now is not None
     every = [OffsetRange(0, 0, 15)]
-    assert quarantined_offsets(str(tmp_path), *PLACE, now, every).tolist() == [1, 2, 6, 8, 12]
-    assert read_quarantine(str(tmp_path), *PLACE, now, every).offsets(0).tolist() == [1, 2, 6, 8, 12]
+    assert quarantined_offsets(snapshot(tmp_path), PLACE[1], every).tolist() == [1, 2, 6, 8, 12]
+    assert read_quarantine(snapshot(tmp_path), PLACE[1], every).offsets(0).tolist() == [1, 2, 6, 8, 12]
     uri = quarantine_uri(str(tmp_path), *PLACE)
-    for item in quarantine_files(str(tmp_path), *PLACE, now.next):
+    for item in files_of(tmp_path):
         if item.first != 6:
             Path(uri, item.path).unlink()
-    assert quarantined_offsets(str(tmp_path), *PLACE, now, [OffsetRange(0, 3, 8)]).tolist() == [6]
+    assert quarantined_offsets(snapshot(tmp_path), PLACE[1], [OffsetRange(0, 3, 8)]).tolist() == [6]
     Path(uri).rename(tmp_path / "away")
-    assert quarantined_offsets(str(tmp_path), *PLACE, now, []).tolist() == []
+    assert quarantined_offsets(snapshot(tmp_path), PLACE[1], []).tolist() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from zync_assets.lake import tables
 from zync_assets.lake.check_results import Look, keep_failure, keep_pass, open_checked
 from zync_assets.lake.publication import commit_published, open_published
 from zync_assets.lake.raw import open_raw
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import open_staging
 from zync_assets.lake.storage import checked_uri
 from zync_assets.local.services import Services
@@ -33,7 +35,7 @@ from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.encoding import encoded_rows, staged_topic
 from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checks.damage import change_account, edit
-from zync_assets_tests.mini import BOTH, Mini, mini, row
+from zync_assets_tests.mini import BOTH, Mini, mini, openings, row
 from zync_assets_tests.shop import read_topic
 
 if TYPE_CHECKING:
@@ -250,6 +252,27 @@ def test_two_topics_of_one_form_each_have_their_own_records(
         assert read_topic(it.pipeline.kafka["bootstrap.servers"], topic) == [(0, None, value)]
 
 
+def test_a_publish_opens_each_version_of_a_table_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the guard and the commit share one snapshot. A table is opened again only after a commit to it."""
+    it = make(3)
+    opened = openings(monkeypatch)
+    it.publish()
+    assert set(Counter(opened).values()) == {1}
+    versions = {name: [version for other, version in opened if other == name] for name, _ in opened}
+    # Both inputs are ingested already. The guard keeps the results of two checks; publish announces and verifies.
+    assert {name: len(found) for name, found in versions.items()} == {
+        "~published/Staging": 4,
+        "Staging": 1,
+        "~checked/Staging": 3,
+        f"Raw/{it.left}": 1,
+        f"~quarantine/Raw/{it.left}": 1,
+        "~checked/Raw": 1,
+    }
+    opened.clear()
+    assert plan_publish(it.pipeline, it.out).nothing_to_do
+    assert [name for name, _ in opened] == ["~published/Staging", "Staging"]
+
+
 UNMATCHED = RULE.replace("type: stateless,", "type: stateless, where: \"value.op = 'c'\",")
 
 
@@ -277,11 +300,11 @@ def test_what_passed_the_guard_is_not_looked_at_again(make: Make, monkeypatch: p
     assert len(files) == 2
     state = open_staging(it.lake, "Staging")
     assert state is not None
-    guard.refuse_unsound(it.pipeline, it.out)
+    guard.refuse_unsound(Snapshot(it.pipeline), it.out)
     assert [Path(uri).name for uri in files] == [Path(item.path).name for item in state.output_files(it.out)]
     shutil.rmtree(Path(it.lake) / "~checked")
     tables.forget(checked_uri(it.lake, "Staging"))
-    guard.refuse_unsound(it.pipeline, it.out)
+    guard.refuse_unsound(Snapshot(it.pipeline), it.out)
     stage(it, range(5, 6))
     it.publish()
     assert len(files) == 3

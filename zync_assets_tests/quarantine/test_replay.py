@@ -17,9 +17,9 @@ from zync_assets.errors import CommitConflict
 from zync_assets.etl.retries import Retry
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw, staging
-from zync_assets.lake.quarantine import EVERYTHING, held
+from zync_assets.lake.quarantine import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
-from zync_assets.quarantine.replay import commit_replay, drop_once, plan_replay
+from zync_assets.quarantine.replay import commit_drop, commit_replay, plan_drop, plan_replay
 from zync_assets.runner import drop_all, etl_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
@@ -85,10 +85,10 @@ def test_a_record_that_can_be_decoded_now_comes_into_its_place(late: Late, seen:
         assert it.classes(it.left) == {"done": 2, "quarantined": 1}
         sound(it)
         replay(it)
-    assert len(held(it.pipeline)) == 1, "nothing is mended yet"
+    assert len(quarantined_records(it.pipeline)) == 1, "nothing is mended yet"
     late.mend()
     replay(it)
-    assert held(it.pipeline) == []
+    assert quarantined_records(it.pipeline) == []
     assert [found["kafka"]["offset"] for found in it.raw(it.left)] == [0, 1, 2]
     # As if it could have been decoded at once: a quarantined record's timestamp counts too.
     assert [int(found["kafka"]["time"].timestamp() * 1000) for found in it.raw(it.left)] == [1000, 5000, 5000]
@@ -161,10 +161,10 @@ def test_what_is_dropped_is_dropped_once_and_replayed_no_more(late: Late) -> Non
     assert (refused.exit_code, "was not seen by ETL yet" in refused.output) == (1, True)
     it.etl()
     with breaking(staging, "commit_batch", after=True):
-        drop_once(it.pipeline, "Staging", EVERYTHING)
+        commit_drop(plan_drop(it.pipeline, "Staging", EVERYTHING))
     assert drop_all(it.pipeline, EVERYTHING) == 0
     assert it.classes(it.left) == {"done": 2, "dropped": 1}
-    assert held(it.pipeline) == []
+    assert quarantined_records(it.pipeline) == []
     sound(it)
     late.mend()
     replay(it)
@@ -180,7 +180,7 @@ def test_a_topic_that_no_rule_reads_has_no_account_to_drop_its_records_in(late: 
         refused = CliRunner().invoke(main, ["quarantine", "drop", str(it.pipeline.path), *options])
         assert refused.exit_code == 1
         assert f"topic {it.right}, partition 0, offset 0 can't be dropped: no rule reads the topic" in refused.output
-    assert [record.topic for record in held(it.pipeline)] == [it.left, it.right]
+    assert [record.topic for record in quarantined_records(it.pipeline)] == [it.left, it.right]
 
 
 UNMATCHED = (

@@ -22,7 +22,7 @@ from zync_assets import pipeline_file
 from zync_assets.checks.output_checks import run_all
 from zync_assets.kafka.topics import high_watermark
 from zync_assets.lake import tables
-from zync_assets.lake.quarantine import held
+from zync_assets.lake.quarantine import quarantined_records
 from zync_assets.local import processes
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all, ingest_all
@@ -134,7 +134,7 @@ def told(it: Mini) -> dict[str, Any]:
                 {name: item[name] for name in ("kafka", "key", "value", "rule", "source")} for item in it.staged()
             ],
             "classes": [it.classes(it.left), it.classes(it.right)],
-            "held": sorted((one.topic, one.offset, one.rule, one.error) for one in held(it.pipeline)),
+            "held": sorted((one.topic, one.offset, one.rule, one.error) for one in quarantined_records(it.pipeline)),
         },
         default=str,
     )
@@ -246,7 +246,7 @@ def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
     it.send(it.left, b"\0ga")
     warm.zync("run", it.pipeline.path, "--until-idle")
     assert it.classes(it.left) == {"quarantined": 1}
-    assert [(one.topic, one.offset, one.stage) for one in held(it.pipeline)] == [(it.left, 0, "value")]
+    assert [(one.topic, one.offset, one.stage) for one in quarantined_records(it.pipeline)] == [(it.left, 0, "value")]
     assert warm.zync("quarantine", "drop", it.pipeline.path, "--all") == "1 dropped\n"
     assert it.classes(it.left) == {"dropped": 1}
 

@@ -11,10 +11,10 @@ from functools import reduce
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from zync_assets.cache import Recent
 from zync_assets.codecs.evolution import wider_type
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, FieldMissing
+from zync_assets.lake.rows import Recent
 from zync_assets.pipeline import Headers, Shape
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import short

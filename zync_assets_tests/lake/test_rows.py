@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zync_assets.cache import Recent
+from zync_assets.lake.rows import Recent
 
 
 def test_what_was_used_last_stays() -> None:

@@ -1,0 +1,76 @@
+"""A snapshot: the tables of a pipeline's lake, each opened once for one step.
+
+A step passes its snapshot from plan to commit to report. A table is opened at its first use, and every later use gets the
+same version. After a conflict, a step begins again with a new snapshot. After a commit, a step goes on with the state that
+the commit returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+from zync_assets.lake import publication, raw, staging, storage, tables
+from zync_assets.lake.check_results import Checked, CheckResult, open_checked, with_record
+from zync_assets.lake.log import Opened
+from zync_assets.lake.publication import Published
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import Pipeline
+
+T = TypeVar("T")
+
+
+class Snapshot:
+    """The tables of one pipeline's lake, as one step sees them.
+
+    Tables change while they are opened one by one. Open a table before the table that it is made from, so that another
+    process's commit can't look like damage: published before staging, staging before raw.
+    """
+
+    def __init__(self, pipeline: Pipeline, raw_states: Mapping[str, RawState | None] | None = None) -> None:
+        """``raw_states``: input topic → its raw table, of the tables that the step has opened already."""
+        self.pipeline = pipeline
+        self._states: dict[Hashable, Any] = {("raw", topic): state for topic, state in (raw_states or {}).items()}
+
+    def raw(self, topic: str) -> RawState | None:
+        """The raw table of an input topic; None before the first ingest."""
+        return self._once(("raw", topic), lambda: raw.open_raw(self.pipeline.lake, self._raw_pool(topic), topic))
+
+    def quarantine(self, topic: str) -> Opened | None:
+        """The side table of an input's raw table, never older than the raw table; None before the first entry."""
+        self.raw(topic)
+        return self._table(storage.quarantine_uri(self.pipeline.lake, self._raw_pool(topic), topic))
+
+    def staging(self, pool: str) -> StagingState | None:
+        """A staging table; None before the first batch. Raises TableDamaged."""
+        return self._once(("staging", pool), lambda: staging.open_staging(self.pipeline.lake, pool))
+
+    def published(self, pool: str, topic: str) -> Published:
+        """How far an output topic of a staging pool has been published."""
+        return publication.published_in(self._table(storage.published_uri(self.pipeline.lake, pool)), topic)
+
+    def checked(self, pool: str) -> Checked:
+        """The results of a pool's blocking checks."""
+        return self._once(("checked", pool), lambda: open_checked(self.pipeline.lake, pool))
+
+    def record(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
+        """Run a blocking check of a pool and keep its result in the lake (``check_results.with_record``).
+
+        The snapshot then has the pool's check results as they are after the commit.
+        """
+        # Before the check: the check lifts no block that comes while the check runs.
+        before = self.checked(pool)
+        result, self._states["checked", pool] = with_record(self.pipeline, before, check(), soon=soon)
+        return result
+
+    def _raw_pool(self, topic: str) -> str:
+        return self.pipeline.input(topic).pool
+
+    def _table(self, uri: str) -> Opened | None:
+        return self._once(("table", uri), lambda: tables.open_table(uri))
+
+    def _once(self, key: Hashable, open_state: Callable[[], T]) -> T:
+        if key not in self._states:
+            self._states[key] = open_state()
+        return self._states[key]
