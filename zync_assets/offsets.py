@@ -22,6 +22,11 @@ RANGE_SIZE = 1_000_000
 _KEY = re.compile(r"(\d+):(\d+)-(\d+)")
 
 
+def place_text(topic: str, partition: int, offset: int | None = None) -> str:
+    """A partition of a topic, or a record, as messages name it: ``topic orders, partition 0, offset 7``."""
+    return f"topic {topic}, partition {partition}" + ("" if offset is None else f", offset {offset}")
+
+
 @dataclass(frozen=True, order=True)
 class OffsetRange:
     """The offsets ``first <= offset < end`` of one Kafka partition. Sorts by partition and offset, as numbers."""

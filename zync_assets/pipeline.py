@@ -45,6 +45,25 @@ def is_topic_name(text: str) -> bool:
     return _TOPIC_NAME.fullmatch(text) is not None and text not in (".", "..")
 
 
+KAFKA = "kafka"
+"""The first part of a topic's path; no pool can be called that."""
+
+
+def topic_path(topic: str) -> str:
+    """The path of a topic's asset, the subject of its checks: ``kafka/orders``."""
+    return f"{KAFKA}/{topic}"
+
+
+def pool_path(pool: str, topic: str) -> str:
+    """The path of a topic's asset in a pool, the subject of its checks: ``Raw/orders``."""
+    return f"{pool}/{topic}"
+
+
+def table_name(pool: str, topic: str) -> str:
+    """A topic in a pool as ``zync query`` and messages name it: ``Raw.orders``."""
+    return f"{pool}.{topic}"
+
+
 @dataclass(frozen=True)
 class RecordShape:
     """The ``shape`` of an input or an output, which filters and maps every record.

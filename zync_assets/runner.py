@@ -30,7 +30,7 @@ from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import TopicState, survey
 from zync_assets.lake.quarantine import Selection, quarantined_records
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
@@ -228,7 +228,7 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
     for record in quarantined_records(pipeline, selection):
         if not pipeline.readers_of(record.topic) and record.stage != "etl":
             raise ZyncError(
-                f"topic {record.topic}, partition {record.partition}, offset {record.offset} can't be dropped: no rule reads"
+                f"{place_text(*record.place)} can't be dropped: no rule reads"
                 " the topic, so that there is no account of its records. Nothing was dropped. Name other topics with --topic,"
                 f" or give this one a rule and run {pipeline.command('etl')}"
             )

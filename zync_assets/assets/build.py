@@ -34,7 +34,7 @@ from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
 from zync_assets.assets.resources import KafkaResource, RegistryResource, connected, spark_resource
 from zync_assets.assets.sensor import build_sensor
 from zync_assets.errors import SetupError
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, pool_path
 
 _built: list[ref[Names]] = []
 """The pipelines of this process, the last build of each file. Definitions that nobody holds any more do not count."""
@@ -73,7 +73,7 @@ def _conflict(names: Names, other: Names) -> str | None:
         if table in tables:
             lake, pool, topic = table
             return (
-                f"{files} both name table {pool}/{topic} of lake {lake}, and a table is one asset. Write the rules of"
+                f"{files} both name table {pool_path(pool, topic)} of lake {lake}, and a table is one asset. Write the rules of"
                 f" both files into one file, or name another pool than {pool} in one of them"
             )
     common = {item.topic for item in mine.inputs} & {item.topic for item in theirs.inputs}

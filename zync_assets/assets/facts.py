@@ -20,7 +20,7 @@ from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
 from zync_assets.offsets import OffsetRange, key_of, keys_over
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish
 
 
@@ -105,7 +105,7 @@ def _gather(pipeline: Pipeline) -> Facts:
     names = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
     known = survey(pipeline.kafka, names, BROKER_SECONDS, LEADER_SECONDS)
     unled = known.errors
-    problems = {f"kafka/{topic}": str(error) for topic, error in unled.items()}
+    problems = {topic_path(topic): str(error) for topic, error in unled.items()}
     unreachable = {item.topic: str(unled[item.topic]) for item in pipeline.inputs if item.topic in unled}
     ingest: dict[str, IngestPlan] = {}
     etl: dict[str, EtlPlan] = {}
@@ -129,16 +129,16 @@ def _gather(pipeline: Pipeline) -> Facts:
             put(
                 ingest,
                 topic,
-                f"{item.pool}/{topic}",
+                pool_path(item.pool, topic),
                 lambda topic=topic: plan_ingest(pipeline, topic, known=known.states),
             )
         if topic not in known.problems and topic not in known.states and topic not in ingest:
-            unreachable[topic] = problems[f"{item.pool}/{topic}"]
+            unreachable[topic] = problems[pool_path(item.pool, topic)]
     for pool in pipeline.staging_pools:
         put(etl, pool, pool, lambda pool=pool: plan_etl(pipeline, pool))
     for item in pipeline.outputs:
         if item.topic not in unled:
-            put(publish, item.topic, f"kafka/{item.topic}", lambda topic=item.topic: plan_publish(pipeline, topic))
+            put(publish, item.topic, topic_path(item.topic), lambda topic=item.topic: plan_publish(pipeline, topic))
     return Facts(ingest, etl, publish, problems, unreachable)
 
 

@@ -27,7 +27,7 @@ from zync_assets.assets.names import Names, argument, raw_definition, run_keys, 
 from zync_assets.assets.resources import session
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.ingest.plan import RawBatch
-from zync_assets.pipeline import Denorm, Output, Pipeline
+from zync_assets.pipeline import Denorm, Output, Pipeline, pool_path, table_name
 from zync_assets.publish.plan import OutputBatch
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
@@ -73,7 +73,7 @@ def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
         names.topic_key(topic),
         description=(
             f"The Kafka topic **{topic}**, as its producer writes it (keys: {item.key.format}, values:"
-            f" {item.value.format}). zync only reads it. What it holds of each range, and how far {item.pool}/{topic}"
+            f" {item.value.format}). zync only reads it. What it holds of each range, and how far {pool_path(item.pool, topic)}"
             " is behind, is reported here."
         ),
         partitions_def=raw_definition(names, topic),
@@ -109,7 +109,7 @@ def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
                 kinds={"deltalake", "spark"},
                 owners=labels.owners,
                 tags=labels.tags,
-                metadata={"dagster/table_name": f"{item.pool}.{topic}"},
+                metadata={"dagster/table_name": table_name(item.pool, topic)},
             )
         },
         partitions_def=raw_definition(names, topic),
@@ -137,7 +137,7 @@ def _filled_elsewhere(names: Names, labels: Labels, item: Output) -> AssetSpec:
         kinds={"deltalake"},
         owners=labels.owners,
         tags=labels.tags,
-        metadata={"dagster/table_name": f"{item.pool}.{item.topic}"},
+        metadata={"dagster/table_name": table_name(item.pool, item.topic)},
     ).with_io_manager_key(names.resource("pool_io"))
 
 
@@ -199,7 +199,7 @@ def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
                 io_manager_key=names.resource("kafka_io"),
                 description=(
                     f"The Kafka topic **{item.topic}**, for whoever consumes it (keys: {item.key.format}, values:"
-                    f" {item.value.format}). Its record at offset k is record k of {item.pool}/{item.topic}."
+                    f" {item.value.format}). Its record at offset k is record k of {pool_path(item.pool, item.topic)}."
                 ),
                 group_name=labels.group(TARGETS),
                 kinds={"kafka", item.value.format},
@@ -234,5 +234,5 @@ def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
         kinds={"deltalake", "spark"},
         owners=labels.owners,
         tags=labels.tags,
-        metadata={"dagster/table_name": f"{item.pool}.{item.topic}"},
+        metadata={"dagster/table_name": table_name(item.pool, item.topic)},
     )

@@ -36,7 +36,7 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
-from zync_assets.pipeline import Input, Pipeline, SideFormat
+from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_name
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
 from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl
@@ -80,7 +80,7 @@ def pool_frame(
         return output_frame(spark, state, topic, whole if keys is None else normalize(keys))
     found = raw.open_raw(pipeline.lake, pool, topic)
     if found is None:
-        raise LakeError(f"{pool}.{topic} has no table yet. Ingest the topic first.")
+        raise LakeError(f"{table_name(pool, topic)} has no table yet. Ingest the topic first.")
     ranges = None if keys is None else normalize(keys)
     frame = raw_frame(spark, found, raw_files(found, ranges))
     if ranges is None:
@@ -188,13 +188,13 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
         if key.partition not in reached:
             there = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(reached.items()))
             raise RangeUnknown(
-                f"{pool}/{topic}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
+                f"{pool_path(pool, topic)}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
                 f" Its open ranges are {there}."
             )
         upcoming = reached[key.partition]
         if key.first > upcoming:
             raise KafkaError(
-                f"{pool}/{topic}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
+                f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
                 f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
             )
     return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})

@@ -20,10 +20,7 @@ from dagster import AssetChecksDefinition, AssetKey, AssetSpec, DagsterInstance,
 
 from zync_assets.errors import RangeUnknown
 from zync_assets.offsets import RANGE_SIZE, OffsetRange, format_key, key_of, keys_over, parse_key
-from zync_assets.pipeline import Pipeline
-
-KAFKA = "kafka"
-"""The first part of a topic's asset key; no pool can be called that."""
+from zync_assets.pipeline import KAFKA, Pipeline
 
 PIPELINE_TAG = "zync/pipeline"
 """On every job and so on every run of it: the pipeline's name."""

@@ -36,13 +36,13 @@ from dagster import (
 from zync_assets.assets import names
 from zync_assets.assets.checks import KEPT
 from zync_assets.assets.facts import BROKER, Facts, Step
-from zync_assets.assets.names import KAFKA, Names
+from zync_assets.assets.names import Names
 from zync_assets.audit.guard import blocks
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.lake.check_results import remedy
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.private import private
 
 LASTS_SECONDS = 20.0
@@ -96,7 +96,7 @@ def reachability(
     events: list[AssetCheckEvaluation] = []
     for item in names.pipeline.inputs:
         why = facts.unreachable.get(item.topic)
-        places = {BROKER, f"{KAFKA}/{item.topic}", f"{item.pool}/{item.topic}"}
+        places = {BROKER, topic_path(item.topic), pool_path(item.pool, item.topic)}
         if why is not None and not places & set(found.lasting):
             continue
         if known.get(item.topic) is not (why is None):

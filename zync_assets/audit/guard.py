@@ -29,7 +29,7 @@ from zync_assets.lake.rows import DamagedFile, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, subtract
-from zync_assets.pipeline import Input, Pipeline
+from zync_assets.pipeline import Input, Pipeline, pool_path, table_name
 
 COVERAGE = "exactly_once_done_coverage"
 CONTIGUOUS = "contiguous_output_offsets"
@@ -91,7 +91,7 @@ def contiguous_output_offsets(
     """
     snapshot = snapshot or Snapshot(pipeline)
     pool = pipeline.output(topic).pool
-    subject = f"{pool}/{topic}"
+    subject = pool_path(pool, topic)
     try:
         state = snapshot.staging(pool)
     except TableDamaged as error:
@@ -130,7 +130,7 @@ def numbering_look(
 ) -> Look:
     """The look of the numbering's check: at ``ranges`` of an output topic, or at the whole topic."""
     pool = snapshot.pipeline.output(topic).pool
-    subject = f"{pool}/{topic}"
+    subject = pool_path(pool, topic)
     extent = {place: (item.base, item.next) for place, item in state.head.outputs.items() if place[0] == topic}
     if not snapshot.checked(pool).began(Look(CONTIGUOUS, subject, state.table_id, {})):
         extent = _of_older_lakes(snapshot, pool, state, extent)
@@ -262,7 +262,7 @@ def refuse_disordered(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequen
         if state is None or not parts:
             continue
         checked = snapshot.checked(item.pool)
-        look = Look(MONOTONIC, f"{item.pool}/{topic}", state.table_id, {topic: tuple(parts)})
+        look = Look(MONOTONIC, pool_path(item.pool, topic), state.table_id, {topic: tuple(parts)})
         new = [part for part in parts if (checked.passed(look, (topic, part.partition)) or 0) < part.end]
         files = raw.raw_files(state, new)
         in_files = (problem for file in files for problem in file_problems(state.opened.uri, file))
@@ -279,7 +279,7 @@ def blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]
     found = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
     checked = snapshot.checked(pool)
     if checked.blocks and (state := snapshot.staging(pool)) is not None:
-        found += checked.blocks_of([pool, *(f"{pool}/{topic}" for topic in outputs)], [state.table_id])
+        found += checked.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
     return found
 
 
@@ -289,7 +289,7 @@ def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:
     for item in map(snapshot.pipeline.input, topics):
         checked = snapshot.checked(item.pool)
         if checked.blocks and (state := snapshot.raw(item.topic)) is not None:
-            found += checked.blocks_of([f"{item.pool}/{item.topic}"], [state.table_id])
+            found += checked.blocks_of([pool_path(item.pool, item.topic)], [state.table_id])
     return found
 
 
@@ -328,8 +328,9 @@ def check_seen(item: Input, head: Head, found: RawState | None) -> None:
         if seen > upcoming:
             has = f"its next offset is {upcoming}" if found else "the table is not there"
             raise LakeError(
-                f"table {item.pool}.{item.topic}: partition {partition} was transformed up to offset {seen}, and {has}: it"
-                " went back to an older version, or is gone. Nothing was done: what is ingested again need not be what was."
+                f"table {table_name(item.pool, item.topic)}: partition {partition} was transformed up to offset {seen},"
+                f" and {has}: it went back to an older version, or is gone. Nothing was done: what is ingested again need"
+                " not be what was."
                 " Put the newer table back, or begin anew: give the input another pool, and its outputs another staging pool"
                 " and other topics."
             )

@@ -28,7 +28,7 @@ from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, table_name, topic_path
 from zync_assets.publish.encoding import ENCODED_SCHEMA, alike_ids, differing, encoded_rows, is_same, staged_topic
 
 PENDING_AGE = "pending_age"
@@ -133,7 +133,7 @@ REACHABLE = "reachable"
 
 def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
     """The broker knows an input topic, lets this pipeline look at it, and every partition has a leader."""
-    subject = f"kafka/{topic}"
+    subject = topic_path(topic)
     try:
         found = topic_states(pipeline.kafka, [topic]).get(topic)
     except KafkaError as error:
@@ -154,7 +154,7 @@ def staging_equals_topic(
     Reads ``ranges`` of the topic, or the whole topic; if ``unverified``, all that publish has not verified. Records that
     retention or a compacted topic's compaction removed are not compared. Raises BrokerUnavailable, RegistryError.
     """
-    pool, subject = pipeline.output(topic).pool, f"kafka/{topic}"
+    pool, subject = pipeline.output(topic).pool, topic_path(topic)
     # Each before the one that it is made from: the pipeline may be at work, and must not look like damage.
     snapshot = Snapshot(pipeline)
     done = snapshot.published(pool, topic)
@@ -186,7 +186,9 @@ def staging_equals_topic(
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
-            problems.append(f"a file of {pool}.{topic} is in the log and not in the lake: {error.filename or error}")
+            problems.append(
+                f"a file of {table_name(pool, topic)} is in the log and not in the lake: {error.filename or error}"
+            )
     good = f"{numbers['compared']} records are staging's"
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
 

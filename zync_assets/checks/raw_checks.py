@@ -25,7 +25,7 @@ from zync_assets.lake.raw import RawState, WriterSchema
 from zync_assets.lake.rows import DamagedFile, FileOffsets, distinct, integers, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, normalize, subtract
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, pool_path
 
 
 def schema_changes(
@@ -265,7 +265,7 @@ def _seen(snapshot: Snapshot, topic: str) -> dict[int, int]:
 
 
 def subject(pipeline: Pipeline, topic: str) -> str:
-    return f"{pipeline.input(topic).pool}/{topic}"
+    return pool_path(pipeline.input(topic).pool, topic)
 
 
 def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) -> CheckResult:

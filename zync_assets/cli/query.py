@@ -22,7 +22,7 @@ from zync_assets.cli.terminal import Format, format_option, print_rows, shown
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.lake import raw, staging
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.spark import frames
 from zync_assets.spark.session import spark_session
@@ -138,11 +138,11 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
     if topic in {item.topic for item in pipeline.inputs}:
         table = raw.open_raw(pipeline.lake, pool, topic)
         if table is None:
-            raise LakeError(f"{pool}.{topic}: nothing is ingested yet; run {pipeline.command('from-kafka')}")
+            raise LakeError(f"{table_name(pool, topic)}: nothing is ingested yet; run {pipeline.command('from-kafka')}")
         return frames.raw_frame(spark, table, raw.raw_files(table))
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
-        raise LakeError(f"{pool}.{topic}: nothing is transformed yet; run {pipeline.command('etl')}")
+        raise LakeError(f"{table_name(pool, topic)}: nothing is transformed yet; run {pipeline.command('etl')}")
     return frames.output_frame(spark, state, topic).drop("schema", "left_out")
 
 

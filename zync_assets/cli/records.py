@@ -40,8 +40,8 @@ from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, q
 from zync_assets.lake.rows import DamagedFile, rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.offsets import OffsetRange, place_text
+from zync_assets.pipeline import Denorm, Pipeline, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
@@ -129,7 +129,7 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
     if output is None:
         position = state.head.outputs.get((topic, partition)) if state else None
         held = f"offsets {position.base} to {position.next - 1}" if position else "none of this partition"
-        raise LakeError(f"topic {topic}, partition {partition}: offset {offset} is not staged; {pool} holds {held}")
+        raise LakeError(f"{place_text(topic, partition)}: offset {offset} is not staged; {pool} holds {held}")
     rows: list[Row] = [
         {
             "role": "output",
@@ -172,15 +172,15 @@ def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
 
 def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
     """Why a raw record that made an output is not there."""
-    place = f"the record at offset {offset} of {topic}, partition {partition},"
+    record = f"the record at offset {offset} of {topic}, partition {partition},"
     pools = {item.topic: item.pool for item in pipeline.inputs}
     if topic not in pools:
-        return f"{place} can't be shown: {topic} is no input of {pipeline.path} any more"
+        return f"{record} can't be shown: {topic} is no input of {pipeline.path} any more"
     table = raw.open_raw(pipeline.lake, pools[topic], topic)
     kept = table.kept.get(partition, 0) if table else 0
     if offset < kept:
-        return f"{place} is removed: by retention, {pools[topic]}.{topic} begins at offset {kept} now"
-    return f"{place} is not in {pools[topic]}.{topic}. Every check: {pipeline.command('check')}"
+        return f"{record} is removed: by retention, {table_name(pools[topic], topic)} begins at offset {kept} now"
+    return f"{record} is not in {table_name(pools[topic], topic)}. Every check: {pipeline.command('check')}"
 
 
 def _role(pipeline: Pipeline, name: str, topic: str) -> str:
@@ -281,8 +281,7 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
     found = quarantined_records(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
     if not found:
         raise ZyncError(
-            f"topic {topic}, partition {partition}, offset {offset} is not in quarantine. What is:"
-            f" {loaded.command('quarantine list')}"
+            f"{place_text(topic, partition, offset)} is not in quarantine. What is: {loaded.command('quarantine list')}"
         )
     for record in found:
         whole = _whole(loaded, record, fmt)
@@ -314,7 +313,7 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
     left = {record.place: reasons.get(record.place, record.error) for record in quarantined_records(loaded, asked)}
     for (topic, partition, offset), reason in list(left.items())[:REASONS]:
-        click.echo(f"topic {topic}, partition {partition}, offset {offset} stays: {reason}", err=True)
+        click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
     if len(left) > REASONS:
         others = loaded.command("quarantine list")
         click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)

@@ -31,7 +31,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Head, StagingState
-from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig
+from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, table_name
 from zync_assets.pipeline_file import load
 
 _QUICK = {"max.retries": "0", "timeout": "2"}
@@ -155,7 +155,7 @@ def input_rows(
     aside = _aside(snapshot, item.topic)
     if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
         click.echo(
-            f"note: topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from",
+            f"note: topic {item.topic} is another topic than the one that {table_name(item.pool, item.topic)} was made from",
             err=True,
         )
     for pool in pipeline.readers_of(item.topic) or [None]:

@@ -38,7 +38,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Input, Pipeline
 
 _NUMBER = "zync:quarantine"
@@ -264,7 +264,7 @@ def admit(
     ``doing``: what is not committed then ("ingest", "pool Staging, batch 3").
     """
     topic, partition, offset = first.place
-    place = f"topic {topic}, partition {partition}, offset {offset}"
+    place = place_text(topic, partition, offset)
     if item.on_bad_record == "fail":
         raise BadRecords(
             f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Remove"

@@ -50,7 +50,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.tasks import indexes, looking, run_tasks, spark_failures, task_frame
 
@@ -397,10 +397,7 @@ def plan_drop(pipeline: Pipeline, pool: str, selection: Selection) -> DropPlan:
         if record.stage != "etl" and pool not in pipeline.readers_of(record.topic):
             continue
         if not record.seen:
-            raise ZyncError(
-                f"topic {record.topic}, partition {record.partition}, offset {record.offset} was not seen by ETL yet. First"
-                f" run {pipeline.command('etl')}"
-            )
+            raise ZyncError(f"{place_text(*record.place)} was not seen by ETL yet. First run {pipeline.command('etl')}")
         places.add(record.place)
     return DropPlan(pool, snapshot, frozenset(places))
 

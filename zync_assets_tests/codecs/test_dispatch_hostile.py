@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from zync_assets.pipeline import SideFormat
 @pytest.fixture(autouse=True)
 def _little_memory() -> Any:
     """Two GiB more than there is, at the most: what asks for more fails with a MemoryError."""
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115, PTH123
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     old = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 1024**3, old[1]))
     yield
