@@ -1,12 +1,10 @@
 """Dagster resources: the connections to broker and registry, and the Spark session of a run.
 
-Connections as Dagster resources with typed fields: how to reach the broker and the registry, with secrets by
-``EnvVar``.
+The connections have typed fields, with secrets by ``EnvVar``, and take the place of a pipeline file's ``kafka:`` and
+``registry:``. An ``EnvVar`` is read in the process that connects, when the process first connects. Dagster's pages show the
+name of the ``EnvVar`` alone.
 
-They take the place of a pipeline file's ``kafka:`` and ``registry:``. An ``EnvVar`` is read in the process that
-connects, when it first connects, and Dagster's pages show its name alone.
-
-Spark for Dagster's runs: one session a run, made when something first asks for it, so that checks start no JVM.
+A run has one Spark session, which starts at its first use. Checks therefore start no JVM.
 """
 
 from __future__ import annotations

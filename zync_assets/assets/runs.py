@@ -1,14 +1,11 @@
 """The runs of Dagster's instance, and the problems that a sensor meets.
 
-Problems that a sensor meets: since when, which last, and when a tick shows them in red.
+The sensor reads active runs, failed runs and failed checks only if a step is due, so that an idle tick costs nothing.
 
-A tick that fails can ask for no run. So the ticks take turns: while a problem lasts, a tick with nothing else to do
-fails with the problems, and so does each tick in the first seconds of a minute. The other ticks keep the rest going. A
-failed tick keeps the old cursor, so that the next one reports and asks for what the failed one left undone.
-
-Runs in Dagster's instance: active runs, failed runs, and failed checks.
-
-The sensor reads runs only if a step is due, so that an idle tick costs nothing.
+A problem has the time when it began and the time when it came last. A tick that fails can ask for no run, and so the ticks
+take turns. While a problem lasts, a tick with nothing else to do fails with the problems, and so does each tick in the first
+seconds of a minute. The other ticks keep the other topics going. A failed tick keeps the old cursor, so that the next tick
+reports and asks for what the failed tick left undone.
 """
 
 from __future__ import annotations

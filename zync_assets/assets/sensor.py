@@ -1,13 +1,12 @@
-"""Reports work to Dagster that no run has reported: work by ``zync`` outside Dagster, or before this instance existed.
+"""The sensor of a pipeline: compares facts every few seconds, asks for the runs that are due, and reports what moved.
 
-The sensor's cursor keeps the reported position of each asset's partitions. After a position has moved, Dagster's last event
-of the range shows whether a run has reported the range. A tick reports a bounded number of ranges, and a later tick
-continues. Growing ranges are reported at a bounded rate, however many records arrive.
+The sensor asks for a step only while no run of the step is queued or under way, and waits longer after each failure. It sets
+no run key: Dagster never starts a second run with a run key, even if the first run failed.
 
-One sensor a pipeline: compares facts every few seconds, asks for the runs that are due, reports what moved.
-
-It asks for a step only while no run of it is queued or under way, and waits longer after each failure. It sets no run
-key: Dagster would never again start a run with a key that it has seen, a failed one included.
+The sensor also reports work that no run has reported: work by ``zync`` outside Dagster, or before this instance existed. The
+sensor's cursor keeps the reported position of each asset's partitions. After a position has moved, Dagster's last event of
+the range shows whether a run has reported the range. A tick reports a bounded number of ranges, and a later tick continues.
+Growing ranges are reported at a bounded rate, however many records arrive.
 """
 
 from __future__ import annotations

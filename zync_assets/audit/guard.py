@@ -21,7 +21,7 @@ from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
-from zync_assets.lake import raw, staging, storage
+from zync_assets.lake import raw, storage
 from zync_assets.lake.check_results import Block, Checked, CheckResult, Look, Number, Place, conclude, remedy
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
@@ -354,13 +354,14 @@ def check_begins(pipeline: Pipeline, pool: str) -> None:
 def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None) -> None:
     """The same before a batch is added to the table."""
     heads: list[Head] = []
-    if found is None and not any(staging.has_begun(pipeline.lake, pool) for pool in pipeline.staging_pools):
+    snapshot = Snapshot(pipeline, {item.topic: found})
+    if found is None and not any(map(snapshot.has_staging, pipeline.staging_pools)):
         for pool in pipeline.readers_of(item.topic):
             check_begins(pipeline, pool)
     for pool in pipeline.staging_pools:
         # ETL reports a damaged staging table. Ingest continues, because Kafka's retention removes records meanwhile.
         with suppress(LakeError):
-            if (state := staging.open_staging(pipeline.lake, pool)) is not None:
+            if (state := snapshot.staging(pool)) is not None:
                 heads.append(state.head)
     for head in heads:
         try:

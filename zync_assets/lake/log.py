@@ -1,15 +1,11 @@
-"""The Delta log of a table: its entries, and the table's files at one version.
-
-Reads the entries of a Delta log: whether a version is still the newest, and the numbers and tombstones of versions.
+"""The Delta log of a table: its entries, and the table's files and numbers at one version.
 
 delta-rs reads the log from the last checkpoint on to open a table, and reads the log again for each number. A table has
-several numbers for each partition of its topic. Here one read returns every number of the table.
+several numbers for each partition of its topic. Here one read returns every number of the table. The log also shows whether
+a version is still the newest.
 
-Delta protocol: "Delta Log Entries", "Checkpoints", "Last Checkpoint File", "Transaction Identifiers".
-
-A table at one version: its files, and the numbers that commits set.
-
-Delta protocol: "Add File and Remove File", "Per-file Statistics", "Transaction Identifiers".
+Delta protocol: "Delta Log Entries", "Checkpoints", "Last Checkpoint File", "Transaction Identifiers", "Add File and Remove
+File", "Per-file Statistics".
 """
 
 from __future__ import annotations

@@ -44,7 +44,11 @@ class Snapshot:
 
     def staging(self, pool: str) -> StagingState | None:
         """A staging table; None before the first batch. Raises TableDamaged."""
-        return self._once(("staging", pool), lambda: staging.open_staging(self.pipeline.lake, pool))
+        return self._once(("staging", pool), lambda: staging.staging_state(self._staging_table(pool)))
+
+    def has_staging(self, pool: str) -> bool:
+        """Whether there is a staging table, whatever state it is in."""
+        return staging.has_begun(self._staging_table(pool))
 
     def published(self, pool: str, topic: str) -> Published:
         """How far an output topic of a staging pool has been published."""
@@ -63,6 +67,9 @@ class Snapshot:
         before = self.checked(pool)
         result, self._states["checked", pool] = with_record(self.pipeline, before, check(), soon=soon)
         return result
+
+    def _staging_table(self, pool: str) -> Opened | None:
+        return self._table(storage.staging_uri(self.pipeline.lake, pool))
 
     def _raw_pool(self, topic: str) -> str:
         return self.pipeline.input(topic).pool

@@ -183,8 +183,12 @@ class StagingState:
 
 def open_staging(lake: str, pool: str) -> StagingState | None:
     """The state of a staging table; None where there is none yet."""
-    opened = tables.open_table(storage.staging_uri(lake, pool))
-    if opened is None or "account" not in opened.schema.names:
+    return staging_state(tables.open_table(storage.staging_uri(lake, pool)))
+
+
+def staging_state(opened: Opened | None) -> StagingState | None:
+    """The state of a staging table in one version; None where there is none yet. Raises TableDamaged."""
+    if opened is None or not has_begun(opened):
         return None
     files = opened.files
     batch = opened.number("zync:batch")
@@ -197,9 +201,8 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     return StagingState(opened, _head(opened, heads[0], batch), files)
 
 
-def has_begun(lake: str, pool: str) -> bool:
-    """Whether there is a staging table, whatever state it is in."""
-    opened = tables.open_table(storage.staging_uri(lake, pool))
+def has_begun(opened: Opened | None) -> bool:
+    """Whether a table is a staging table, whatever state it is in."""
     return opened is not None and "account" in opened.schema.names
 
 

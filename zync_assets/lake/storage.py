@@ -1,22 +1,18 @@
 """Storage: where the tables lie, the file system below the lake, and files from before a column was widened.
 
-Where things lie in the lake, and the file system below it.
-
     <lake>/<Pool>/<topic>               a raw table
     <lake>/<Pool>                       a staging table
-    <lake>/~quarantine/<Pool>/<topic>   what could not be decoded, beside a raw table
+    <lake>/~quarantine/<Pool>/<topic>   the side table of a raw table: records that could not be decoded
     <lake>/~decoded/<Pool>/<topic>      the types of a topic whose records are shaped on the way in; no record
     <lake>/~published/<Pool>            how far a staging pool has been published
-    <lake>/~checked/<Pool>              what the blocking checks of a pool said
+    <lake>/~checked/<Pool>              the results of a pool's blocking checks
 
 A tilde is legal neither in a pool's name nor in a topic's, so side tables can't collide with tables. Topic names are
 legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`` and ``..``.
 
-Tables whose columns got wider types than their older files have.
-
-The files stay as they are, and a reader widens their values. delta-rs, DuckDB and Spark's Parquet reader widen the
-changes that the Delta protocol lists under "Supported Type Changes". The tables do without the protocol's feature
-``typeWidening``, because delta-rs 1.6 refuses tables with this feature and no reader needs the feature.
+When a column gets a wider type, older files stay as they are, and a reader widens their values. delta-rs, DuckDB and Spark's
+Parquet reader widen the changes that the Delta protocol lists under "Supported Type Changes". The tables do without the
+protocol's feature ``typeWidening``, because delta-rs 1.6 refuses tables with this feature and no reader needs the feature.
 
 Spark's reader refuses one change that Avro allows: a long that became a double. The schema marks such a column, and its
 files are read by their own types and cast.
