@@ -257,7 +257,7 @@ def publish_all(
             continue
         try:
             shown = partial(progress, f"publish {topic}")
-            made = publish_once(pipeline, partial(_read_staged, pipeline, session, topic), shown)
+            made = publish_once(pipeline, partial(read_output, pipeline, session, topic), shown)
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -279,7 +279,8 @@ def _raise_first(troubles: Sequence[ZyncError]) -> None:
         raise first
 
 
-def _read_staged(pipeline: Pipeline, session: Session, topic: str) -> OutputBatch:
+def read_output(pipeline: Pipeline, session: Session, topic: str) -> OutputBatch:
+    """The staged records that Kafka lacks now. The batch is lazy and starts no session."""
     return read_staging(session, pipeline, plan_publish(pipeline, topic))
 
 

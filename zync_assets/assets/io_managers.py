@@ -38,8 +38,8 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
 from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_name
 from zync_assets.publish.commit import PublishCommit
-from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
-from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl
+from zync_assets.publish.plan import OutputBatch
+from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl, read_output
 from zync_assets.spark.frames import output_frame, raw_frame
 
 if TYPE_CHECKING:
@@ -125,16 +125,14 @@ class KafkaIOManager(IOManager):
             place, kind = context.asset_key.to_user_string(), type(obj).__name__
             raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
         with errors_as_failures():
+            read = partial(read_output, self._pipeline, self._session, obj.topic)
             with publishing(self._names, context.step_context.instance, obj.topic):
-                done = publish_once(self._pipeline, partial(self._read_staged, obj.topic), None, obj, context.log.info)
+                done = publish_once(self._pipeline, read, first=obj, log=context.log.info)
             end = obj.plan.end
             done = done or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
             numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
             context.add_output_metadata(numbers)
             reports.report_topic(Snapshot(self._pipeline), context, obj.topic, done.range)
-
-    def _read_staged(self, topic: str) -> OutputBatch:
-        return read_staging(self._session, self._pipeline, plan_publish(self._pipeline, topic))
 
     def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
@@ -259,9 +257,9 @@ class PoolIOManager(IOManager):
             if wanted is OutputBatch:
                 reports.refuse_partitions(pool, keys or ())
                 with publishing(self._names, context.instance, topic):
-                    plan = plan_publish(self._pipeline, topic)
-                reports.refuse_ahead(pool, plan.state, keys or ())
-                return read_staging(self._session, self._pipeline, plan)
+                    batch = read_output(self._pipeline, self._session, topic)
+                reports.refuse_ahead(pool, batch.plan.state, keys or ())
+                return batch
             return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
