@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 def retried(
     read: Callable[[], P],
     commit: Callable[[P], T],
-    progress: Callable[[P], object] = lambda batch: None,
+    progress: Callable[[P], object] | None = None,
     first: P | None = None,
     log: Log = _log.warning,
 ) -> T:
@@ -77,12 +77,19 @@ def retried(
         except (*PASSING, *EVERYWHERE):
             raise
         except ZyncError as error:
-            later = read()
-            if not isinstance(error, CommitConflict) and progress(later) == progress(batch):
+            if not isinstance(error, CommitConflict) and not _overtaken(read, batch, progress):
                 raise
             log(f"{error}; going on after it")
-            batch = later
+        batch = read()
     return commit(batch)
+
+
+def _overtaken(read: Callable[[], P], batch: P, progress: Callable[[P], object] | None) -> bool:
+    """Whether another writer has committed since a batch was read."""
+    try:
+        return progress is not None and progress(read()) != progress(batch)
+    except ZyncError:  # the batch's own error says more
+        return False
 
 
 def quiet(what: str, done: int, total: int) -> None:
