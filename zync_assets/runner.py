@@ -67,8 +67,8 @@ def retried(
 ) -> T:
     """Commit a batch; read and commit another batch if another writer was first, whose commit is as good as ours.
 
-    ``read`` makes a batch of the present state, ``first`` is a batch that was read already. ``progress``: how far the step
-    has come, by a batch. An error that is no conflict is raised, unless the progress shows that another writer was first.
+    ``read`` makes a batch of the present state. ``first`` is a batch that was read earlier. An error of the first batch that
+    is no conflict is raised too, unless the ``progress`` of the step, by a batch, shows that another writer was first.
     """
     batch = read() if first is None else first
     for _ in range(CONFLICTS):
@@ -77,7 +77,7 @@ def retried(
         except (*PASSING, *EVERYWHERE):
             raise
         except ZyncError as error:
-            if not isinstance(error, CommitConflict) and not _overtaken(read, batch, progress):
+            if not isinstance(error, CommitConflict) and not (batch is first and _overtaken(read, batch, progress)):
                 raise
             log(f"{error}; going on after it")
         batch = read()
