@@ -23,10 +23,12 @@ from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.classic.dataframe import DataFrame
 
 from zync_assets.cli.main import main
+from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import account, positions
+from zync_assets.spark.tasks import run_tasks
 
 PACKAGE = Path(positions.__file__).parents[1]
-HELPERS = ("etl_run._write", "listed.listed_frame", "tasks.run_tasks")
+HELPERS = {f"{each.__module__}.{each.__name__}" for each in (listed_frame, run_tasks)}
 
 
 def count(counts: Counter[str]) -> None:
@@ -59,10 +61,11 @@ def count(counts: Counter[str]) -> None:
 
 
 def _place() -> str:
-    """The innermost function of the package that is under way and is no helper."""
+    """The innermost function of the package that is under way and is no helper, for instance ``publish.commit.publish``."""
     frames = [each for each in traceback.extract_stack() if Path(each.filename).is_relative_to(PACKAGE)]
-    named = [f"{Path(each.filename).stem}.{each.name}" for each in frames]
-    return next((name for name in reversed(named) if name not in HELPERS), "nobody")
+    modules = [".".join(Path(each.filename).with_suffix("").relative_to(PACKAGE.parent).parts) for each in frames]
+    named = [f"{module}.{each.name}" for module, each in zip(modules, frames, strict=True)]
+    return next((name for name in reversed(named) if name not in HELPERS), "nobody").removeprefix("zync_assets.")
 
 
 if __name__ == "__main__":
