@@ -386,8 +386,18 @@ class Registry:
         """
         from confluent_kafka.schema_registry import Schema
 
-        schema = Schema(schema_json, "AVRO")
-        return self._ask(lambda client: client.register_schema(subject, schema), f"registering subject {subject}")
+        def once() -> int:
+            schema = Schema(schema_json, "AVRO")
+            return self._ask(lambda client: client.register_schema(subject, schema), f"registering subject {subject}")
+
+        try:
+            return once()
+        except RegistryUnavailable:
+            raise
+        except RegistryError:
+            # A registry may refuse the second of two clients that create a subject at the same moment. The second request
+            # finds the subject, and the registry compares the schemas.
+            return once()
 
     def subjects(self) -> list[str]:
         """The names of all subjects, sorted."""

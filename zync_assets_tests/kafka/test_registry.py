@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fastavro
@@ -42,6 +44,20 @@ def test_a_registered_schema_comes_back_by_id(registry: Registry, unique: str) -
     id = registry.register(f"{unique}-value", ORDER)
     assert json.loads(registry.schema(id)) == json.loads(ORDER)
     assert registry.register(f"{unique}-value", ORDER) == id
+
+
+def test_clients_that_create_a_subject_at_the_same_moment_get_one_id(services: Services, unique: str) -> None:
+    config, clients = RegistryConfig(services.registry_url), 8
+    for number in range(10):
+        start, subject = threading.Barrier(clients), f"{unique}-{number}-value"
+
+        def register(_: int, start: threading.Barrier = start, subject: str = subject) -> int:
+            registry = Registry(config)
+            start.wait()
+            return registry.register(subject, ORDER)
+
+        with ThreadPoolExecutor(clients) as pool:
+            assert len(set(pool.map(register, range(clients)))) == 1
 
 
 def test_a_subject_keeps_its_versions(registry: Registry, unique: str) -> None:
