@@ -18,8 +18,9 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SchemaError
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
+from zync_assets.lake.raw_files import LOWEST, ORDER_KINDS, ORDER_TYPE, is_orderly
 from zync_assets.pipeline import SourceOrder
+from zync_assets.spark.sql import name_sql
 
 Pair = tuple[pa.Array, pa.Array]
 """``high`` and ``low``, as longs."""
@@ -62,14 +63,14 @@ def has_orders(order: SourceOrder | None, value: pa.DataType | None) -> bool:
     return value is not None and connector_of(value) is not None
 
 
-def own_orders(order: SourceOrder | None, columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
+def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
     """The orders of some records, null where a record has none. None for inputs in the order of time, for expressions that
     Spark evaluates, and for values that are no envelope. ``columns``: ``kafka``, ``key``, ``value``.
 
     SchemaError if the pipeline file names a missing field, or a field of a type without an order.
     """
     if order is not None and (order.time or order.by is not None):
-        return None if order.path is None else _at_path(order.by or "", order.path, columns)
+        return None if order.path is None else _at_path(f"input {topic}, order.by: {order.by}", order.path, columns)
     value = columns["value"]
     connector = connector_of(value.type)
     if connector is None:
@@ -92,25 +93,34 @@ def source_name(records: pa.RecordBatch) -> str | None:
     return names[0].as_py() if len(names) else None
 
 
-def is_orderly(kind: pa.DataType) -> bool:
-    """Whether a value of a type is an order: an integer, a timestamp, a date, or a struct of two of these."""
-    kinds = pa.types
-    if kinds.is_struct(kind):
-        return kind.num_fields == 2 and not any(
-            kinds.is_struct(item.type) or not is_orderly(item.type) for item in kind
-        )
-    return kinds.is_integer(kind) or kinds.is_timestamp(kind) or kinds.is_date(kind)
+def order_sql(sql: str, kind: pa.DataType, place: str) -> str:
+    """An order in Spark SQL, of an expression of a type; null where the expression is null. ``place``: the expression's place
+    and text, for the error. SchemaError for a type without an order."""
+    if pa.types.is_null(kind):
+        return "CAST(NULL AS STRUCT<high: BIGINT, low: BIGINT>)"
+    if not is_orderly(kind):
+        raise _unfit(place, kind)
+    pair = [(sql, kind)]
+    if pa.types.is_struct(kind):
+        pair = [(f"{sql}.{name_sql(item.name)}", item.type) for item in kind]
+    high, low = [*(_long_sql(*each) for each in pair), "0L"][:2]
+    return f"CASE WHEN {high} IS NOT NULL THEN named_struct('high', {high}, 'low', coalesce({low}, 0L)) END"
 
 
-def unfit(place: str, text: str, kind: object) -> SchemaError:
-    """The error for an expression of a type without an order."""
+def _long_sql(sql: str, kind: pa.DataType) -> str:
+    """As ``_long``, in Spark SQL."""
+    if pa.types.is_timestamp(kind):
+        return f"unix_micros(CAST({sql} AS TIMESTAMP))"
+    return f"CAST({f'unix_date({sql})' if pa.types.is_date(kind) else sql} AS BIGINT)"
+
+
+def _unfit(place: str, kind: pa.DataType) -> SchemaError:
     return SchemaError(
-        f"{place}: {text} is {kind}. An order is an integer, a timestamp, a date, or a struct of two of these. Nothing was"
-        " ingested. Name such a field, or CAST the expression."
+        f"{place} is {kind}, and an order is {ORDER_KINDS}. Nothing was ingested. Name such a field, or CAST the expression."
     )
 
 
-def _at_path(text: str, path: tuple[str, ...], columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
+def _at_path(place: str, path: tuple[str, ...], columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
     found = columns[path[0]]
     for name in path[1:]:
         if pa.types.is_null(found.type):
@@ -120,14 +130,13 @@ def _at_path(text: str, path: tuple[str, ...], columns: Mapping[str, pa.Array]) 
         exact = [each for each in names if each == name] or [each for each in names if each.lower() == name.lower()]
         if not exact:
             raise SchemaError(
-                f"order.by: {text}: there is no field {name} in the records. Nothing was ingested. Correct the name in the"
-                " pipeline file."
+                f"{place}: the records have no field {name}. Nothing was ingested. Correct the name in the pipeline file."
             )
         found = pc.struct_field(found, exact[0])
     if pa.types.is_null(found.type):
         return None
     if not is_orderly(found.type):
-        raise unfit("order.by", text, found.type)
+        raise _unfit(place, found.type)
     if pa.types.is_struct(found.type):
         high, low = (_long(pc.struct_field(found, item.name)) for item in found.type)
         return _orders(high, low)

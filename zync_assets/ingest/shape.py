@@ -31,12 +31,13 @@ from zync_assets.ingest.files import (
     shaped_schema,
     with_types,
 )
+from zync_assets.ingest.order import order_sql
 from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, read_chunks, with_schemas
 from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Input, Pipeline, Shape
+from zync_assets.pipeline import Input, Pipeline, RecordShape, Shape
 from zync_assets.pipeline_file.conditions import without_root
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
 from zync_assets.pipeline_file.references import shape_in_lake_names
@@ -68,7 +69,7 @@ TEXTS = 8
 
 
 def looks_at_time(item: Input) -> bool:
-    """Whether an input's shape names the carried time of a record, which a task knows of one part of a partition alone."""
+    """Whether an input's shape or order names the carried time of a record. A task knows it of one part of a partition."""
 
     def texts(shape: Shape) -> Iterator[str]:
         if isinstance(shape, str):
@@ -76,41 +77,44 @@ def looks_at_time(item: Input) -> bool:
         for part in shape.values() if isinstance(shape, Mapping) else ():
             yield from texts(part)
 
-    shape = item.shape
-    if shape is None:
-        return False
-    named = [shape.where or "true", *(text for side in shape.sides.values() for text in texts(side))]
-    found = (column for sql in named for column in columns(parse(sql).tree))
+    shape = item.shape or RecordShape(None, {})
+    named = [
+        shape.where,
+        item.order and item.order.by,
+        *(text for side in shape.sides.values() for text in texts(side)),
+    ]
+    found = (column for sql in named if sql is not None for column in columns(parse(sql).tree))
     return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in found)
 
 
 def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
-    """Decoded records (columns of ``decoded_schema``) with KEPT, and for those that are kept the shaped sides. Lazy.
+    """Decoded records (columns of ``decoded_schema``) with KEPT, their orders, and the shaped sides of kept records. Lazy.
 
     SchemaError if Spark can't resolve an expression, or the condition is none.
     """
-    void, where, sides = _expressions(frame, item)
+    void, where, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
     shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
-    orders = [f"`{ORDER}`"] if ORDER in frame.columns else []
+    orders = [] if order is None else [f"{order} AS `{ORDER}`"]
     return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id", *orders)
 
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
     ``tasks.looking``. Lazy."""
-    void, where, sides = _expressions(frame, item)
+    void, where, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     made = " OR ".join(fails(sql) for sql in sides.values())
-    wrong = f"CASE WHEN {fails(where)} THEN true WHEN {where} THEN {made} ELSE false END"
+    always = " OR ".join(fails(sql) for sql in (where, order) if sql is not None)
+    wrong = f"CASE WHEN {always} THEN true WHEN {where} THEN {made} ELSE false END"
     return whole.where(f"CASE WHEN {CONTROL} IS NOT NULL THEN true ELSE {wrong} END").selectExpr(
         CONTROL, "kafka.partition AS partition", "kafka.offset AS offset"
     )
 
 
-def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[str, str]]:
-    """The sides that have no type yet, the condition, and what becomes of each side."""
+def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[str, str], str | None]:
+    """The sides that have no type yet, the condition, the new sides, and the order (None: records have no order)."""
     assert item.shape is not None
     void = [side for side in ("key", "value") if side not in frame.columns]
     place = f"input {item.topic}, shape"
@@ -131,7 +135,14 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
             made = shape_sql(_shape_without(shape.sides[side], void))
             _kind(whole, made, f"{place}.{side}", made)
         sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
-    return void, where, sides
+    order = f"`{ORDER}`" if ORDER in frame.columns else None
+    if item.order is not None and item.order.by is not None and item.order.path is None:
+        by = shape_in_lake_names(RecordShape(item.order.by, {}), *types).where or "NULL"
+        by, place = f"({_without(by, void)})", f"input {item.topic}, order.by"
+        _kind(whole, by, place, item.order.by)
+        kind = arrow_type(whole.selectExpr(f"{by} AS `it`").schema["it"].dataType)
+        order = order_sql(by, kind, f"{place}: {item.order.by}")
+    return void, where, sides, order
 
 
 def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
@@ -227,11 +238,11 @@ class _Job:
     def run(self) -> list[TaskEnd]:
         """The ends of the tasks, in the order of the parts. Raises _FailsOnData, and what a task raised."""
         reading = self.reading
-        schema = self.schema()
-        if reading.orders is not None or ORDER in decoded_schema(reading.source).names:
+        schema, frame = self.schema(), self._frame(reading.side_uri)
+        if reading.orders is not None or ORDER in frame.columns:
             schema = schema.append(pa.field(ORDER, ORDER_TYPE))
         writer = Writer(reading.uri, reading.side_uri, reading.side_name, schema, reading.orders)
-        rows = self._collected(self._frame(reading.side_uri).mapInArrow(writer.run, "found binary"))
+        rows = self._collected(frame.mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:
             for error in (end.read.error, end.error):
@@ -256,8 +267,9 @@ class _Job:
     def fails(self, part: OffsetRange) -> str | None:
         """Spark's error for a failing expression in this part; None if no expression fails. Writes nothing."""
         alone = replace(self, reading=replace(self.reading, parts=[part]))
+        frame = alone._frame(None)
         try:
-            alone._collected(alone._frame(None).select(CONTROL, KEPT, "key", "value").mapInArrow(_ends, "found binary"))
+            alone._collected(frame.drop("kafka", "key_schema_id", "value_schema_id").mapInArrow(_ends, "found binary"))
         except _FailsOnData as error:
             return str(error)
         return None

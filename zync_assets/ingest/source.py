@@ -164,7 +164,7 @@ def _decode(
         fields=list(KAFKA_TYPE),
     )
     records = record_batch(kafka, keys, values)
-    orders = own_orders(source.order, {"kafka": kafka, "key": keys.values, "value": values.values})
+    orders = own_orders(source.topic, source.order, {"kafka": kafka, "key": keys.values, "value": values.values})
     if orders is not None:
         records = records.append_column(ORDER, orders)
     last_time = int(times[-1])

@@ -372,8 +372,8 @@ def list_files(opened: Opened) -> list[DataFile]:
 
     now = time.time()
     return [
-        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, *orders, now, added)
-        for path, size, records, partition, first, last, low, high, group, added, *orders in zip(
+        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, least, most, now, added)
+        for path, size, records, partition, first, last, low, high, group, added, least, most in zip(
             column("path"),
             column("size_bytes"),
             column("num_records"),

@@ -185,7 +185,7 @@ def _state(opened: Opened) -> RawState:
     more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
     highs, lows = of("order-high"), of("order-low")
     orders = {partition: (high, lows[partition]) for partition, high in highs.items()}
-    return RawState(opened, of("first"), of("next"), bad, replays, *more, orders)
+    return RawState(opened, of("first"), of("next"), bad, replays, *more, orders=orders)
 
 
 def check_whole(state: RawState) -> None:

@@ -53,6 +53,18 @@ LOWEST: Order = (-(2**63), 0)
 """The order of records that come before all changes of the source: snapshots, and records before any ordered record."""
 _NO_ORDER: Order = (-(2**63), -(2**63))
 
+ORDER_KINDS = "an integer, a timestamp, a date, or a struct of two of these"
+
+
+def is_orderly(kind: pa.DataType) -> bool:
+    """Whether a type is one of ORDER_KINDS."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        parts = [item.type for item in kind]
+        return len(parts) == 2 and all(not kinds.is_struct(part) and is_orderly(part) for part in parts)
+    return kinds.is_integer(kind) or kinds.is_timestamp(kind) or kinds.is_date(kind)
+
+
 BAD_SCHEMA = pa.schema(
     [
         ("kafka", KAFKA_TYPE),
@@ -364,6 +376,28 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
     orders = carried_orders(own, floor or LOWEST)
     records = records.append_column(ORDER, orders) if at < 0 else records.set_column(at, ORDER, orders)
     return records, order_at(orders, -1)
+
+
+def orders_before(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> pa.StructArray:
+    """The order of the last record before each offset, for sorted offsets: the order of a record that is replayed there.
+
+    Reads two columns of the files before the offsets. LakeError if a file can't be read.
+    """
+    files = [item for item in state.files if item.partition == partition and not is_replay(item)]
+    places = np.searchsorted(np.array([item.first or 0 for item in files], np.int64), offsets) - 1
+    found = np.tile(np.array(LOWEST, np.int64), (len(offsets), 1))
+    for place in np.unique(places[places >= 0]).tolist():
+        if files[place].max_order is None:
+            continue  # all its records have the order LOWEST
+        uri = storage.join(state.opened.uri, files[place].path)
+        system, path = storage.filesystem(uri)
+        with storage.accessed(uri, "can't be read"):
+            table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset", ORDER]).flatten().flatten()
+        at = places == place
+        last = np.searchsorted(table["kafka.offset"].to_numpy(), offsets[at]) - 1
+        for side, name in enumerate(_ORDER_COLUMNS):
+            found[at, side] = table[name].fill_null(LOWEST[side]).to_numpy()[last]
+    return pa.StructArray.from_arrays([pa.array(found[:, side].copy()) for side in (0, 1)], fields=list(ORDER_TYPE))
 
 
 def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: str) -> list[DataFile]:

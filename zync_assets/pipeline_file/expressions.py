@@ -198,6 +198,14 @@ def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def field_path(sql: str) -> tuple[str, ...] | None:
+    """The names of a plain field, such as ``value.source.lsn``; None for another expression."""
+    tree = parse(sql).tree.unnest()
+    if not isinstance(tree, exp.Column | exp.Dot) or not all(isinstance(part, exp.Identifier) for part in tree.parts):
+        return None
+    return tuple(part.name for part in tree.parts)
+
+
 def columns(tree: exp.Expr) -> Iterator[tuple[str, ...]]:
     """The columns that a tree names, as their parts, up to four; variables of lambda functions are left out."""
     for column in tree.find_all(exp.Column):

@@ -51,6 +51,23 @@ def _formats(noun: str) -> tuple[Key, ...]:
     )
 
 
+ORDER: tuple[Key, ...] = (
+    Key(
+        "by",
+        "an expression in Spark SQL",
+        "The order of a record: an integer, a timestamp, a date, or a struct of two of these. It sees `kafka`, `key` and"
+        " `value`, before the shape. A record for which it is null has the order of the record before it.",
+        "order: {by: value.lsn, domain: shop}",
+        default="the position that Debezium's connector gives",
+    ),
+    Key(
+        "domain",
+        "one line of text",
+        "The name of the order. Inputs of one domain are compared by it, and other inputs by time.",
+        "order: {domain: shop}",
+        default="`source.name` of the first record; for `by` the pipeline's name",
+    ),
+)
 INPUT: tuple[Key, ...] = (
     Key("topic", "a topic", "The topic to read. A topic is read into one pool.", "topic: Invoices", required=True),
     Key(
@@ -143,6 +160,15 @@ INPUT: tuple[Key, ...] = (
         " record before it. Name all staging pools that read the input in one file.",
         "retention: 30d",
         default="records are kept for ever",
+    ),
+    Key(
+        "order",
+        "`time`, or a mapping of `by` and `domain`",
+        "The order of the records in their source. Debezium's envelopes from PostgreSQL, MySQL, MariaDB, SQL Server and MongoDB"
+        " show it, and all other records are in the order of time. `time` sets the order of time for envelopes too.",
+        "order: {by: value.lsn, domain: shop}",
+        default="the position that Debezium's connector gives, else time",
+        keys=ORDER,
     ),
 )
 

@@ -31,7 +31,7 @@ from zync_assets.codecs.spark_types import escaped, lake_name, original_name, pa
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.raw_files import KAFKA_TYPE
+from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat, Stateless
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
@@ -86,6 +86,15 @@ def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
         # As it is written, else without regard to case.
         found = exact.get(part, {name.lower(): type for name, type in exact.items()}.get(part.lower()))
     return found
+
+
+def order_problem(sql: str, path: tuple[str, ...] | None, key: SideFormat, value: SideFormat) -> str | None:
+    """Why an expression gives no order; None if that is not plain to see. ``path``: its names, where it is a plain field."""
+    item = Input("", "", key, value)
+    type = plain_type(sql, {}) if path is None else plain_type(f"in.{sql}", {"in": item})
+    if type is None or is_orderly(type):
+        return None
+    return f"is {type}, and an order is {ORDER_KINDS}; name such a field, or CAST it"
 
 
 def _format_type(form: SideFormat) -> pa.DataType | None:

@@ -24,13 +24,14 @@ from zync_assets.pipeline import (
     RecordShape,
     Shape,
     SideFormat,
+    SourceOrder,
     SubjectNameStrategy,
     Unmatched,
     is_topic_name,
 )
-from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
 from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
-from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, OUTPUT
+from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
 from zync_assets.pipeline_file.keys import input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, Table
 
@@ -152,6 +153,9 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         on_bad_record, max_bad_records = _bad_records(item)
         on_schema_change = _on_schema_change(item, key, value)
         retention = item.duration("retention")
+        order = _order(item, key, value)
+        if order is not None and order.by is not None and order.path is None:
+            shape = shape or RecordShape(None, {})  # Spark evaluates the expression, as it evaluates a shape
         _one_spelling(item, pool, pools)
         if topic is None:
             continue
@@ -180,6 +184,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
                 on_schema_change,
                 shape,
                 retention,
+                order,
             )
             if good
             else None
@@ -392,6 +397,35 @@ def _bad_records(item: Fields) -> tuple[OnBadRecord, int | None]:
     if what == "fail" and limit is not None:
         item.problem("max-bad-records", "goes with on-bad-record: quarantine; with fail the first one stops the run")
     return what or "quarantine", limit
+
+
+def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | None:
+    node = item.node("order")
+    if node is None:
+        return None
+    if isinstance(node, Scalar):
+        return SourceOrder(time=True) if item.choice("order", ("time",)) else None
+    table = item.table("order")
+    if table is None:
+        return None
+    fields = Fields(table, item.key("order"), item.problems, known_names(ORDER))
+    if not table.entries:
+        item.problem("order", "is empty; write by: or domain:, or leave it out")
+    by, domain = fields.text("by"), fields.text("domain")
+    problems = [] if by is None else check_expression(by, RECORD_ROOTS)
+    for message in problems:
+        fields.problem("by", message)
+    if by is None or problems:
+        return SourceOrder(domain=domain)
+    path = field_path(by)
+    # Here, not above: Arrow takes its time to load, and few files need it.
+    from zync_assets.pipeline_file.references import order_problem
+
+    if message := order_problem(by, path, key, value):
+        fields.problem("by", message)
+    if path is not None:
+        path = (path[0].lower(), *path[1:])
+    return SourceOrder(by, domain, path=path)
 
 
 def _create(item: Fields) -> CreateTopic | None:

@@ -46,8 +46,8 @@ from zync_assets.ingest.task import KEPT, decoded_schema, shaped_batch, with_con
 from zync_assets.lake import quarantine, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import Selection, quarantined_records
-from zync_assets.lake.raw import RawState
-from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter
+from zync_assets.lake.raw import ORDER, RawState
+from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter, orders_before
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
@@ -107,6 +107,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     item, state, side = plan.input, plan.state, plan.snapshot.quarantine(plan.input.topic)
     # 1. Find the side table's files with entries of the wanted partitions.
     files = [found for found in quarantine.quarantine_files(state, side) if found.partition in plan.wanted]
+    orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.wanted.items()}
     task = ReplayTask(
         source_of(pipeline, item, state),
         storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
@@ -115,6 +116,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         state.opened.uri,
         raw.replay_name(state.replays + 1),
         floors_of(state, plan.wanted),
+        orders if state.ordered else None,
     )
     # 2. Decode the records, and write the records that can be decoded to new files. One Spark task suffices for the few
     #    quarantined records, and gives one type per column.
@@ -195,13 +197,24 @@ class ReplayTask:
     uri: str
     name: str
     floors: Mapping[int, Floors]
+    orders: Mapping[int, pa.StructArray] | None
+    """Partition → the orders at its wanted offsets; None for a table without orders."""
+
+    def with_orders(self, partition: int, records: pa.RecordBatch) -> pa.RecordBatch:
+        """The records with the orders of their places, in a table with orders."""
+        if self.orders is None:
+            return records
+        offsets = pc.struct_field(records.column("kafka"), "offset").to_numpy()
+        orders = self.orders[partition].take(pa.array(np.searchsorted(self.wanted[partition], offsets)))
+        return records.append_column(ORDER, orders)
 
     def run(self) -> Decoded:
         """Decode and write what can be decoded, as it is."""
         found = Decoded()
         writers: dict[int, RangeWriter] = {}
         for partition, records in self.decoded(found):
-            writers.setdefault(partition, RangeWriter(self.uri, partition, self.name)).write(records)
+            writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
+            writer.write(self.with_orders(partition, records))
         for writer in writers.values():
             writer.close()
             found.files += [item for item, _ in writer.files]
@@ -311,7 +324,7 @@ def _write_shaped(
     failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
     shaped = shaped_frame(_frame(spark, task, failed), item)
     schema = shaped_schema(item, task.source, plan.state.schema, shaped)
-    writer = _Writer(task.uri, task.name, schema)
+    writer = _Writer(task, schema)
     with spark_failures(_failed(item)):
         [row] = shaped.mapInArrow(writer.run, "found binary").collect()
     result: tuple[list[DataFile], list[tuple[int, int]]] | ZyncError = pickle.loads(bytes(row["found"]))
@@ -346,8 +359,8 @@ def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
 class _Writer:
     """Shaped records → the replay's files, and the places of the records that the shape left out."""
 
-    def __init__(self, uri: str, name: str, schema: pa.Schema) -> None:
-        self.uri, self.name, self.schema = uri, name, schema
+    def __init__(self, task: ReplayTask, schema: pa.Schema) -> None:
+        self.task, self.schema = task, schema
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
@@ -366,9 +379,10 @@ class _Writer:
             kept = batch.filter(batch.column(KEPT))
             partitions = pc.struct_field(kept.column("kafka"), "partition")
             for partition in partitions.unique().to_pylist():
-                writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
+                writer = writers.setdefault(partition, RangeWriter(self.task.uri, partition, self.task.name))
                 rows = kept.filter(pc.equal(partitions, partition))
-                writer.write(shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema))
+                records = shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema)
+                writer.write(self.task.with_orders(partition, records))
         for writer in writers.values():
             writer.close()
         return [item for writer in writers.values() for item, _ in writer.files], left_out

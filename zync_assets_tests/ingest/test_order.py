@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zync_assets import offsets
 from zync_assets.errors import SchemaError
 from zync_assets.ingest import files as ingest_files
 from zync_assets.ingest.files import Reading, batch_files, with_carried
@@ -23,13 +25,15 @@ from zync_assets.ingest.order import connector_of, own_orders, source_name
 from zync_assets.ingest.source import Source
 from zync_assets.ingest.task import ReadEnd, Reader, write_part
 from zync_assets.lake.log import Order
-from zync_assets.lake.raw import ORDER, open_raw
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders
+from zync_assets.lake.quarantine import EVERYTHING
+from zync_assets.lake.raw import ORDER, RawState, open_raw
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders, orders_before
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, SideFormat, SourceOrder
+from zync_assets.runner import replay_all
 from zync_assets_tests.lake.rows import SCHEMA, records
-from zync_assets_tests.mini import Mini, mini
+from zync_assets_tests.mini import Mini, mini, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,7 +54,7 @@ def envelopes(kind: pa.DataType, sources: Sequence[dict[str, Any] | None]) -> pa
 
 
 def orders_of(kind: pa.DataType, *sources: dict[str, Any] | None) -> list[Order | None]:
-    found = own_orders(None, {"value": envelopes(kind, sources)})
+    found = own_orders("t", None, {"value": envelopes(kind, sources)})
     assert found is not None
     assert found.type == ORDER_TYPE
     return [None if each is None else (each["high"], each["low"]) for each in found.to_pylist()]
@@ -145,10 +149,10 @@ def test_old_debezium_s_snapshot_is_a_truth_value() -> None:
 def test_values_that_are_no_envelopes_cost_a_look_at_their_type() -> None:
     for kind in (pa.null(), pa.string(), pa.struct([("id", pa.int64())]), pa.struct([("source", pa.string())])):
         assert connector_of(kind) is None
-        assert own_orders(None, {"value": pa.nulls(3, kind)}) is None
+        assert own_orders("t", None, {"value": pa.nulls(3, kind)}) is None
     oracle = pa.struct([*SOURCE, ("scn", pa.string())])
-    assert own_orders(None, {"value": envelopes(oracle, [{"scn": "5"}])}) is None
-    assert own_orders(SourceOrder(time=True), {"value": envelopes(POSTGRES, [{"lsn": 5}])}) is None
+    assert own_orders("t", None, {"value": envelopes(oracle, [{"scn": "5"}])}) is None
+    assert own_orders("t", SourceOrder(time=True), {"value": envelopes(POSTGRES, [{"lsn": 5}])}) is None
 
 
 def test_the_domain_is_the_name_of_the_first_source() -> None:
@@ -220,7 +224,7 @@ def test_orders_never_run_back_however_ingest_is_cut(batches: list[list[list[lis
 
 def column(order: SourceOrder, kind: pa.DataType, *values: object) -> list[object]:
     array = pa.array([None if each is None else {"At": each} for each in values], pa.struct([("At", kind)]))
-    found = own_orders(order, {"value": array})
+    found = own_orders("t", order, {"value": array})
     assert found is not None
     return found.to_pylist()
 
@@ -232,7 +236,7 @@ def test_a_field_is_an_order() -> None:
     assert column(order, pa.timestamp("ms"), 7) == [{"high": 7000, "low": 0}]
     assert column(order, pa.date32(), 7) == [{"high": 7, "low": 0}]
     assert column(order, pair, {"commit": 7, "change": 8}) == [{"high": 7, "low": 8}]
-    assert own_orders(order, {"value": pa.nulls(2)}) is None
+    assert own_orders("t", order, {"value": pa.nulls(2)}) is None
     with pytest.raises(SchemaError, match=r"value\.at is string"):
         column(order, pa.string(), "7")
     with pytest.raises(SchemaError, match="no field lsn"):
@@ -254,25 +258,38 @@ def change(op: str, number: int, lsn: int = 0, commit: int | None = None, snapsh
     return {"op": op, "id": number, "source": source}
 
 
-def stored_orders(it: Mini) -> list[Order]:
+def state_of(it: Mini) -> RawState:
     state = open_raw(it.lake, "Raw", it.left)
     assert state is not None
+    return state
+
+
+def stored_orders(it: Mini) -> list[Order]:
+    """The orders of the raw records, by offset."""
     found: list[Order] = []
-    for item in state.files:
-        for row in pq.read_table(Path(state.opened.uri, item.path)).to_pylist():
-            order = row.get(ORDER)
+    for item in state_of(it).files:
+        for record in pq.read_table(Path(state_of(it).opened.uri, item.path)).to_pylist():
+            order = record.get(ORDER)
             found.append(LOWEST if order is None else (order["high"], order["low"]))
     return found
 
 
 def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
-    """Two transactions overlap: Debezium sends the one with the lower LSNs last, since it was committed last."""
+    """Two transactions overlap: Debezium sends the one with the lower LSNs last, since it was committed last.
+
+    The raw table begins without orders, as older versions made it.
+    """
     it = mini(services, spark, tmp_path, unique, FILE)
-    it.send(it.left, change("r", 1, 90, snapshot="true"), change("r", 2, 90, snapshot="last"))
+    [item] = it.pipeline.inputs
+    ordered, timed = it.pipeline, replace(it.pipeline, inputs=(replace(item, order=SourceOrder(time=True)),))
+    it.pipeline = timed
+    it.send(it.left, change("c", 1, 10, commit=5), change("c", 2, 11, commit=5))
     it.ingest(it.left)
-    state = open_raw(it.lake, "Raw", it.left)
-    assert state is not None
-    assert (state.domain, highest_orders(state)) == ("shop", {0: LOWEST})
+    assert (state_of(it).ordered, state_of(it).domain, stored_orders(it)) == (False, None, [LOWEST] * 2)
+    it.pipeline = ordered
+    it.send(it.left, change("r", 1, 90, snapshot="true"), change("r", 2, 90, snapshot="last"))
+    assert it.ingest(it.left)[it.left].added_fields == ()
+    assert (state_of(it).domain, highest_orders(state_of(it))) == ("shop", {0: LOWEST})
     it.send(
         it.left,
         change("c", 3, 120, commit=100),
@@ -284,17 +301,53 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
         change("u", 2, 125, commit=140),
     )
     it.ingest(it.left)
-    late = [(100, 120), (100, 130), (100, 130), (140, 110), (140, 110), (140, 125)]
-    assert stored_orders(it) == [LOWEST, LOWEST, *late]
-    state = open_raw(it.lake, "Raw", it.left)
-    assert state is not None
-    assert (state.domain, highest_orders(state)) == ("shop", {0: (140, 125)})
-    assert [(item.min_order, item.max_order) for item in state.files] == [
-        (LOWEST, LOWEST),
-        ((100, 110), (140, 130)),
-    ]
-    assert ORDER not in state.schema.names
+    changes = [(100, 120), (100, 130), (100, 130), (140, 110), (140, 110), (140, 125)]
+    assert stored_orders(it) == [LOWEST] * 4 + changes
+    assert highest_orders(state_of(it)) == {0: (140, 125)}
+    bounds = [(None, None), (LOWEST, LOWEST), ((100, 110), (140, 130))]
+    assert [(file.min_order, file.max_order) for file in state_of(it).files] == bounds
+    assert ORDER not in state_of(it).schema.names
+    # Records without an order of their own run on from the table's order, and so do all records in the order of time.
     it.send(it.left, b"garbage", None)
+    it.ingest(it.left)
+    it.pipeline = timed
+    it.send(it.left, change("u", 2, 500, commit=500))
+    it.ingest(it.left)
+    assert stored_orders(it)[-2:] == [(140, 125)] * 2
+    assert state_of(it).domain is None
+    assert orders_before(state_of(it), 0, np.array([0, 3, 6, 7, 8, 99])).to_pylist() == [
+        {"high": high, "low": low} for high, low in [LOWEST, LOWEST, (100, 130), (100, 130), (140, 110), (140, 125)]
+    ]
+
+
+def test_an_expression_orders_records_that_the_shape_excludes_or_quarantine_has(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records are read in several tasks, and a corrected expression replays a record into its place."""
+    file = """
+inputs:
+  - topic: $left
+    pool: Raw
+    key-format: string
+    value-format: json
+    schema: "op string, id bigint, v string"
+    shape: {where: value.op = 'c', value: {id: value.id}}
+    order: {by: "$by"}
+"""
+    it = mini(services, spark, tmp_path, unique, file.replace("$by", "bigint(value.v)"))
+    monkeypatch.setattr(offsets, "LEAST", 2)
+    it.send(it.left, row(0, "5"), row(1, "9", "x"), row(2, "7"), row(3, "bad"), row(4, "8"), row(5, "11"), None)
     commit = it.ingest(it.left)[it.left]
-    assert (commit.records, commit.quarantined, commit.added_fields) == (1, 1, ())
-    assert stored_orders(it)[-1] == (140, 125)
+    assert (commit.left_out, commit.quarantined) == (2, 1)
+    assert stored_orders(it) == [(5, 0), (9, 0), (9, 0), (11, 0)]
+    assert (state_of(it).domain, highest_orders(state_of(it))) == ("mini", {0: (11, 0)})
+    again = it.edited(file.replace("$by", "try_cast(value.v AS BIGINT)"))
+    list(replay_all(again.pipeline, lambda: spark, EVERYTHING))
+    assert [(each["value"]["id"], each["kafka"]["offset"]) for each in again.raw(it.left)] == [
+        (number, number) for number in (0, 2, 3, 4, 5)
+    ]
+    assert stored_orders(again) == [(5, 0), (9, 0), (9, 0), (9, 0), (11, 0)]
+    text = it.edited(file.replace("$by", "concat(value.v, 'x')"))
+    text.send(it.left, row(6, "12"))
+    with pytest.raises(SchemaError, match=r"order\.by: concat\(value\.v, 'x'\) is string"):
+        text.ingest(it.left)

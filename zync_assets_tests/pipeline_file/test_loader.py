@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from zync_assets.cli.validate import validate
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.etl.rules.explanation import explain_rules
-from zync_assets.pipeline import CreateTopic, Denorm, Pipeline, RegistryConfig, SideFormat, Stateless
+from zync_assets.pipeline import (
+    CreateTopic,
+    Denorm,
+    Pipeline,
+    RecordShape,
+    RegistryConfig,
+    SideFormat,
+    SourceOrder,
+    Stateless,
+)
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
 
@@ -132,6 +141,10 @@ inputs:
   - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
   - {topic: shop_a, pool: R2, value-format: bytes, from: 2024-05-01T02:00:00+02:00, on-data-loss: continue, max-bad-records: 9}
   - {topic: n, pool: R, format: json, key-schema: bigint, from: 1714521600000, unmatched: fail, retention: 30d}
+  - {topic: t, pool: R, format: string, order: time}
+  - {topic: d, pool: R, order: {domain: shop}}
+  - {topic: p, pool: R, order: {by: value.source.lsn}}
+  - {topic: e, pool: R, order: {by: "bigint(value.at)", domain: shop}}
 output: {topic: o, pool: S, key-format: string, create: {partitions: 3, config: {compression.type: lz4}}, start-at: end}
 transforms:
   - {name: j, type: denorm, where: {left: value.a = 1}, left: shop.a, right: n, join-on: left.key = right.key,
@@ -148,7 +161,15 @@ transforms:
     assert pipeline.spark == {"remote": "sc://h", "spark.sql.shuffle.partitions": "4"}
     assert pipeline.settle_seconds == 1.5
     assert pipeline.unavailable_value is None
-    a, b, n = pipeline.inputs
+    a, b, n, *ordered = pipeline.inputs
+    assert [item.order for item in (a, *ordered)] == [
+        None,
+        SourceOrder(time=True),
+        SourceOrder(domain="shop"),
+        SourceOrder("value.source.lsn", path=("value", "source", "lsn")),
+        SourceOrder("bigint(value.at)", "shop"),
+    ]
+    assert [item.shape for item in ordered] == [None, None, None, RecordShape(None, {})]
     assert (a.key, a.value, a.start, a.unmatched) == (
         SideFormat("string"),
         SideFormat("json", "ID INT, s STRING"),
@@ -282,6 +303,20 @@ ERRORS = [
     ("A, pool: Raw}", "A, pool: Raw, retention: 30}", 2, "inputs[0].retention", "must be text"),
     ("A, pool: Raw}", "A, pool: Raw, retention: 0d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
     ("A, pool: Raw}", "A, pool: Raw, retention: 9999999999999d}", 2, "inputs[0].retention", "such as 90m, 12h, 30d"),
+    ("A, pool: Raw}", "A, pool: Raw, order: tiem}", 2, "inputs[0].order", "did you mean `time`?"),
+    ("A, pool: Raw}", "A, pool: Raw, order: {}}", 2, "inputs[0].order", "write by: or domain:"),
+    ("A, pool: Raw}", "A, pool: Raw, order: [time]}", 2, "inputs[0].order", "must be a mapping"),
+    ("A, pool: Raw}", "A, pool: Raw, order: {by: in.value.x}}", 2, "inputs[0].order.by", "value"),
+    ("A, pool: Raw}", "A, pool: Raw, order: {by: rand()}}", 2, "inputs[0].order.by", "rand"),
+    ("A, pool: Raw}", "A, pool: Raw, order: {domian: d}}", 2, "inputs[0].order.domian", "did you mean `domain`?"),
+    ("A, pool: Raw}", "A, pool: Raw, format: string, order: {by: value}}", 2, "inputs[0].order.by", "is string"),
+    (
+        "A, pool: Raw}",
+        'A, pool: Raw, format: json, schema: "s STRUCT<a: BIGINT, b: DOUBLE>", order: {by: value.s}}',
+        2,
+        "inputs[0].order.by",
+        "an order is an integer, a timestamp, a date, or a struct of two of these",
+    ),
     ("A, pool: Raw}", "A, pool: Raw, max-bad-records: -1}", 2, "inputs[0].max-bad-records", "whole number from 0"),
     (
         "A, pool: Raw}",
