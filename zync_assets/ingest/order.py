@@ -4,7 +4,7 @@ An order is a pair of longs, ``high`` and ``low``, compared as a tuple (``lake.r
 a record its own order, or null where a record has none: tombstones, and Debezium's incremental snapshots. ``lake.raw_files``
 carries the orders within a partition. Records of an initial snapshot come before all changes, and have the order LOWEST.
 
-An envelope shows its connector by the fields of its ``source`` struct. No record is looked at one by one.
+An envelope shows its connector by the fields of its ``source`` struct. The functions work on whole columns.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _at_path(place: str, path: tuple[str, ...], columns: Mapping[str, pa.Array])
     found = columns[path[0]]
     for name in path[1:]:
         if pa.types.is_null(found.type):
-            return None  # all values are null so far
+            return None  # the records have nulls alone so far
         names = [item.name for item in found.type] if pa.types.is_struct(found.type) else []
         # Spark SQL compares names without regard to case, and so does a path.
         exact = [each for each in names if each == name] or [each for each in names if each.lower() == name.lower()]
@@ -244,9 +244,11 @@ def _sql_server(source: pa.StructArray) -> Pair:
 
 
 _LSN_WIDTH = 22
-_DIGIT = np.full(256, -1, np.int64)
-for _value, _sign in enumerate("0123456789abcdef"):
-    _DIGIT[ord(_sign)] = _DIGIT[ord(_sign.upper())] = _value
+_DIGITS = np.full(256, 255, np.uint8)
+"""The value of each hexadecimal digit, and of the colon between two numbers; 255 for other bytes."""
+_DIGITS[ord(":")] = 0
+for _sign in "0123456789abcdefABCDEF":
+    _DIGITS[ord(_sign)] = int(_sign, 16)
 
 
 def _lsn(text: pa.Array) -> tuple[Longs, Longs, Longs]:
@@ -255,14 +257,16 @@ def _lsn(text: pa.Array) -> tuple[Longs, Longs, Longs]:
     dense = text.filter(fits)
     # A filtered array begins at the start of its buffers.
     data = dense.buffers()[2] if len(dense) else b""
-    digits = _DIGIT[np.frombuffer(data, np.uint8, len(dense) * _LSN_WIDTH).reshape(-1, _LSN_WIDTH)]
-    spans = (slice(0, 8), slice(9, 17), slice(18, 22))
-    whole = np.all([(digits[:, span] >= 0).all(axis=1) for span in spans], axis=0)
+    digits = _DIGITS[np.frombuffer(data, np.uint8, len(dense) * _LSN_WIDTH).reshape(-1, _LSN_WIDTH)]
+    whole = (digits < 16).all(axis=1) if digits.max(initial=0) > 15 else np.ones(len(digits), np.bool_)
     found = np.full((3, len(text)), -1, np.int64)
-    at = np.flatnonzero(fits.to_numpy(zero_copy_only=False))[whole]
-    for numbers, span in zip(found, spans, strict=True):
-        part = digits[whole, span]
-        numbers[at] = part @ (16 ** np.arange(part.shape[1] - 1, -1, -1, dtype=np.int64))
+    at = np.flatnonzero(fits.to_numpy(zero_copy_only=False))
+    for numbers, span, kind in zip(
+        found, (slice(0, 8), slice(9, 17), slice(18, 22)), (">u4", ">u4", ">u2"), strict=True
+    ):
+        part = digits[:, span]
+        joined = np.ascontiguousarray(part[:, 0::2] << 4 | part[:, 1::2]).view(kind).ravel()
+        numbers[at] = np.where(whole, joined.astype(np.int64), -1)
     return found[0], found[1], found[2]
 
 

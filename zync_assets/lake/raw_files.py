@@ -388,7 +388,7 @@ def orders_before(state: RawState, partition: int, offsets: npt.NDArray[np.int64
     found = np.tile(np.array(LOWEST, np.int64), (len(offsets), 1))
     for place in np.unique(places[places >= 0]).tolist():
         if files[place].max_order is None:
-            continue  # all its records have the order LOWEST
+            continue  # the file has no orders: LOWEST
         uri = storage.join(state.opened.uri, files[place].path)
         system, path = storage.filesystem(uri)
         with storage.accessed(uri, "can't be read"):
