@@ -119,10 +119,7 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     void = [side for side in ("key", "value") if side not in frame.columns]
     place = f"input {item.topic}, shape"
     types = [pa.null() if side in void else arrow_type(frame.schema[side].dataType) for side in ("key", "value")]
-    try:
-        shape = shape_in_lake_names(item.shape, *types)
-    except SqlProblem as problem:
-        raise SchemaError(f"{place}: {problem}") from None
+    shape = _in_lake_names(place, item.shape, types)
     where = "true" if shape.where is None else f"({_without(shape.where, void)})"
     kind = _kind(frame, where, f"{place}.where", item.shape.where)
     if kind not in ("boolean", "void"):
@@ -137,12 +134,19 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
         sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
     order = f"`{ORDER}`" if ORDER in frame.columns else None
     if item.order is not None and item.order.by is not None and item.order.path is None:
-        by = shape_in_lake_names(RecordShape(item.order.by, {}), *types).where or "NULL"
-        by, place = f"({_without(by, void)})", f"input {item.topic}, order.by"
+        place = f"input {item.topic}, order.by"
+        by = f"({_without(_in_lake_names(place, RecordShape(item.order.by, {}), types).where or 'NULL', void)})"
         _kind(whole, by, place, item.order.by)
         kind = arrow_type(whole.selectExpr(f"{by} AS `it`").schema["it"].dataType)
         order = order_sql(by, kind, f"{place}: {item.order.by}")
     return void, where, sides, order
+
+
+def _in_lake_names(place: str, shape: RecordShape, types: Sequence[pa.DataType]) -> RecordShape:
+    try:
+        return shape_in_lake_names(shape, *types)
+    except SqlProblem as problem:
+        raise SchemaError(f"{place}: {problem}") from None
 
 
 def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
