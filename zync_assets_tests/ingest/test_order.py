@@ -315,7 +315,7 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     it.ingest(it.left)
     assert stored_orders(it)[-2:] == [(140, 125)] * 2
     assert state_of(it).domain is None
-    assert orders_before(state_of(it), 0, np.array([0, 3, 6, 7, 8, 99])).to_pylist() == [
+    assert orders_before(state_of(it), 0, np.array([0, 3, 6, 7, 9, 99])).to_pylist() == [
         {"high": high, "low": low} for high, low in [LOWEST, LOWEST, (100, 130), (100, 130), (140, 110), (140, 125)]
     ]
 
