@@ -54,6 +54,9 @@ FETCHED = {
 """Fixtures whose jars come from the network where this machine has them not yet: what their folders' names begin with, and
 what brings them."""
 
+SLOW_SECONDS = 1800
+"""The time limit of a slow test that names none. The limit ends a test that hangs."""
+
 FETCH = """
 from zync_assets.local import java
 from zync_assets_tests.s3 import BUNDLE
@@ -67,6 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     keep_share(config, items)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
     def place(item: pytest.Item) -> int:
         name = getattr(item, "module", item).__name__.removeprefix("zync_assets_tests.")
