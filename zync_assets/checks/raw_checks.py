@@ -12,7 +12,7 @@ from zync_assets.audit.account import Quarantined, read_quarantine, touches
 from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.evolution import differences
-from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError, TableDamaged, TopicMissing
+from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError, TopicMissing
 from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -220,7 +220,7 @@ def quarantine_size(
     try:
         side = read_quarantine(snapshot, topic, parts)
         everything = quarantined_records(pipeline, Selection((topic,)), snapshot)
-    except (DamagedFile, TableDamaged) as error:
+    except (DamagedFile, LakeError) as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
     inside = [item for item in everything if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
     undecoded = [item for item in inside if item.stage != "etl"]
