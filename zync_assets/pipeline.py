@@ -184,50 +184,48 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Stateless:
-    """A rule that turns each record of an input into an output record."""
+class Side:
+    """The records of one topic in a rule."""
 
     name: str
-    input: str
-    out: str
-    where: str | None
-    key: Shape
-    value: Shape
-    headers: Headers | None = None
-    keep: str | None = None
-    """The output's own condition: what the rule makes of records for which it does not hold is dropped."""
-
-    @property
-    def topics(self) -> tuple[str, ...]:
-        return (self.input,)
+    """The record's name in expressions: ``in``, ``left``, ``right``."""
+    topic: str
+    where: str | None = None
+    """The condition for the topic's records; None: every record but tombstones."""
+    keys: tuple[str, ...] = ()
+    """The parts of the join key. A record of a side with a join key may be pending."""
 
 
 @dataclass(frozen=True)
-class Denorm:
-    """A rule that makes one output of a pair of records with one join key.
+class Rule:
+    """A rule of any kind, as the pipeline file has it. ``etl.rules`` has the kinds.
 
-    ``join_on``: pairs of (left-only expression, right-only expression); both refer to their side by its name.
+    ``kind``: the rule's ``type``. ``sides``: the records that the rule takes, in the order of the kind's keys.
     """
 
+    kind: str
     name: str
-    left: str
-    right: str
-    join_on: tuple[tuple[str, str], ...]
+    sides: tuple[Side, ...]
     out: str
-    where_left: str | None
-    where_right: str | None
     key: Shape
     value: Shape
     headers: Headers | None = None
     keep: str | None = None
-    """The output's own condition: what the rule makes of records for which it does not hold is dropped."""
+    """The output's own condition: an output for which the condition does not hold is dropped."""
 
     @property
     def topics(self) -> tuple[str, ...]:
-        return (self.left, self.right)
+        return tuple(side.topic for side in self.sides)
+
+    def counterparts(self, side: Side) -> tuple[Side, ...]:
+        """The sides whose records may complete a pending record of ``side``: the others, or the only one."""
+        return tuple(other for other in self.sides if other != side) or self.sides
+
+    def side(self, topic: str) -> Side:
+        """The side of a topic; KeyError if the rule does not name the topic."""
+        return {side.topic: side for side in self.sides}[topic]
 
 
-Rule: TypeAlias = Stateless | Denorm
 MissingField: TypeAlias = Literal["null", "fail"]
 
 
@@ -297,7 +295,6 @@ class Pipeline:
         """The staging pools whose rules name the input topic, in the file's order."""
         return tuple(pool for pool in self.staging_pools if any(topic in rule.topics for rule in self.rules_of(pool)))
 
-    def joins_of(self, pool: str) -> dict[tuple[str, str], Denorm]:
-        """(rule's name, input topic) → the denorm rule of that staging pool for which a record of the topic can wait."""
-        joins = [rule for rule in self.rules_of(pool) if isinstance(rule, Denorm)]
-        return {(rule.name, topic): rule for rule in joins for topic in rule.topics}
+    def joins_of(self, pool: str) -> dict[tuple[str, str], Rule]:
+        """(rule's name, input topic) → the rule of that staging pool for which a record of the topic can be pending."""
+        return {(rule.name, side.topic): rule for rule in self.rules_of(pool) for side in rule.sides if side.keys}

@@ -26,8 +26,9 @@ from zync_assets.assets.io_managers import STAGING_POOL
 from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
+from zync_assets.etl.rules import kind_of
 from zync_assets.ingest.plan import RawBatch
-from zync_assets.pipeline import Denorm, Output, Pipeline, pool_path, table_name
+from zync_assets.pipeline import Output, Pipeline, pool_path, table_name
 from zync_assets.publish.plan import OutputBatch
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
@@ -217,11 +218,7 @@ def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
 
 
 def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
-    made = ", ".join(
-        f"{rule.name} ({rule.left} with {rule.right})" if isinstance(rule, Denorm) else f"{rule.name} ({rule.input})"
-        for rule in names.pipeline.rules_of(item.pool)
-        if rule.out == item.topic
-    )
+    made = ", ".join(kind_of(rule).title(rule) for rule in names.pipeline.rules_of(item.pool) if rule.out == item.topic)
     return AssetOut(
         key=names.pool_key(item.pool, item.topic),
         dagster_type=EtlBatch,

@@ -29,6 +29,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline, table_name, topic_path
+from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.encoding import ENCODED_SCHEMA, alike_ids, differing, encoded_rows, is_same, staged_topic
 
 PENDING_AGE = "pending_age"
@@ -65,8 +66,8 @@ def pending_age(
     numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
     joins = pipeline.joins_of(pool)
     problems += [
-        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more as a denorm rule of {topic} for"
-        f" {pool}. Run `{pipeline.command('etl', '--retry-unmatched')}` to give them to the other rules"
+        f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more as a {joining_kinds()} rule of"
+        f" {topic} for {pool}. Run `{pipeline.command('etl', '--retry-unmatched')}` to give them to the other rules"
         for (rule, topic), n in sorted(state.head.waiting.items())
         if n and (rule, topic) not in joins
     ]

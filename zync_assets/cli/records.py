@@ -35,14 +35,16 @@ from zync_assets.cli.terminal import (
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError, ZyncError
+from zync_assets.etl.rules import kind_of
 from zync_assets.lake import raw, staging
 from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.rows import DamagedFile, rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
-from zync_assets.pipeline import Denorm, Pipeline, table_name
+from zync_assets.pipeline import Pipeline, Rule, table_name
 from zync_assets.pipeline_file import load
+from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
 from zync_assets.spark.session import spark_session
@@ -50,7 +52,7 @@ from zync_assets.spark.session import spark_session
 PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
 TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", "value")
 
-_PATH = re.compile(r"(?:left|right)((?:\.(?:\w+|`[^`]+`))+)", re.IGNORECASE)
+_PATH = re.compile(r"\w+((?:\.(?:\w+|`[^`]+`))+)")
 
 Row = dict[str, object]
 
@@ -99,7 +101,7 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     joins = pipeline.joins_of(pool)
-    ahead: Counter[tuple[str, str, int]] = Counter()
+    before: Counter[tuple[str, str, int]] = Counter()
     now = time.time()
     for (topic, partition), group in groupby(waiting, key=lambda item: (item["topic"], item["partition"])):
         items = list(group)
@@ -114,7 +116,7 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
                 "join_key": _join_key(rule, topic, row) if rule and row else None,
                 "time": when,
                 "age_seconds": None if when is None else round(max(0.0, now - when.timestamp())),
-                "why": _why(item, rule, ahead),
+                "why": _why(item, rule, before),
             }
 
 
@@ -187,27 +189,23 @@ def _role(pipeline: Pipeline, name: str, topic: str) -> str:
     """Left, right or in, by the present pipeline file; ``source`` if the file no longer has the rule or the topic."""
     for rule in pipeline.rules:
         if rule.name == name and topic in rule.topics:
-            return "in" if not isinstance(rule, Denorm) else "left" if topic == rule.left else "right"
+            return rule.side(topic).name
     return "source"
 
 
-def _why(item: Mapping[str, Any], rule: Denorm | None, ahead: Counter[tuple[str, str, int]]) -> str:
+def _why(item: Mapping[str, Any], rule: Rule | None, before: Counter[tuple[str, str, int]]) -> str:
     if item["hash"] is None:
         return "null join key: nothing matches it"
     if rule is None:
-        return f"the pipeline file has no denorm rule {item['rule']} of this topic and pool any more"
-    other = rule.right if item["topic"] == rule.left else rule.left
+        return f"the pipeline file has no {joining_kinds()} rule {item['rule']} of this topic and pool any more"
     place = (item["topic"], item["rule"], item["hash"])
-    ahead[place] += 1
-    if ahead[place] > 1:
-        return f"surplus: {ahead[place] - 1} with this key wait before it, and none came in {other} yet"
-    return f"no counterpart in {other} yet"
+    before[place] += 1
+    return kind_of(rule).reason(rule, item["topic"], before[place] - 1)
 
 
-def _join_key(rule: Denorm, topic: str, row: Mapping[str, Any]) -> object:
+def _join_key(rule: Rule, topic: str, row: Mapping[str, Any]) -> object:
     """The record's join key where its expressions are plain columns; a list where there are several."""
-    sides = [left if topic == rule.left else right for left, right in rule.join_on]
-    values = [_column(expression, row) for expression in sides]
+    values = [_column(expression, row) for expression in rule.side(topic).keys]
     return values[0] if len(values) == 1 else values
 
 

@@ -21,8 +21,9 @@ from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
 from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS
-from zync_assets.pipeline import Denorm, Pipeline
+from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all
 from zync_assets.spark.session import spark_session
@@ -75,7 +76,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     """Transform new raw records of PIPELINE into the staging pools, until nothing new is found."""
     loaded = load(pipeline)
     if explain:
-        from zync_assets.etl.rules.explanation import explain_rules
+        from zync_assets.etl.rules import explain_rules
 
         statements = explain_rules(loaded)
         if fmt == "json":
@@ -83,11 +84,11 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
         else:
             click.echo("\n\n".join(statement.sql for statement in statements))
         return
-    joins = [rule.name for rule in loaded.rules if isinstance(rule, Denorm)]
+    joins = [rule.name for rule in loaded.rules if any(side.keys for side in rule.sides)]
     for name in waiting:
         if name not in joins:
             raise ZyncError(
-                f"--retry-pending {shown(name)}: no denorm rule of this pipeline is called so; there are"
+                f"--retry-pending {shown(name)}: no {joining_kinds()} rule of this pipeline is called so; there are"
                 f" {', '.join(joins) or 'none'}."
                 " To match the records of a removed rule again: " + loaded.command("etl", "--retry-unmatched")
             )

@@ -1,34 +1,30 @@
-"""The account of an ETL batch: what became of each input record, and the ledger rows of it.
+"""The account of an ETL batch: the class of each input record, and the ledger rows that hold it.
 
-The names behind the numbers in result rows (see ``etl.rules.matching``). Full names would double the size of the
-rows.
+The Spark tasks that make the result rows (see ``etl.rules.matching``) count the rows, and make an entry for each record that was
+pending or makes no output. Spark SQL would need more jobs over the same rows. Result rows have numbers in place of the names of
+topics and rules, because full names would double the size of the rows.
 
-The account of a batch's input records: counts, and an entry for each record that was pending or makes no output.
-
-The Spark tasks that make the result rows (see ``etl.rules.matching``) also account for the rows, in Arrow batches.
-Spark SQL would need more jobs over the same rows.
-
-The account of a batch's inputs as ledger rows: offset ranges for finished records, and one row for each pending
-record.
-
-New offsets in no other class are done. A batch with only done records therefore needs one entry a range. A count before
-the commit checks the account: new records = sources of outputs + records in the other classes.
+Ledger rows are offset ranges, and one row for each pending record. New offsets without an entry are done. A batch with only done
+records therefore needs one row a range. A count before the commit checks the account: new records = sources of outputs + records
+in the other classes.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
+from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange, normalize, split
 from zync_assets.pipeline import Pipeline
+from zync_assets.spark.sql import name_sql
+from zync_assets.spark.tasks import settle
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -190,134 +186,111 @@ def _named(names: Iterable[str], index: np.ndarray, null: np.ndarray | None = No
 
 
 STRIDE = 100_000
-"""The number of offsets whose ranges a single task makes. A low number gives many tasks to a batch of one partition."""
+"""The number of offsets whose ledger rows a single task makes. A low number gives many tasks to a batch of one partition."""
 
 FEW = 20_000
-"""Up to this number of rows, the driver fetches the rows and makes the ranges. A Spark job would take longer."""
+"""Up to this number of entries, the driver makes the ledger rows. A Spark job for them would take longer."""
 
-_EDGES = ("open", "close")
-_EDGE = pa.schema(
-    {
-        "kind": pa.string(),
-        "topic": pa.string(),
-        "partition": pa.int32(),
-        "first": pa.int64(),
-        "end": pa.int64(),
-        "stride": pa.int64(),
-    }
-)
-_FAILED = pa.schema([field for field in ENTRIES if field.name != "hash"])
-_FIELDS = (
-    "kind string, topic string, partition int, first long, end long, rule string, hash long, count long, text string"
-)
+LEDGER = pa.schema(list(ACCOUNT_TYPE))
+"""The columns of ledger rows."""
+
+_EDGES = pa.array(["open", "close"])
+"""The kinds of the rows that mark where a range begins and ends. Offsets between two ranges are in no ledger row."""
+
+_PLACE = ("topic", "partition", "stride")
+_MARKED = pa.schema([*ENTRIES, pa.field("records", pa.int64()), pa.field("stride", pa.int64())])
 
 
-def whole_ranges(ranges: Mapping[str, Sequence[OffsetRange]]) -> list[dict[str, object]]:
-    """Ledger rows of a batch in which every new record is done."""
-    return [
-        _done(topic, part.partition, part.first, part.end)
-        for topic, parts in sorted(ranges.items())
-        for part in normalize(parts)
+def failed_entries(records: Iterable[tuple[str, int, int, str, str]]) -> pa.Table:
+    """Records that a rule failed on, as rows of ENTRIES. ``records``: (topic, partition, offset, rule, why)."""
+    rows = [
+        {
+            "kind": "quarantined",
+            "topic": topic,
+            "partition": at,
+            "first": offset,
+            "end": offset + 1,
+            "rule": rule,
+            "text": why,
+        }
+        for topic, at, offset, rule, why in records
     ]
+    return pa.Table.from_pylist(rows, ENTRIES)
 
 
-def failed(spark: SparkSession, records: Iterable[tuple[str, int, int, str, str]]) -> DataFrame:
-    """Records that a rule failed on, as in ``ENTRIES``. ``records``: (topic, partition, offset, rule, why)."""
-    rows = [("quarantined", topic, part, offset, offset + 1, rule, why) for topic, part, offset, rule, why in records]
-    return listed_frame(spark, _FAILED, rows)
+def ledger_table(ranges: Mapping[str, Sequence[OffsetRange]], entries: pa.Table) -> pa.Table:
+    """The ledger rows of a batch (LEDGER): rows that cover ``ranges``, and rows for completed records.
 
-
-def few_rows(
-    ranges: Mapping[str, Sequence[OffsetRange]], found: Iterable[Mapping[str, Any]]
-) -> list[dict[str, object]]:
-    """The rows of ``ledger_rows``, made from fetched rows. ``found``: rows of ``ENTRIES``, and failures."""
-    places: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in sorted(found, key=lambda row: row["first"]):
-        places[row["topic"], row["partition"]].append(row)
-    made: list[dict[str, object]] = []
-    for topic, parts in sorted(ranges.items()):
-        for part in normalize(parts):
-            inside = [row for row in places[topic, part.partition] if part.first <= row["first"] < part.end]
-            made += _covering(topic, part, inside)
-    return made
-
-
-def _covering(topic: str, part: OffsetRange, found: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
-    """Entries that cover one range: the entries found there, with neighbours of a class merged, and done in between."""
-    last: dict[str, Any] = {"kind": "open", "end": part.first}
-    for row in found:
-        text = row.get("text")
-        if row["first"] > last["end"]:
-            yield from _closed(last)
-            last = _done(topic, part.partition, last["end"], row["first"])
-        if row["kind"] == last["kind"] != "pending" and text is None and last["text"] is None:
-            last = last | {"end": row["end"], "count": last["count"] + 1}
-            continue
-        yield from _closed(last)
-        names = ("kind", "topic", "partition", "first", "end", "rule")
-        last = {name: row[name] for name in names} | {"hash": row.get("hash"), "count": 1, "text": text}
-    yield from _closed(last)
-    if last["end"] < part.end:
-        yield _done(topic, part.partition, last["end"], part.end)
-
-
-def _closed(entry: dict[str, Any]) -> Iterator[dict[str, object]]:
-    if entry["kind"] != "open":
-        yield entry
-
-
-def _done(topic: str, partition: int, first: int, end: int) -> dict[str, Any]:
-    return {"kind": "done", "topic": topic, "partition": partition, "first": first, "end": end}
-
-
-def ledger_rows(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], found: DataFrame) -> DataFrame:
-    """Ledger rows that cover ``ranges``: what is in ``found`` (new records' ``ENTRIES``), and done ranges between.
-
-    Neighbouring unmatched, dropped or quarantined offsets become one range, but for those that have a text. ``found`` may
-    have a column ``records``: how many there are in an entry, one by default.
+    ``entries``: rows of ENTRIES. Offsets of ``ranges`` without an entry are done. Entries of one class without a text become
+    one row where they touch, except for pending records.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F
+    completed = pc.equal(entries["kind"], "completed")
+    edges = _edges((topic, part, 0) for topic, parts in ranges.items() for part in normalize(parts))
+    covered = covering(pa.concat_tables([edges, _with_fields(entries.filter(pc.invert(completed)), _MARKED)]))
+    return pa.concat_tables([covered, _with_fields(entries.filter(completed), LEDGER)])
 
-    # Each piece is opened by an edge and closed by one: what lies between two of them is in no range.
-    edges = [
-        (kind, topic, piece.partition, at, at, piece.first // STRIDE)
-        for topic, parts in sorted(ranges.items())
-        for part in normalize(parts)
-        for piece in _pieces(part)
-        for kind, at in (("open", piece.first), ("close", piece.end))
+
+def ledger_frame(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], entries: DataFrame) -> DataFrame:
+    """The rows of ``ledger_table``, made by Spark tasks, a stride each. ``entries`` may have the column ``records``: how many
+    records there are in an entry, one by default."""
+    pieces = ((topic, piece) for topic, parts in ranges.items() for part in normalize(parts) for piece in _pieces(part))
+    edges = arrow_frame(spark, _edges((topic, piece, piece.first // STRIDE) for topic, piece in pieces))
+    marked = entries.where("kind <> 'completed'").selectExpr("*", f"first DIV {STRIDE} AS stride")
+    covered = (
+        _select(marked, _MARKED).unionByName(edges).groupBy(*_PLACE).applyInArrow(_covering_task, spark_schema(LEDGER))
+    )
+    return covered.unionByName(_select(entries.where("kind = 'completed'"), LEDGER))
+
+
+def _covering_task(marked: pa.Table) -> pa.Table:
+    settle()
+    return covering(marked.cast(_MARKED))
+
+
+def covering(marked: pa.Table) -> pa.Table:
+    """The ledger rows that cover the ranges between edges. ``marked``: entries and edges (_MARKED), in any order.
+
+    Both sides of a range have an edge. A row never spans two strides.
+    """
+    rows = marked.sort_by([(name, "ascending") for name in (*_PLACE, "first", "end")]).combine_chunks()
+    if not rows.num_rows:
+        return LEDGER.empty_table()
+    first, end = (rows[name].to_numpy() for name in ("first", "end"))
+    place = np.all([_same_as_before(rows[name]) for name in _PLACE], axis=0)
+    touches = place & (first == np.append(first[:1], end[:-1]))
+    silent = rows["text"].is_null().to_numpy()
+    apart = pc.is_in(rows["kind"], pa.concat_arrays([_EDGES, pa.array(["pending"])])).to_numpy()
+    joins = touches & _same_as_before(rows["kind"]) & ~apart & silent & np.append(False, silent[:-1])
+    starts = np.flatnonzero(~joins)
+    counts = np.add.reduceat(rows["records"].fill_null(1).to_numpy(), starts)
+    classes = rows.take(pa.array(starts)).select(ENTRIES.names)
+    classes = classes.set_column(
+        classes.schema.get_field_index("end"), "end", pa.array(np.append(end[starts[1:] - 1], end[-1]))
+    )
+    classes = classes.append_column("count", pa.array(counts))
+    classes = classes.filter(pc.invert(pc.is_in(classes["kind"], _EDGES)))
+    # Between an entry, or the begin of a range, and the next row of the same range.
+    gaps = np.flatnonzero(place[1:] & (first[1:] > end[:-1]) & pc.not_equal(rows["kind"], "close").to_numpy()[:-1])
+    done = rows.take(pa.array(gaps)).select(["topic", "partition"])
+    done = done.append_column("kind", pa.repeat("done", len(gaps)))
+    done = done.append_column("first", pa.array(end[gaps])).append_column("end", pa.array(first[gaps + 1]))
+    return pa.concat_tables([_with_fields(classes, LEDGER), _with_fields(done, LEDGER)])
+
+
+def _same_as_before(column: pa.ChunkedArray) -> np.ndarray:
+    """Whether each value is that of the row before; false for the first row."""
+    codes = column.combine_chunks().dictionary_encode().indices.to_numpy()
+    return np.append(False, codes[1:] == codes[:-1])
+
+
+def _edges(ranges: Iterable[tuple[str, OffsetRange, int]]) -> pa.Table:
+    """The edges of ranges (topic, range, stride), as rows of _MARKED."""
+    rows = [
+        {"kind": kind, "topic": topic, "partition": part.partition, "first": at, "end": at, "stride": stride}
+        for topic, part, stride in ranges
+        for kind, at in (("open", part.first), ("close", part.end))
     ]
-    frame = listed_frame(spark, _EDGE, edges)
-    for name, kind in (("text", "string"), ("records", "long")):
-        found = found if name in found.columns else found.withColumn(name, F.lit(None).cast(kind))
-    marked = found.withColumn("stride", F.floor(F.col("first") / STRIDE)).unionByName(frame, allowMissingColumns=True)
-    own = Window.partitionBy("topic", "partition", "stride").orderBy("first", "end")
-    upto = own.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    before, previous = F.lag("kind").over(own), F.lag("end").over(own)
-    silent = F.col("text").isNull() & F.lag("text").over(own).isNull()
-    joins = (F.col("kind") == before) & (F.col("first") == previous) & ~F.col("kind").isin("pending", *_EDGES) & silent
-    rows = (
-        marked.withColumn("fresh", (~F.coalesce(joins, F.lit(False))).cast("int"))
-        .withColumn("next", F.lead("first").over(own))
-        .withColumn("island", F.sum("fresh").over(upto))
-    )
-    classes = (
-        rows.filter(~F.col("kind").isin(*_EDGES))
-        .groupBy("topic", "partition", "stride", "island")
-        .agg(
-            F.first("kind").alias("kind"),
-            F.min("first").alias("first"),
-            F.max("end").alias("end"),
-            F.first("rule").alias("rule"),
-            F.first("hash").alias("hash"),
-            F.sum(F.coalesce("records", F.lit(1))).alias("count"),
-            F.first("text").alias("text"),
-        )
-    )
-    done = rows.filter((F.col("kind") != "close") & (F.col("next") > F.col("end"))).select(
-        F.lit("done").alias("kind"), "topic", "partition", F.col("end").alias("first"), F.col("next").alias("end")
-    )
-    return as_rows(classes.drop("stride", "island")).unionByName(as_rows(done))
+    return pa.Table.from_pylist(rows, _MARKED)
 
 
 def _pieces(part: OffsetRange) -> list[OffsetRange]:
@@ -326,18 +299,30 @@ def _pieces(part: OffsetRange) -> list[OffsetRange]:
     return [OffsetRange(piece.partition, max(piece.first, part.first), piece.end) for piece in aligned]
 
 
-def as_rows(frame: DataFrame) -> DataFrame:
-    """The frame with all fields of a ledger row, in order."""
-    from pyspark.sql import functions as F
+def _with_fields(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with exactly the columns of a schema. A missing column is null, or 0 for ``stride``."""
+    columns = {
+        item.name: table[item.name].cast(item.type)
+        if item.name in table.column_names
+        else pa.nulls(len(table), item.type)
+        for item in schema
+    }
+    if "stride" in columns:
+        columns["stride"] = pa.repeat(pa.scalar(0, pa.int64()), len(table))
+    return pa.table(columns, schema=schema)
 
-    wanted = [field.split(" ") for field in _FIELDS.split(", ")]
-    return frame.select(
-        *((F.col(name) if name in frame.columns else F.lit(None)).cast(kind).alias(name) for name, kind in wanted)
+
+def _select(frame: DataFrame, schema: pa.Schema) -> DataFrame:
+    """The frame with exactly the columns of a schema. A missing column is null."""
+    names = set(frame.columns)
+    columns = [(name_sql(item.name), spark_type(item.type).simpleString(), item.name in names) for item in schema]
+    return frame.selectExpr(
+        *(f"CAST({name if known else 'NULL'} AS {kind}) AS {name}" for name, kind, known in columns)
     )
 
 
 def cut_at_strides(found: DataFrame) -> DataFrame:
-    """The same ranges, none across a stride's border: ``ledger_rows`` works on one stride at a time."""
+    """The same ranges, none across a stride's border: ``ledger_frame`` works on one stride at a time."""
     from pyspark.sql import functions as F
 
     strides = F.sequence(F.floor(F.col("first") / STRIDE), F.floor((F.col("end") - 1) / STRIDE))

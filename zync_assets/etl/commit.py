@@ -11,29 +11,54 @@ The commit is atomic: after a kill, the next plan begins at the positions of the
 from __future__ import annotations
 
 import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from zync_assets.audit.guard import refuse_blocked, refuse_disordered
+from zync_assets.codecs.spark_types import arrow_frame
+from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.etl.batch import EtlRun, JoinsChanged
-from zync_assets.etl.encodability import Unfit
+from zync_assets.etl import account, failures, positions
+from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transform_of
+from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
 from zync_assets.etl.failure_search import find_failures
-from zync_assets.etl.failures import NONE, Failure, Failures, Place
-from zync_assets.etl.pending import Waiting
-from zync_assets.etl.plan import (
-    EtlBatch,
-    EtlCommit,
-    looking_again,
-    with_raw,
-)
+from zync_assets.etl.failures import NONE, Failure, Failures, quarantined, undecoded_rows
+from zync_assets.etl.output_files import BATCH_BYTES, BucketWriter, Results, row_sql, staged_topic
+from zync_assets.etl.pending import PendingRecords, fold_ledger
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_raw
+from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
+from zync_assets.etl.retries import carve
+from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.missing_fields import with_missing_fields
+from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.pipeline import Pipeline
+from zync_assets.lake.staging import OutputPosition
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file.references import with_lake_names
+from zync_assets.spark import frames
+from zync_assets.spark.sql import text_sql
 from zync_assets.spark.tasks import spark_failures
+from zync_assets.upkeep import keep_short, keep_up
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 ROUNDS = 20
 """How often a batch is tried, each time without the records that the attempt before failed on."""
+
+MEASURED = 1_000
+"""Mean bytes of a record in its file from which on rows are measured on their way to Python."""
+
+Positions = Mapping[tuple[str, int], OutputPosition]
+"""(output topic, partition) → position."""
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
@@ -51,77 +76,342 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     snapshot = Snapshot(pipeline, batch.plan.raw)
     refuse_blocked(snapshot, batch.plan.pool, batch.plan.ranges)
     refuse_disordered(snapshot, batch.plan.pool, batch.plan.ranges)
-    try:
-        return _commit(pipeline, batch)
-    except FieldMissing as error:
-        known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
-        if known is None:
-            raise error
-        own, raw = known
-        return _commit(own, with_raw(pipeline, batch, raw))
-
-
-def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
-    started = time.monotonic()
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
-    failures = NONE
     with spark_failures(
         lambda text: EtlError(
             f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
-        pipeline = with_lake_names(pipeline, batch.plan.raw, batch.plan.state)
-        waiting = Waiting(batch)
         try:
-            for _ in range(ROUNDS):
-                found = _attempt(pipeline, batch, waiting, failures, started)
-                if isinstance(found, EtlCommit):
-                    return found
-                if isinstance(found, EtlBatch):
-                    batch, waiting = found, Waiting(found)
-                    continue
-                failures = Failures({**failures.found, **found})
-                _admit(pipeline, batch, failures, place)
-        finally:
-            waiting.release()
-    raise EtlError(
-        f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
-        f" {len(failures.found)} of them, and still more. Nothing was committed; correct the rule."
-    )
+            return _commit(pipeline, batch)
+        except FieldMissing as error:
+            known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
+            if known is None:
+                raise error
+            own, tables = known
+            return _commit(own, with_raw(pipeline, batch, tables))
 
 
-def _attempt(
-    pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, failures: Failures, started: float
-) -> EtlCommit | EtlBatch | dict[Place, Failure]:
-    """The commit, or the records that stand in its way, or the batch that has to be tried in place of this one."""
+def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
+    """One batch in the steps of the protocol. Until step 6 no commit names a file of the batch, and a kill leaves nothing."""
+    started = time.monotonic()
+
+    # 1. Positions before the batch. The end of a new output's topic in Kafka fixes the output's base.
+    outputs = output_positions(pipeline, batch.plan.pool, batch.plan.head)
+
+    # 2. Run the rules. One Spark query numbers the outputs, writes them into files, and counts every record. Records that
+    #    fail are removed, and the batch is tried again.
+    staged = _staged(with_lake_names(pipeline, batch.plan.raw, batch.plan.state), batch, outputs)
+    plan, state = staged.plan, staged.plan.state
+    committing = False
+    try:
+        crash_point("etl:outputs-written")
+
+        # 3. Write the account: the class of every new record, and of every older record that the batch looks at again.
+        undecoded = undecoded_rows(batch.spark, pipeline, plan)
+        ledger = [*_ledger_files(staged, undecoded), *_settled_files(staged)]
+        crash_point("etl:ledger-written")
+
+        # 4. Positions after the batch: seen, next output offsets, and counts.
+        facts = staged.results.facts
+        outcome = Outcome(
+            facts,
+            staged.ends,
+            staged.transform.types,
+            quarantined(undecoded),
+            staged.failures.waited(plan),
+            staged.joins,
+            staged.results.nullable,
+        )
+        head = next_head(plan, outputs, outcome)
+
+        # 5. Write the ledger files again from which records leave their class. Fold many ledger files into one.
+        added, removed = _tidied_ledger(staged)
+        if added:
+            crash_point("etl:ledger-folded")
+
+        # 6. Commit outputs, account and positions: one Delta commit on the table as the plan saw it. A table that another
+        #    process changed is a conflict.
+        committing = True
+        files = [*staged.results.files, *ledger, *added]
+        staging.commit_batch(pipeline.lake, plan.pool, state, head, table_schema(state, outcome.types), files, removed)
+    finally:
+        staged.release()
+        if not committing:
+            staged.remove()
+
+    # 7. Compact staging, and let retention remove raw records that every reader has seen.
+    keep_up(batch.spark, state.opened if state else None)
+    for topic, table in plan.raw.items():
+        keep_short(pipeline, pipeline.input(topic), table)
+    ranges = {topic: OffsetRange(0, outputs[topic, 0].next, end) for topic, end in staged.ends.items()}
+    new_outputs = {topic: (part,) for topic, part in ranges.items() if not part.empty}
+    return EtlCommit(plan.pool, head.batch, new_outputs, plan.ranges, new_counts(facts), time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The written outputs of a batch, which no commit names yet.
+
+    ``uri``: the staging table. ``folder``: the files of this attempt, below the table. ``failures``: the records for
+    quarantine. ``joins``: rule → the definition of its join hashes. ``ends``: output topic → the first output offset of the
+    next batch.
+    """
+
+    transform: Transform
+    uri: str
+    folder: str
+    failures: Failures
+    pending: PendingRecords = field(repr=False)
+    joins: Mapping[str, str]
+    results: Results = field(repr=False)
+    ends: Mapping[str, int]
+
+    @property
+    def plan(self) -> EtlPlan:
+        return self.transform.plan
+
+    def release(self) -> None:
+        """Free Spark's cache."""
+        self.results.release()
+        self.pending.release()
+
+    def remove(self) -> None:
+        """Remove the files. A batch that fails is tried again, for as long as its cause is there."""
+        storage.remove_files(storage.join(self.uri, self.folder))
+
+
+def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
+    """Write the outputs of a batch. Each attempt leaves out the records that the attempt before failed on.
+
+    A rule with a changed join has its pending records matched again in the same batch.
+    """
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
 
+    place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
+    known = NONE
+    transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
     try:
-        return EtlRun(pipeline, batch, waiting, failures).commit(started)
-    except Unfit as found:
-        return dict(found.failures)
-    except JoinsChanged as changed:
-        return looking_again(pipeline, batch, changed.rules)
-    except AnalysisException:
+        for _ in range(ROUNDS):
+            try:
+                return _attempt(transform, pending, known, outputs)
+            except JoinsChanged as changed:
+                batch = looking_again(pipeline, batch, changed.rules)
+                transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
+                continue
+            except EncodingFailures as error:
+                found = error.failures
+            except AnalysisException:
+                raise
+            except (PySparkException, Py4JError) as error:
+                found = find_failures(transform, pending, known)
+                if not found:
+                    raise error
+            known = Failures({**known.found, **found})
+            _admit(pipeline, batch.plan, known, place)
+        raise EtlError(
+            f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
+            f" {len(known.found)} of them, and still more. Nothing was committed; correct the rule."
+        )
+    except BaseException:
+        pending.release()
         raise
-    except (PySparkException, Py4JError) as error:
-        found = find_failures(pipeline, batch, waiting, failures)
-        if not found:
-            raise error
-        return found
 
 
-def _admit(pipeline: Pipeline, batch: EtlBatch, failures: Failures, doing: str) -> None:
+def _attempt(transform: Transform, pending: PendingRecords, known: Failures, outputs: Positions) -> Staged:
+    """Run the result rows and check what came of them. ``known``: the records with a known failure.
+
+    Raises JoinsChanged, EncodingFailures for outputs that can't be encoded, and Spark's error for a record that a rule fails on.
+    """
+    plan, pipeline, types, labels = transform.plan, transform.pipeline, transform.types, transform.labels
+    present: set[str] = set()
+
+    def columns(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
+        # Notes the columns here, because ``frame.columns`` takes as long as the analysis of the whole batch.
+        made = matching.columns(rule, target)
+        present.update(name for name, _ in made)
+        return made
+
+    rows = result_rows(transform, pending, known, columns)
+    folder = f"batch-{plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
+    limits = size_limits(pipeline, types)
+    topics = [
+        staged_topic(types[topic], f"{folder}/topic={topic}", position.next, labels, limits.get(topic))
+        for (topic, _), position in outputs.items()
+        # An output that the file has no more keeps its place in the account.
+        if topic in types and present.issuperset(types[topic].columns)
+    ]
+    suspect = suspect_sql(pipeline, labels, types, present, limits)
+    wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
+    files = (item for each in transform.files.values() for item in each)
+    spans = [positions.TimeSpan(item.min_time or 0, item.max_time or 0, item.records) for item in files]
+    outs = [labels.of_topic(topic.topic) for topic in topics]
+    numbered = positions.arranged(rows.frame, positions.time_bounds(spans), wanted, outs, together=transform.small)
+    uri = storage.staging_uri(pipeline.lake, plan.pool)
+    results: Results | None = None
+    try:
+        writer = BucketWriter(uri, topics, labels)
+        results = Results(
+            transform.spark, numbered, writer, small=transform.small, measured=_has_large_records(transform)
+        )
+        _check_classes(transform, results)
+        ends = _ends(plan, results, outputs)
+        return Staged(transform, uri, folder, known, pending, rows.joins, results, ends)
+    except BaseException:
+        if results is not None:
+            results.release()
+        storage.remove_files(storage.join(uri, folder))
+        raise
+
+
+def _has_large_records(transform: Transform) -> bool:
+    """Whether records may be large.
+
+    Records may be large if the mean record size of a new or pending input's file is, or if the pipeline file limits the
+    bytes of an Arrow batch.
+    """
+    plan = transform.plan
+    topics = {topic for (_, topic), count in plan.head.waiting.items() if count}
+    old = (raw.raw_files(state) for topic, state in plan.raw.items() if state is not None and topic in topics)
+    files = [item for each in (*transform.files.values(), *old) for item in each]
+    return BATCH_BYTES in transform.pipeline.spark or any(item.size > MEASURED * item.records for item in files)
+
+
+def _admit(pipeline: Pipeline, plan: EtlPlan, known: Failures, place: str) -> None:
     """BadRecords where an input does not let its failing records pass."""
     for item in pipeline.inputs:
-        mine = [failure for place, failure in sorted(failures.found.items()) if place[0] == item.topic]
+        mine = [failure for at, failure in sorted(known.found.items()) if at[0] == item.topic]
         # Records that this batch takes out of quarantine are among the quarantined records already.
         there = sum(
-            taken.records
-            for taken in batch.plan.reopening.taken
-            if (taken.topic, taken.kind) == (item.topic, "quarantined")
+            part.records for part in plan.reopening.parts if (part.topic, part.kind) == (item.topic, "quarantined")
         )
         if mine:
-            first = QuarantinedRecord(batch.plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].said, None, True)
-            admit(pipeline, item, batch.plan.raw[item.topic], len(mine) - there, first, doing)
+            first = QuarantinedRecord(plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].reason, None, True)
+            admit(pipeline, item, plan.raw[item.topic], len(mine) - there, first, place)
+
+
+def _check_classes(transform: Transform, results: Results) -> None:
+    """Raise the first error of the results.
+
+    Every new record must be in exactly one class. No record may be unmatched if the pipeline file forbids unmatched
+    records. No rule with an unresolved NULL column may take a record. Publish must be able to encode every output.
+    """
+    plan, facts = transform.plan, results.facts
+    for row in facts:
+        if row.kind == "untyped":
+            rule = row.rule or ""
+            raise EtlError(next(kind.untyped[rule] for kind in transform.types.values() if rule in kind.untyped))
+    if results.encoding_failures:
+        raise EncodingFailures(_encoding_failures(transform, results))
+    for item in transform.pipeline.inputs:
+        if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in facts):
+            mine = results.entries().where("kind = 'unmatched'").where(f"topic = {text_sql(item.topic)}")
+            [row] = mine.selectExpr("min(struct(partition, first)) AS at").collect()
+            raise EtlError(
+                f"topic {item.topic}, partition {row['at']['partition']}, offset {row['at']['first']}: no rule takes this"
+                " record. Add a rule, or set unmatched: keep or drop."
+            )
+    counted = Counter[str]()
+    for row in facts:
+        if not row.old:
+            counted[row.topic] += row.entries
+    for topic, files in transform.files.items():
+        ranges = plan.reads(topic)
+        inside = all(frames.is_inside(item, ranges) for item in files)
+        expected = sum(item.records for item in files) if inside else transform.frames[topic].count()
+        if counted[topic] != expected:
+            raise EtlError(
+                f"pool {plan.pool}: {expected} new records of {topic} were read and {counted[topic]} accounted for;"
+                " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
+            )
+
+
+def _encoding_failures(transform: Transform, results: Results) -> dict[failures.Place, Failure]:
+    """Place → the failure of each record whose output can't be encoded. EtlError if they are too many."""
+    labels = transform.labels
+    found: dict[failures.Place, Failure] = {}
+    for one in results.encoding_failures:
+        place = (labels.topics[one.place], one.partition, one.offset)
+        found[place] = Failure(*place, str(labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
+    if len(found) > failures.MOST_FAILURES:
+        first = found[min(found)]
+        raise EtlError(
+            f"pool {transform.plan.pool}: rule {first.rule}, {first.text}. {len(found)} records or more fail in this way, the"
+            f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
+            " Correct the rule, or the output."
+        )
+    return found
+
+
+def _ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[str, int]:
+    """Topic → the first output offset of the next batch. EtlError if the files' offsets have gaps or overlap."""
+    ends: dict[str, int] = {}
+    for (topic, _), position in outputs.items():
+        end = position.next
+        for file in (item for item in results.files if item.group == topic):
+            if file.first != end:
+                raise EtlError(
+                    f"pool {plan.pool}, topic {topic}: offset {file.first} follows {end - 1}: Spark made the rows twice, and"
+                    " not the same. Nothing was committed. Do the rules use the time of day? Without such a rule, run it"
+                    " again."
+                )
+            end += file.records
+        if end - position.next != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
+            raise EtlError(
+                f"pool {plan.pool}, topic {topic}: not all outputs were written; nothing was committed. This is a defect of"
+                " zync_assets: please report it with the pipeline file."
+            )
+        ends[topic] = end
+    return ends
+
+
+def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]:
+    """The account of the batch's new records, and the pending records that the batch completes."""
+    spark, plan, results = staged.transform.spark, staged.plan, staged.results
+    folder = f"{staged.folder}/{staging.ACCOUNT_FOLDER}"
+    path = f"{folder}/part-0.parquet"
+    covered = {topic: plan.reads(topic) for topic in plan.ranges}
+    failed = account.failed_entries(map(astuple, staged.failures.of(plan, old=False)))
+    count = sum(row.entries for row in results.facts if row.kind != "out" or row.old)
+    if undecoded is None and count <= account.FEW:
+        entries = [results.few_entries(), failed] if count else [failed]
+        rows = account.ledger_table(covered, pa.concat_tables(entries))
+        return [staging.write_entries(staged.uri, path, rows)]
+    parts = [results.entries(), *([] if undecoded is None else [undecoded])]
+    if failed.num_rows:
+        parts.append(arrow_frame(spark, failed))
+    frame = account.ledger_frame(spark, covered, matching.union(parts))
+    _write(frame.selectExpr("struct(*) AS account"), storage.join(staged.uri, folder))
+    paths = storage.list_files(storage.join(staged.uri, folder), ".parquet")
+    files = [staging.ledger_file(staged.uri, f"{folder}/{name}") for name in paths]
+    return [item for item in files if item.records]
+
+
+def _settled_files(staged: Staged) -> list[DataFile]:
+    """The entries of reopened records that the raw table no longer holds, and of pending records that a rule failed on."""
+    path = f"{staged.folder}/{staging.ACCOUNT_FOLDER}/settled.parquet"
+    entries = [item.entry("expired") for item in staged.plan.reopening.expired]
+    entries += [failure.entry() for failure in staged.failures.of(staged.plan, old=True)]
+    return [staging.write_ledger(staged.uri, path, entries)] if entries else []
+
+
+def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
+    """Ledger files to add and to remove, in addition to the batch's own files."""
+    plan = staged.plan
+    leaving = [*plan.reopening.parts, *staged.failures.waited(plan)]
+    if plan.state is None:
+        return [], []
+    return carve(plan.state, leaving) if leaving else fold_ledger(plan.state)
+
+
+_WRITING = {
+    # A marker file that nothing here reads.
+    "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
+    "compression": "snappy",
+}
+
+
+def _write(frame: DataFrame, uri: str) -> None:
+    """Ledger rows, too many to be fetched, by Spark's own Parquet writer."""
+    frame.write.options(**_WRITING, **storage.spark_options(uri)).parquet(storage.spark_path(uri))

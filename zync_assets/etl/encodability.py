@@ -1,18 +1,16 @@
-"""Values without an encoding: outputs that can't be encoded, and columns that the source left out.
+"""Outputs that can't be encoded, and the columns that the source left out. ETL finds both before it numbers the outputs. Publish
+would stop at the offset of an output without an encoding for ever.
 
-Text whose bytes are not UTF-8.
+A cheap SQL condition marks suspicious outputs, and a check of every text finds texts that are not UTF-8. Spark casts binary to
+a string without a look at the bytes, and Arrow and Parquet carry the bytes on. Spark tasks encode the marked outputs with the
+code of publish. Most batches mark no output and encode nothing. The condition is true for every record that can't be encoded,
+and for few other records: JSON has no NaN and no infinities, most languages have no years past 9999, and a record has a largest
+size.
 
-Spark casts binary to a string without a look at the bytes, and Arrow and Parquet carry the bytes on. Readers of the
-lake and of Kafka stop at such text.
-
-Values that the source did not send: Debezium's placeholder for a large column that an update left as it was.
-
-PostgreSQL keeps large values apart (TOAST) and does not log those that an update leaves unchanged; Debezium puts a
-placeholder there, ``unavailable.value.placeholder`` in its configuration. A record omits an output field that is the
-placeholder, so that the placeholder overwrites no value downstream.
-
-The placeholder's form depends on the column's type (Debezium, ``UnchangedToastedPlaceholder`` of its PostgreSQL
-connector):
+PostgreSQL keeps large values apart (TOAST) and does not log those that an update leaves unchanged. Debezium puts a placeholder
+there, ``unavailable.value.placeholder`` in its configuration. A record omits an output field that is the placeholder, so that the
+placeholder overwrites no value downstream. The placeholder's form depends on the column's type (Debezium,
+``UnchangedToastedPlaceholder`` of its PostgreSQL connector):
 
 - a string: the placeholder itself
 - binary: the placeholder's bytes
@@ -22,18 +20,6 @@ connector):
 - an hstore, as a map or as JSON: the placeholder mapped to itself
 
 Arrays of booleans are ignored, because an array with a true for each byte may be a value.
-
-A cheap SQL condition for outputs that may be impossible to encode. A later step encodes these outputs as a test.
-
-The condition is true for every record that can't be encoded, and for few other records. JSON has no NaN and no
-infinities, most languages have no years past 9999, bytes that become text must be UTF-8, and a record has a largest
-size. The functions for text find strings that are not UTF-8.
-
-Finds outputs that can't be encoded, before ETL numbers them. Publish would stop at the offset of such an output for
-ever.
-
-A cheap SQL condition marks suspicious outputs (``odd_sql``), and a check of every text finds texts that are not
-UTF-8. Spark tasks encode the marked outputs with the code of publish. Most batches mark no output and encode nothing.
 """
 
 from __future__ import annotations
@@ -274,7 +260,7 @@ _AROUND = 100
 """An upper limit for the bytes of a record batch around the key, value and headers of its one record."""
 
 
-class Unfit(Exception):
+class EncodingFailures(Exception):
     """Some outputs can't be encoded. ``failures``: the place of the record that completed the output → failure."""
 
     def __init__(self, failures: Mapping[Place, Failure]) -> None:

@@ -1,37 +1,30 @@
 """The search for the records that an ETL batch fails on.
 
-Search for the records of an ETL batch on which a rule overflows Java's stack. See ``spark.tasks`` for how.
+A search runs one Spark job for the conditions and join keys of each input. It then repeats a job for the outputs until the job
+finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs fetch Spark's
+error texts. If an output of several records fails, the search removes the record that makes the expression fail alone. If there
+is no such record, the search removes the record that completed the output. This choice does not depend on the cut of the batches.
 
-Search for the records that an ETL batch fails on. See ``failures`` for how.
-
-A search runs one Spark job for the conditions and join keys of each input. It then repeats a job for the outputs until
-the job finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs
-fetch Spark's error texts. If the output of a pair fails, the search removes the record that makes the expression fail
-alone. If no such record is found, the search removes the record that completed the pair. This choice does not depend on
-the cut of the batches.
-
-A record that overflows Java's stack fails the search too: ``OverflowSearch`` finds it, and the search goes on without
-it.
+A record that overflows Java's stack fails the search too. ``OverflowSearch`` finds the record, and the search goes on without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl import failures
-from zync_assets.etl.batch import EtlRun
+from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
-from zync_assets.etl.output_types import OutputType, output_types
-from zync_assets.etl.pending import Waiting
-from zync_assets.etl.plan import EtlBatch
-from zync_assets.etl.rules import matching
+from zync_assets.etl.pending import PendingRecords
+from zync_assets.etl.rules import kind_of, matching
+from zync_assets.etl.rules.matching import Columns
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm, Pipeline, Rule
+from zync_assets.pipeline import Rule
 from zync_assets.spark import tasks
 from zync_assets.spark.sql import leaves
 from zync_assets.spark.tasks import MOST, TEXT, culprits, is_overflow, said
@@ -44,29 +37,20 @@ Found = tuple[Place, Rule, str]
 
 
 class OverflowSearch:
-    """``rules``: the staging pool's; ``frames``: the records of each input; ``types``: the outputs' types; ``run``: the
-    batch without the records that are known to fail by now."""
+    """``rows``: the result rows of the batch without the records that are known to fail by now."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        rules: Sequence[Rule],
-        frames: Mapping[str, DataFrame],
-        types: Mapping[str, OutputType],
-        run: Callable[[], EtlRun],
-    ) -> None:
-        self.pipeline, self.rules, self.run = pipeline, rules, run
-        self.frames, self.types = frames, types
-        self.topics = [item.topic for item in pipeline.inputs]
+    def __init__(self, transform: Transform, rows: Callable[[Columns], DataFrame]) -> None:
+        self.transform, self.rules, self.rows = transform, transform.rules, rows
+        self.topics = [item.topic for item in transform.pipeline.inputs]
 
     def records(self, topic: str, ranges: Sequence[OffsetRange], known: str) -> Iterator[Found]:
         """Records that overflow in a ``where`` or a ``join-on``, MOST and one of a range at the most. ``known``: as for
         ``failures.failing_records``."""
-        item = self.pipeline.input(topic)
+        item = self.transform.pipeline.input(topic)
 
         def overflows(part: OffsetRange) -> bool:
-            frame = self.frames[topic].where(_inside(part, "kafka"))
-            return _overflows(failures.failing_records(item, frame, self.rules, self.frames, known), "failed")
+            frame = self.transform.frames[topic].where(_inside(part, "kafka"))
+            return _overflows(failures.failing_records(item, frame, self.rules, self.transform.frames, known), "failed")
 
         for place in self._places(topic, ranges, overflows):
             rule = self._rule_of_record(place)
@@ -77,7 +61,7 @@ class OverflowSearch:
         """Records that overflow in what a rule makes of them, MOST and one of a range at the most."""
         from pyspark.sql import functions as F
 
-        rows = self._results(failures.failing_sides)
+        rows = self.rows(failures.failing_sides)
         bounds = F.min("ord.offset").alias("first"), F.max("ord.offset").alias("last")
         for row in sorted(rows.groupBy("ord.place", "ord.partition").agg(*bounds).collect()):
             span, place = OffsetRange(row["partition"], row["first"], row["last"] + 1), row["place"]
@@ -103,20 +87,20 @@ class OverflowSearch:
     def _rule_of_record(self, place: Place) -> tuple[Rule, str] | None:
         """The rule whose ``where`` or ``join-on`` overflows on a record, and which of both it is."""
         topic, partition, offset = place
-        frame = self.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
-        asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
-        sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
-        frame = frame.selectExpr("*", *sides)
+        frame = self.transform.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
+        asked = matching.conditions(self.transform.pipeline.input(topic), frame, self.rules)
+        frame = frame.selectExpr("*", *failures.names_sql(self.rules, topic))
         for end, (index, _) in enumerate(asked):
-            taken = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in asked[: end + 1])} END"
-            if _overflows(frame.selectExpr(f"{taken} AS taken"), "taken"):
+            chosen = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in asked[: end + 1])} END"
+            if _overflows(frame.selectExpr(f"{chosen} AS chosen"), "chosen"):
                 return self.rules[index], "where"
-            [row] = frame.selectExpr(f"{taken} AS taken").collect()
-            if row["taken"] is not None:
+            [row] = frame.selectExpr(f"{chosen} AS chosen").collect()
+            if row["chosen"] is not None:
                 rule = self.rules[index]
-                keys = join_keys(rule, topic) if isinstance(rule, Denorm) else []
-                hashed = frame.selectExpr(f"xxhash64({', '.join(keys)}) AS hash")
-                return (rule, "join-on") if keys and _overflows(hashed, "hash") else None
+                keys = ", ".join(join_keys(rule, topic))
+                if keys and _overflows(frame.selectExpr(f"xxhash64({keys}) AS hash"), "hash"):
+                    return rule, kind_of(rule).join
+                return None
         return None
 
     def _blamed(self, completing: Place) -> Iterator[Found]:
@@ -131,9 +115,9 @@ class OverflowSearch:
                 sides = failures.sides_sql(other, target) if other.name == rule.name else {}
                 return [("it", sql(sides[side]) if side in sides else "false")]
 
-            return _overflows(self._results(only).where(mine), "it")
+            return _overflows(self.rows(only).where(mine), "it")
 
-        rows = self._results(lambda rule, target: []).where(mine).select("rule", "source").collect()
+        rows = self.rows(lambda rule, target: []).where(mine).select("rule", "source").collect()
         for row in rows:
             rule = self.rules[row["rule"]]
             sides = ("shape", "key", "value", "headers")
@@ -141,22 +125,20 @@ class OverflowSearch:
             if side is None:
                 continue
             blamed = completing
-            if isinstance(rule, Denorm):
-                left, right = (
-                    overflows(rule, side, partial(failures.fails_alone, side=alone)) for alone in ("left", "right")
-                )
-                if left != right:
-                    source = row["source"][0 if left else 1]
-                    blamed = self.topics[source["place"]], source["partition"], source["offset"]
+            alone = [
+                at
+                for at, each in enumerate(rule.sides if len(rule.sides) > 1 else ())
+                if overflows(rule, side, partial(failures.fails_alone, rule, side=each.name))
+            ]
+            if len(alone) == 1:
+                source = row["source"][alone[0]]
+                blamed = self.topics[source["place"]], source["partition"], source["offset"]
             yield blamed, rule, side
 
-    def _results(self, made_by: matching.Made) -> DataFrame:
-        return self.run().results(self.frames, self.types, made_by)
 
-
-def join_keys(rule: Denorm, topic: str) -> list[str]:
-    """The expressions of a rule's ``join-on`` that take a topic's records."""
-    return [f"({pair[0 if topic == rule.left else 1]})" for pair in rule.join_on]
+def join_keys(rule: Rule, topic: str) -> list[str]:
+    """The expressions of a rule's join key that take a topic's records."""
+    return [f"({sql})" for sql in rule.side(topic).keys]
 
 
 def _inside(part: OffsetRange, of: str) -> str:
@@ -186,32 +168,27 @@ TEXTS = 8
 every expression quotes Spark."""
 
 
-def find_failures(pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> dict[Place, Failure]:
+def find_failures(transform: Transform, pending: PendingRecords, known: Failures) -> dict[Place, Failure]:
     """Place → failure of each failing record that is not ``known``; empty if the batch fails for another reason.
 
     Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if
     the search itself fails.
     """
-    return _Search(pipeline, batch, waiting, known).run()
+    return _Search(transform, pending, known).run()
 
 
 class _Search:
-    def __init__(self, pipeline: Pipeline, batch: EtlBatch, waiting: Waiting, known: Failures) -> None:
-        self.pipeline, self.batch, self.waiting, self.known = pipeline, batch, waiting, known
+    def __init__(self, transform: Transform, pending: PendingRecords, known: Failures) -> None:
+        self.transform, self.pending, self.known = transform, pending, known
+        self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
         self.found: dict[Place, tuple[Rule, str]] = {}
         """Place → the rule, and the failing part of the rule."""
-        first = EtlRun(pipeline, batch, waiting, known)
-        self.rules = first.rules
         self.overflowing: set[Place] = set()
         """The places of the records that overflow Java's stack."""
-        self.frames: Mapping[str, DataFrame] = first.frames()
-        self.types: Mapping[str, OutputType] = output_types(
-            pipeline, batch.plan.pool, batch.plan.state, self.frames, first.tables(), lacks=first.lacks
-        )
-        self.overflow = OverflowSearch(pipeline, self.rules, self.frames, self.types, self._run)
+        self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
-        with tasks.looking(self.batch.spark):
+        with tasks.looking(self.transform.spark):
             self._records()
             for _ in range(MOST_JOBS):
                 if not self._outputs():
@@ -220,11 +197,11 @@ class _Search:
                 raise EtlError(
                     f"{self._summary()} The search for more took {MOST_JOBS} jobs. Nothing was committed. Correct the rule."
                 )
-        return self._told()
+        return self._with_reasons()
 
     def _records(self) -> None:
         for topic in self.frames:
-            if ranges := self.batch.plan.reads(topic):
+            if ranges := self.transform.plan.reads(topic):
                 known = self._failures().condition(topic) or "false"
                 overflowing = self.overflow.records(topic, ranges, known)
                 self._without(overflowing, partial(self._failing_records, topic))
@@ -245,13 +222,13 @@ class _Search:
         return len(self.found) > before
 
     def _failing_outputs(self) -> None:
-        rows = self._run().results(self.frames, self.types, failures.failing_sides)
+        rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
-        blame = "CASE blamed WHEN 'left' THEN source[0] WHEN 'right' THEN source[1] END AS blame"
-        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", blame)
+        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", "blamed", "source")
         for row in found.limit(failures.MOST_FAILURES + 1).collect():
-            of = row["blame"] or row["ord"]
+            names = [side.name for side in self.rules[row["rule"]].sides]
+            of = row["ord"] if row["blamed"] is None else row["source"][names.index(row["blamed"])]
             topic = self.pipeline.inputs[of["place"]].topic
             self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
 
@@ -272,9 +249,9 @@ class _Search:
                 raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Correct the rule.") from error
             look()
 
-    def _run(self, without: Place | None = None) -> EtlRun:
-        """The batch without what is known to fail, but for one record."""
-        return EtlRun(self.pipeline, self.batch, self.waiting, self._failures(without))
+    def _rows(self, columns: Columns, without: Place | None = None) -> DataFrame:
+        """The result rows without the records that are known to fail, but with the record ``without``."""
+        return result_rows(self.transform, self.pending, self._failures(without), columns).frame
 
     def _failures(self, without: Place | None = None) -> Failures:
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
@@ -288,11 +265,11 @@ class _Search:
         place = min(self.found)
         rule, side = self.found[place]
         return (
-            f"pool {self.batch.plan.pool}: rule {rule.name}, {side} fails on {len(self.found)} records or more, the first"
+            f"pool {self.transform.plan.pool}: rule {rule.name}, {side} fails on {len(self.found)} records or more, the first"
             f" at topic {place[0]}, partition {place[1]}, offset {place[2]}."
         )
 
-    def _told(self) -> dict[Place, Failure]:
+    def _with_reasons(self) -> dict[Place, Failure]:
         """The failures with their reasons."""
         order = sorted(self.found)
         firsts: dict[tuple[str, str], Place] = {}
@@ -324,10 +301,8 @@ class _Search:
             return expressions[0]
         first = failures.first_failing(expressions)
         try:
-            with tasks.looking(self.batch.spark):
-                rows = self._run(without=place).results(
-                    self.frames, self.types, lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")]
-                )
+            with tasks.looking(self.transform.spark):
+                rows = self._rows(lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place)
                 found = rows.where(self._is_of(place)).where("at IS NOT NULL").select("at").limit(1).collect()
         except (PySparkException, Py4JError):
             return side, ""
@@ -346,16 +321,14 @@ class _Search:
 
         topic, partition, offset = place
         try:
-            if side in ("where", "join-on"):
+            if side in ("where", kind_of(rule).join):
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
                 asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
-                sides = "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
-                keys = join_keys(rule, topic) if isinstance(rule, Denorm) else []
-                sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
-                frame.selectExpr("*", *sides).selectExpr(f"xxhash64({sql})").collect()
+                sql = f"CASE {cases} END" if side == "where" else ", ".join(join_keys(rule, topic))
+                frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
-                rows = self._run(without=place).results(self.frames, self.types, matching.columns)
+                rows = self._rows(matching.columns, place)
                 rows.where(self._is_of(place)).collect()
         except (PySparkException, Py4JError) as error:
             return said(error)
@@ -365,9 +338,9 @@ class _Search:
 def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
     """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
     if side == "where":
-        return [(side, sql or "") for sql in matching.wheres(rule, topic)[:1]]
-    if side == "join-on":
-        return [(side, " AND ".join(join_keys(rule, topic)) if isinstance(rule, Denorm) else "")]
+        return [(side, rule.side(topic).where or "")]
+    if side == kind_of(rule).join:
+        return [(side, " AND ".join(join_keys(rule, topic)))]
     if side == "shape":
         return [(side, rule.keep or "")]
     if side == "headers":

@@ -1,17 +1,10 @@
-"""Records that an ETL batch can't transform: found by SQL, sent to quarantine, or undecoded beside the raw table.
+"""Records that an ETL batch can't transform, and that go into quarantine.
 
-Finds the records that an expression fails on. Spark stops at the first failing record, and does not name the
-record.
-
-``fails`` is a condition that is true for a record on which an expression fails: Spark's ``try_to_binary`` returns NULL
-for any error inside its argument. One pass over a batch therefore finds every failing record. The pass needs the
-settings SETTINGS. Otherwise Spark computes an expression that occurs twice once, outside of ``try_to_binary``.
-
-Records of an ETL batch that go into quarantine: an expression fails on them, or what is made of them can't be
-encoded.
-
-Reads the side table of a raw table within a batch's new offsets: undecodable records, and offset ranges that
-retention removed or that an input's shape excludes.
+An expression of a rule fails on such a record, the output of the record can't be encoded, or ingest could not decode the record.
+Spark stops at the first record on which an expression fails, and does not name the record. ``fails`` is a condition that is true
+for such a record: Spark's ``try_to_binary`` returns NULL for any error inside its argument. One pass over a batch therefore finds
+every failing record. The pass needs the settings SETTINGS. Otherwise Spark computes an expression that occurs twice once, outside
+of ``try_to_binary``.
 """
 
 from __future__ import annotations
@@ -26,18 +19,17 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.retries import Taken
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.join_keys import key_types
+from zync_assets.etl.retries import ClassRange
+from zync_assets.etl.rules import kind_of, matching
 from zync_assets.etl.rules.matching import Target, conditions, has_schema, wanted
-from zync_assets.etl.rules.shapes import headers_sql, type_sql
+from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.lake import quarantine, raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm, Input, Pipeline, Rule
+from zync_assets.pipeline import Input, Pipeline, Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import shape_sql
 from zync_assets.spark.tasks import fails
@@ -58,20 +50,26 @@ def sides_sql(rule: Rule, target: Target) -> dict[str, str]:
 def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
     """The columns ``failed`` and ``blamed`` for ``etl.rules.matching.singles`` and ``paired``, as (name, SQL).
 
-    ``failed``: the output side whose expression fails. ``blamed``: the input side, left or right, whose record makes the
-    expression fail with any record on the other side. Null if both records fail alone, or if only the pair fails.
+    ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
+    fail with any record on the others. Null if several records fail alone, or if only the records together fail.
     """
     sides = sides_sql(rule, target)
     found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
-    if isinstance(rule, Denorm):
-        alone = {sql: (fails_alone(sql, "left"), fails_alone(sql, "right")) for sql in sides.values()}
-        cases = [
-            f"WHEN {fails(sql)} THEN CASE WHEN {left} AND NOT {right} THEN 'left' WHEN {right} AND NOT {left} THEN 'right' END"
-            for sql, (left, right) in alone.items()
-        ]
+    if len(rule.sides) > 1:
+        cases = [f"WHEN {fails(sql)} THEN {_alone(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
     return [("failed", f"CASE {found} END"), ("blamed", blamed)]
+
+
+def _alone(rule: Rule, sql: str) -> str:
+    """The side whose record alone makes an expression fail; null unless there is exactly one such side."""
+    alone = {side.name: fails_alone(rule, sql, side.name) for side in rule.sides}
+    only = " ".join(
+        f"WHEN {mine} AND NOT ({' OR '.join(sql for other, sql in alone.items() if other != side)}) THEN '{side}'"
+        for side, mine in alone.items()
+    )
+    return f"CASE {only} END"
 
 
 def first_failing(expressions: Sequence[tuple[str, str]]) -> str:
@@ -80,11 +78,19 @@ def first_failing(expressions: Sequence[tuple[str, str]]) -> str:
     return f"CAST(CASE {cases} END AS INT)"
 
 
-def fails_alone(sql: str, side: str) -> str:
-    """Whether an expression fails with one side's record while the other's is null."""
-    other = "right" if side == "left" else "left"
-    absent = f"CASE WHEN `{other}`.kafka.offset < 0 THEN `{other}` END"
-    return fails(f"transform(array({absent}), `{other}` -> {sql})")
+def fails_alone(rule: Rule, sql: str, side: str) -> str:
+    """Whether an expression fails with one side's record while the others are null."""
+    for other in rule.sides:
+        if other.name != side:
+            absent = f"CASE WHEN `{other.name}`.kafka.offset < 0 THEN `{other.name}` END"
+            sql = f"transform(array({absent}), `{other.name}` -> {sql})"
+    return fails(sql)
+
+
+def names_sql(rules: Sequence[Rule], topic: str) -> list[str]:
+    """A topic's record under each name that the rules' expressions have for it, as columns."""
+    names = dict.fromkeys(rule.side(topic).name for rule in rules if topic in rule.topics)
+    return [f"struct(kafka, key, value) AS `{name}`" for name in names]
 
 
 def failing_records(
@@ -100,38 +106,29 @@ def failing_records(
     ``known``: a condition for records that are not looked at.
     """
     asked = conditions(item, frame, rules)
-    chosen = [
+    choices = [
         f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in asked[: end + 1])} END"
         for end in range(len(asked))
     ]
     # The first rule at which the conditions fail is the failing rule.
-    where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(asked, chosen, strict=True))
+    where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(asked, choices, strict=True))
     if not asked or not has_schema(frame):
         return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")
     frame = frame.where(f"NOT ({known})").selectExpr("*", f"CASE {where} END AS wrong")
-    frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {chosen[-1]} END AS taken")
-    frame = frame.selectExpr(
-        "kafka", "wrong", "taken", "struct(kafka, key, value) AS `left`", "struct(kafka, key, value) AS `right`"
-    )
+    frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {choices[-1]} END AS chosen")
     joins: list[str] = []
+    frame = frame.selectExpr("kafka", "wrong", "chosen", *names_sql(rules, item.topic))
     for index, rule in enumerate(rules):
-        if not isinstance(rule, Denorm) or item.topic not in rule.topics:
-            continue
-        sides = {"left": rule.left, "right": rule.right}
-        kinds = key_types(
-            rule,
-            {side: others[topic] for side, topic in sides.items() if topic in others and has_schema(others[topic])},
-        )
-        place = 0 if item.topic == rule.left else 1
-        keys = ", ".join(
-            f"CAST(({pair[place]}) AS {type_sql(kind)})" for kind, pair in zip(kinds, rule.join_on, strict=True)
-        )
-        joins.append(f"WHEN taken = {index} AND {fails(keys)} THEN 'join-on'")
+        if item.topic in rule.topics and rule.side(item.topic).keys:
+            inputs = {side.name: others[side.topic] for side in rule.sides if side.topic in others}
+            inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
+            keys = kind_of(rule).key_sql(rule, item.topic, inputs)
+            joins += [] if keys is None else [f"WHEN chosen = {index} AND {fails(keys)} THEN '{kind_of(rule).join}'"]
     joined = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
     return frame.selectExpr(
         "kafka.partition AS partition",
         "kafka.offset AS offset",
-        "coalesce(wrong, taken) AS rule",
+        "coalesce(wrong, chosen) AS rule",
         f"CASE WHEN wrong IS NOT NULL THEN 'where' {joined} END AS failed",
     ).where("failed IS NOT NULL")
 
@@ -158,7 +155,7 @@ class Failure:
         return self.topic, self.partition, self.offset
 
     @property
-    def said(self) -> str:
+    def reason(self) -> str:
         """Rule and reason."""
         return f"rule {self.rule}, {self.text}"
 
@@ -168,8 +165,11 @@ class Failure:
 
     def entry(self) -> dict[str, object]:
         """Its ledger row."""
-        taken = Taken(self.topic, "pending", None, self.part)
-        return {**taken.entry("quarantined"), "rule": self.rule, "text": self.text}
+        return {
+            **ClassRange(self.topic, "pending", None, self.part).entry("quarantined"),
+            "rule": self.rule,
+            "text": self.text,
+        }
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class Failures:
             )
         ]
 
-    def waited(self, plan: EtlPlan) -> list[Taken]:
+    def waited(self, plan: EtlPlan) -> list[ClassRange]:
         """The failing pending records, which leave the class pending."""
-        return [Taken(one.topic, "pending", one.rule, one.part) for one in self.of(plan, old=True)]
+        return [ClassRange(one.topic, "pending", one.rule, one.part) for one in self.of(plan, old=True)]
 
 
 NONE = Failures()

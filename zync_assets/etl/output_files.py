@@ -24,6 +24,7 @@ from zync_assets.etl import account, encodability
 from zync_assets.etl.account import ENTRIES, Count, Labels
 from zync_assets.etl.encodability import encoding_errors, text_problems
 from zync_assets.etl.failures import MOST_FAILURES
+from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.matching import LACKING
 from zync_assets.etl.rules.output_schemas import FieldPath, null_masks
 from zync_assets.etl.rules.shapes import type_sql
@@ -96,8 +97,22 @@ class StagedTopic:
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
 
 
+def staged_topic(kind: OutputType, folder: str, next: int, labels: Labels, limit: int | None) -> StagedTopic:
+    """The outputs of a topic in a batch. The parameters are those of ``StagedTopic``."""
+    return StagedTopic(
+        kind.topic,
+        folder,
+        next,
+        kind.columns,
+        [kind.targets[name].fingerprint if name in kind.targets else "" for name in labels.rules],
+        {kind.targets[name].fingerprint: text for name, text in kind.texts.items()},
+        limit,
+        tuple(kind.required),
+    )
+
+
 @dataclass(frozen=True)
-class Unfitting:
+class EncodingFailure:
     """An output that can't be encoded, the raw record that completed the output, the index of the rule, and the error."""
 
     topic: str
@@ -114,7 +129,7 @@ class Written:
 
     files: Sequence[DataFile]
     counts: Sequence[Count]
-    unfitting: Sequence[Unfitting]
+    encoding_failures: Sequence[EncodingFailure]
     nullable: frozenset[tuple[str, FieldPath]]
 
 
@@ -161,7 +176,7 @@ class BucketWriter:
         settle()
         files: dict[int, _File] = {}
         counted: list[Count] = []
-        unfitting: list[Unfitting] = []
+        encoding_failures: list[EncodingFailure] = []
         nullable: set[tuple[str, FieldPath]] = set()
         try:
             for batch in _gathered(batches):
@@ -172,15 +187,18 @@ class BucketWriter:
                     yield _result(None, entries)
                 for at, outputs in self._outputs(batch):
                     # More of them end the batch, and none is looked at further.
-                    if len(unfitting) <= MOST_FAILURES:
-                        unfitting += _unfitting(self.topics[at], outputs, self.labels)
+                    if len(encoding_failures) <= MOST_FAILURES:
+                        encoding_failures += _encoding_failures(self.topics[at], outputs, self.labels)
                     nullable |= {(self.topics[at].topic, path) for path in _null_fields(self.topics[at], outputs)}
                     file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
                         file.write_group()
             found: object = Written(
-                [file.closed() for file in files.values()], account.summed(counted), unfitting, frozenset(nullable)
+                [file.closed() for file in files.values()],
+                account.summed(counted),
+                encoding_failures,
+                frozenset(nullable),
             )
         except ZyncError as error:
             found = error
@@ -219,7 +237,7 @@ def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(held)
 
 
-def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[Unfitting]:
+def _encoding_failures(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[EncodingFailure]:
     errors = text_problems(outputs, staged.columns)
     marked = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
     marked[list(errors)] = False
@@ -230,7 +248,7 @@ def _unfitting(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> 
         errors |= {int(places[index]): text for index, text in found.items()}
     for index, text in sorted(errors.items()):
         row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
-        yield Unfitting(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
+        yield EncodingFailure(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
 
 
 def _null_fields(staged: StagedTopic, outputs: pa.RecordBatch) -> list[FieldPath]:
@@ -343,17 +361,17 @@ class Results:
         """By topic, in order of offsets."""
         counted = account.summed(count for each in tasks for count in each.counts)
         self.facts = [account.fact(count, writer.labels) for count in counted]
-        self.unfitting = [one for each in tasks for one in each.unfitting]
+        self.encoding_failures = [one for each in tasks for one in each.encoding_failures]
         self.nullable = frozenset(one for each in tasks for one in each.nullable)
         self._entries = _unpacked(fetched) if small else None
 
-    def few_entries(self) -> list[dict[str, object]]:
+    def few_entries(self) -> pa.Table:
         """The rows of ``account.ENTRIES``, fetched to the driver."""
         if self._entries is not None:
-            return self._entries.to_pylist()
+            return self._entries
         rows = self._made.collect()
         _raise_errors(row["found"] for row in rows)
-        return _unpacked(rows).to_pylist()
+        return _unpacked(rows)
 
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""

@@ -38,7 +38,7 @@ from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Denorm, Output, Pipeline, Rule, Stateless
+from zync_assets.pipeline import Output, Pipeline, Rule
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -185,12 +185,9 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     """The types of a rule's key and value; None while an input has no table, or one side of a join no schema."""
     if any(topic not in frames for topic in rule.topics):
         return None
-    if isinstance(rule, Denorm) and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
+    if len(rule.sides) > 1 and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
         return None
-    if isinstance(rule, Stateless):
-        sides = {"in": frames[rule.input]}
-    else:
-        sides = {"left": frames[rule.left], "right": frames[rule.right]}
+    sides = {side.name: frames[side.topic] for side in rule.sides}
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
     key, value = (
@@ -288,9 +285,7 @@ def _schema_texts(
 
 
 def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
-    if isinstance(rule, Stateless):
-        return {"in": tables[rule.input]}
-    return {"left": tables[rule.left], "right": tables[rule.right]}
+    return {side.name: tables[side.topic] for side in rule.sides}
 
 
 def _schema_text(

@@ -1,28 +1,19 @@
-"""Pending records in the ledger: found by the join keys of new records, and kept in few files.
+"""Pending records in the ledger: their look-up by the hash of the join key, and the fold of ledger files.
 
-Keeps the ledger short. A fold merges small files, merges neighbouring ranges, and replaces completed records by
-ranges.
+A batch appends a ledger file, so that its commit never waits for history. The ledger has an entry for a record that becomes
+pending, and an entry ``completed`` when another record completes it, often in a later file. Every FOLD_FILES batches, a commit
+also replaces the small files by one: neighbouring ranges are merged, and completed records become ranges. A fold also merges two
+large files if this shortens them by a quarter.
 
-A batch appends a file, so that its commit never waits for history. Every FOLD_FILES batches, a commit also replaces the
-small files. A pending record in a large file may have its ``completed`` entry in another file, and readers join both. A
-fold also folds two large files if this shortens them by a quarter.
-
-Which pending records have one of some join keys' hashes, looked up without Spark, in the ledger's own few columns.
-
-A ledger file never changes. The process therefore keeps the sorted entries of the files that it has read. A batch reads
-only the file of the batch before. Spark looks up the entries of a ledger that has more than LOOKUP_ENTRIES entries.
-
-The pending records whose join key equals the key of a new record on the other side.
-
-One Spark job finds the pending records of every rule. A batch runs the job once, however often the batch is tried. Most
-batches of a close sequence find no pending record, and go on without pending records.
+A batch looks up the pending records of all rules once, however often the batch is tried. Most batches of a close sequence find
+no pending record, and go on without pending records.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
@@ -37,19 +28,19 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl.plan import EtlBatch
 from zync_assets.etl.rules import matching
+from zync_assets.etl.rules.matching import RuleRecords
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.rows import Recent
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Denorm
+from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
 from zync_assets.spark.tasks import released
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
 
 FOLD_FILES = 32
 """Ledger files in the table before a commit folds them."""
@@ -112,14 +103,15 @@ def fold(rows: pa.Table) -> pa.Table:
     place = ["topic", "partition", "first"]
     numbered = pending.append_column("at", pa.array(np.arange(pending.num_rows))).select([*place, "at"])
     joined = numbered.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
-    met, became = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
-    done = pending.take(met)
-    open_pending = pending.filter(_mask(pending.num_rows, met)).sort_by("hash")
-    unmet = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
-    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", became)
-    told = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
+    places, classes = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
+    done = pending.take(places)
+    open_pending = pending.filter(_mask(pending.num_rows, places)).sort_by("hash")
+    # Their pending entry is in another file.
+    open_completed = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
+    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", classes)
+    with_text = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
     ranges = _merged(pa.concat_tables([settled.filter(pc.is_null(settled["text"])), now_done]))
-    return pa.concat_tables([open_pending, unmet, told, ranges])
+    return pa.concat_tables([open_pending, open_completed, with_text, ranges])
 
 
 def _mask(length: int, without: pa.Array) -> pa.Array:
@@ -207,8 +199,8 @@ def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
 
 def _with_hashes(item: _Waiting, hashes: npt.NDArray[np.int64]) -> pa.Table:
     low, high = (np.searchsorted(item.hashes, hashes, side=side) for side in ("left", "right"))
-    met = low < high
-    spans = zip(low[met].tolist(), high[met].tolist(), strict=True)
+    present = low < high
+    spans = zip(low[present].tolist(), high[present].tolist(), strict=True)
     return item.pending.take(pa.array([at for span in spans for at in range(*span)], pa.int64()))
 
 
@@ -225,27 +217,16 @@ def _read(uri: str) -> _Waiting:
     return _Waiting(pending["hash"].to_numpy(), pending, completed)
 
 
-MOST_MET = 20_000
+MOST_MATCHES = 20_000
 """Places that are handed to Spark from here."""
 
 _PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 
 Side = tuple[str, str]
-"""A denorm rule's name and the topic of one of its sides."""
+"""A rule's name and the topic of one of its sides."""
 
 
-@dataclass(frozen=True)
-class New:
-    """A batch's new records for a rule, by side (``left``, ``right``; none where the topic has no schema yet), from
-    ``matching.keyed``; ``index``: the rule's; ``kinds``: the types of the join key's parts."""
-
-    rule: Denorm
-    index: int
-    kinds: Sequence[DataType]
-    frames: Mapping[str, DataFrame]
-
-
-class Waiting:
+class PendingRecords:
     """Looked up when first asked for; ``release`` when the batch is done."""
 
     def __init__(self, batch: EtlBatch) -> None:
@@ -256,7 +237,7 @@ class Waiting:
         self._few = False
         """Whether the places were found here, and need no release."""
 
-    def look_up(self, each: Iterable[New], *, small: bool) -> None:
+    def look_up(self, each: Iterable[RuleRecords], *, small: bool) -> None:
         """Find the pending records that match the batch's new records, for every rule.
 
         ``small``: the driver fetches the hashes of the new records.
@@ -267,20 +248,22 @@ class Waiting:
         hashes: list[DataFrame] = []
         for new in each:
             rule = new.rule
-            for topic, side, other in ((rule.left, "right", rule.right), (rule.right, "left", rule.left)):
-                counted = plan.head.waiting.get((rule.name, topic), 0)
+            for side in rule.sides:
+                counted = plan.head.waiting.get((rule.name, side.topic), 0)
                 # A reopened record is new for this batch, and is no longer pending.
-                again = (rule.name, topic) in plan.reopening.sides
-                if counted and side in new.frames and plan.reads(other) and not again:
-                    names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
-                    hashes.append(new.frames[side].selectExpr(*names, "hash"))
+                if not counted or (rule.name, side.topic) in plan.reopening.sides:
+                    continue
+                names = f"{text_sql(rule.name)} AS rule", f"{text_sql(side.topic)} AS topic"
+                for other in rule.counterparts(side):
+                    if other.name in new.frames and plan.reads(other.topic):
+                        hashes.append(new.frames[other.name].selectExpr(*names, "hash"))
         if not hashes or plan.state is None:
             self._spans = {}
             return
         if small and self._look_up_here(plan.state, matching.union(hashes)):
             return
         entries = frames.ledger_frame(self.batch.spark, plan.state)
-        met = (
+        matches = (
             entries.where("kind = 'pending' AND hash IS NOT NULL")
             .select("rule", "topic", "partition", "first", "hash")
             .join(matching.union(hashes), ["rule", "topic", "hash"], "left_semi")
@@ -292,7 +275,7 @@ class Waiting:
             .select("rule", "topic", "partition", "first")
         )
         self.release()  # of an attempt whose join keys failed
-        self._places = met.persist()
+        self._places = matches.persist()
         found: dict[Side, list[OffsetRange]] = defaultdict(list)
         for row, span in frames.spans(self._places, "rule", "topic"):
             found[row["rule"], row["topic"]].append(span)
@@ -301,11 +284,11 @@ class Waiting:
     def _look_up_here(self, state: StagingState, hashes: DataFrame) -> bool:
         """In the ledger's files, without Spark; False where that does not do."""
         wanted = hashes.where("hash IS NOT NULL").toArrow()
-        met = look_up(state, wanted.cast(WANTED))
-        if met is None or met.num_rows > MOST_MET:
+        matches = look_up(state, wanted.cast(WANTED))
+        if matches is None or matches.num_rows > MOST_MATCHES:
             return False
         found: dict[Side, list[OffsetRange]] = defaultdict(list)
-        rows = [tuple(row.values()) for row in met.to_pylist()]
+        rows = [tuple(row.values()) for row in matches.to_pylist()]
         for rule, topic, partition, span in sorted({(*row[:3], row[3] // frames.SPAN) for row in rows}):
             found[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
         if rows:
@@ -313,7 +296,7 @@ class Waiting:
         self._spans, self._few = dict(found), True
         return True
 
-    def records(self, rule: Denorm, topic: str) -> DataFrame | None:
+    def records(self, rule: Rule, topic: str) -> DataFrame | None:
         """The pending records of one side; None if the side has none."""
         state = self.batch.plan.raw[topic]
         spans = (self._spans or {}).get((rule.name, topic))

@@ -1,14 +1,13 @@
-"""Chooses the part of a backlog for one ETL batch: the oldest records in time, up to a limit.
+"""The plan of an ETL batch: which new records it has, and which older records it matches again.
 
-Outputs are numbered batch by batch. A batch of one topic's last week and another topic's last hour would number a recent
-event before an event of last week. The log knows the lowest and highest time of each raw file. A batch takes whole files, in
-the order of the highest time that their partition has reached so far. This order keeps the files of a partition in sequence.
+A batch has a limit. Outputs are numbered batch by batch. A batch of one topic's last week and another topic's last hour would
+number a recent event before an event of last week. The log knows the lowest and highest time of each raw file. A batch therefore
+has whole files, in the order of the highest time that their partition has reached so far. This order keeps the files of a
+partition in sequence.
 
-The batch ends within the second half of its limit, at the cut that leaves the fewest records of the same times in other
-files. The counterparts of such records would be pending until the next batch, and a pending record costs several times as
-much as a new record.
-
-The plan of an ETL batch, the slices of its inputs, the lazy batch, and the result of its commit.
+The batch ends within the second half of its limit, at the cut that leaves the fewest records of the same times in other files.
+The counterparts of such records would be pending until the next batch, and a pending record costs several times as much as a
+new record.
 """
 
 from __future__ import annotations
@@ -87,10 +86,10 @@ def first_batch(
             queue.append(_Next(reached[partition], topic, partition, (item.last or 0) + 1, since, item.records))
     queue.sort()
     count = _even_cut(queue, limit)
-    taken = {(item.topic, item.partition): item.end for item in queue[:count]}
+    ends = {(item.topic, item.partition): item.end for item in queue[:count]}
     left = {(item.topic, item.partition) for item in queue[count:]}
     return {
-        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, taken, left)).empty)
+        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, ends, left)).empty)
         for topic, parts in ranges.items()
     }
 
@@ -114,12 +113,10 @@ def _even_cut(queue: Sequence[_Next], limit: int) -> int:
     return min(range(most, least - 1, -1), key=left_behind)
 
 
-def _cut(
-    topic: str, part: OffsetRange, taken: Mapping[tuple[str, int], int], left: set[tuple[str, int]]
-) -> OffsetRange:
+def _cut(topic: str, part: OffsetRange, ends: Mapping[tuple[str, int], int], left: set[tuple[str, int]]) -> OffsetRange:
     if (topic, part.partition) not in left:
         return part
-    end = min(part.end, taken.get((topic, part.partition), part.first))
+    end = min(part.end, ends.get((topic, part.partition), part.first))
     return OffsetRange(part.partition, part.first, end)
 
 
@@ -143,7 +140,7 @@ class EtlPlan:
 
     @property
     def nothing_to_do(self) -> bool:
-        return not any(self.ranges.values()) and not self.reopening.taken
+        return not any(self.ranges.values()) and not self.reopening.parts
 
     @property
     def reads_nothing(self) -> bool:
@@ -215,9 +212,9 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     for topic, offset in verified.items():
         position = head.outputs.get((topic, 0))
         recreate = pipeline.command("to-kafka", "--recreate", topic)
-        gone = publication.went_back(pool, topic, offset, position.next if position else None, recreate)
-        if gone is not None:
-            raise gone
+        error = publication.went_back(pool, topic, offset, position.next if position else None, recreate)
+        if error is not None:
+            raise error
     if state is None and pipeline.rules_of(pool):
         check_begins(pipeline, pool)
     topics = pipeline.inputs_of(pool)
@@ -234,7 +231,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             return plan_etl(pipeline, pool, retry, limit)
         ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
     reopening = reopen(pipeline, pool, state, states, retry)
-    if any(ranges.values()) or reopening.taken:
+    if any(ranges.values()) or reopening.parts:
         # A batch reads old records of every input that wait for a new one.
         for found in states.values():
             if found is not None:

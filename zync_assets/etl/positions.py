@@ -1,17 +1,12 @@
-"""Positions: the order and the numbers of outputs, and the account's head before and after a batch.
+"""Positions of an ETL batch: the order and the offsets of its outputs, and the account's head before and after it.
 
-Order and number outputs in parallel tasks.
+Parallel tasks order and number the outputs. Results are divided into buckets by time. A bucket is a Spark partition, and is
+sorted. A row's offset is the bucket's first offset plus the row's place in the bucket. The bounds of the buckets come from the
+statistics of the raw files. ``repartitionByRange`` would sample the rows instead, and so run the joins twice.
 
-Results are divided into buckets by time. A bucket is a Spark partition, and is sorted. A row's number is the bucket's
-first number plus the row's place in the bucket. The bounds of the buckets come from the statistics of the raw files.
-``repartitionByRange`` would sample the rows instead, and so run the joins twice.
-
-A bucket's first number is the count of the rows in the earlier buckets. A subquery of the writing query counts the
-rows, over the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write
-and read the rows once more. The writing tasks report their own counts, and so show whether both queries had the same
-rows.
-
-Positions before and after an ETL batch: the arithmetic of the account's head.
+A bucket's first offset is the count of the rows in the earlier buckets. A subquery of the writing query counts the rows, over
+the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write and read the rows once
+more. The writing tasks report their own counts, and so show whether both queries had the same rows.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.etl.account import Fact
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.retries import Taken
+from zync_assets.etl.retries import ClassRange
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
@@ -193,35 +188,41 @@ def _absent(item: Output) -> OutputPosition:
     return OutputPosition(0, 0, None, None)
 
 
-def next_head(
-    plan: EtlPlan,
-    found: Sequence[Fact],
-    outputs: Mapping[tuple[str, int], OutputPosition],
-    ends: Mapping[str, int],
-    types: Mapping[str, OutputType],
-    quarantined: Mapping[tuple[str, int], int],
-    failed: Sequence[Taken],
-    joins: Mapping[str, str],
-    nullable: Collection[tuple[str, tuple[str, ...]]] = (),
-) -> Head:
-    """The account's head after a batch. ``quarantined``: records that could not be decoded, by input partition; ``failed``:
-    records that waited and go into quarantine; ``joins``: of the rules, as in ``Head``; ``nullable``: topics and fields that
-    records have as null, or leave out, though their schema has no null."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a batch did to its records.
+
+    ``ends``: output topic → the first output offset of the next batch. ``undecoded``: (topic, partition) → new records that
+    could not be decoded. ``failed``: pending records that go into quarantine. ``joins``: of the rules, as in ``Head``.
+    ``nullable``: topics and fields that records have as null, or leave out, though their schema has no null.
+    """
+
+    facts: Sequence[Fact]
+    ends: Mapping[str, int]
+    types: Mapping[str, OutputType]
+    undecoded: Mapping[tuple[str, int], int]
+    failed: Sequence[ClassRange]
+    joins: Mapping[str, str]
+    nullable: Collection[tuple[str, tuple[str, ...]]] = ()
+
+
+def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], outcome: Outcome) -> Head:
+    """The account's head after a batch. ``outputs``: the positions before the batch."""
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
-    records = Counter[tuple[str, int]](quarantined)
+    records = Counter[tuple[str, int]](outcome.undecoded)
     records.subtract(plan.reopening.records())
-    for item in (*plan.reopening.taken, *failed):
+    for item in (*plan.reopening.parts, *outcome.failed):
         counts[item.topic, item.part.partition, item.kind] -= item.records
         if item.rule is not None:
             waiting[item.rule, item.topic] -= item.records
-    for item in failed:
+    for item in outcome.failed:
         counts[item.topic, item.part.partition, "quarantined"] += item.records
-    for item in plan.reopening.gone:
+    for item in plan.reopening.expired:
         counts[item.topic, item.part.partition, "expired"] += item.records
-    for (topic, partition), count in quarantined.items():
+    for (topic, partition), count in outcome.undecoded.items():
         counts[topic, partition, "quarantined"] += count
-    for row in found:
+    for row in outcome.facts:
         name = "done" if row.kind == "out" else row.kind
         counts[row.topic, row.partition, name] += row.entries
         if row.old:
@@ -237,17 +238,19 @@ def next_head(
             old = inputs.get((topic, part.partition), Position(part.first, part.first))
             count = old.records + records[topic, part.partition]
             inputs[topic, part.partition] = Position(old.first, part.end, count, _table_id(plan, topic))
-    positions = {place: replace(item, next=ends[place[0]]) for place, item in outputs.items()}
+    positions = {place: replace(item, next=outcome.ends[place[0]]) for place, item in outputs.items()}
     schemas = dict(head.schemas)
-    used = {row.rule for row in found if row.kind == "out"}
-    for topic, kind in types.items():
+    used = {row.rule for row in outcome.facts if row.kind == "out"}
+    for topic, kind in outcome.types.items():
         schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
     replayed = {**head.replayed, **(plan.reopening.replays or {})}
-    fields = {topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in nullable)}}
-    for topic, path in nullable:
+    fields = {
+        topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in outcome.nullable)}
+    }
+    for topic, path in outcome.nullable:
         fields[topic].add(path)
     null = {topic: frozenset(paths) for topic, paths in fields.items()}
-    known = {**head.joins, **joins}
+    known = {**head.joins, **outcome.joins}
     return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null, known)
 
 

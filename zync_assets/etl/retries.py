@@ -1,17 +1,12 @@
-"""Retries: records below *seen* that an ETL batch takes out of their class of the account.
-
-Take offsets out of their class of the account, so that an ETL batch can match them again like new records.
-
-An offset is in exactly one entry of the ledger at any time. The batch that gives an offset its new class writes the
-files with the old entry again, without that entry, in the same commit. No entry cancels another entry.
-
-The records below *seen* that an ETL batch matches again. The records leave their class of the account, and pass
-through the rules like new records.
+"""Retries: records below *seen* that leave their class of the account, and that a batch matches again like new records.
 
     replays          records that could not be decoded, were quarantined, and are in the raw table now
     Retry.failed     records that were quarantined because a rule failed on them
     Retry.unmatched  records that no rule took, or that wait for a rule that was removed
     Retry.waiting    records that wait for a changed rule
+
+An offset is in exactly one entry of the ledger at any time. The batch that gives an offset its new class writes the files with
+the old entry again, without that entry, in the same commit. No entry cancels another entry.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from zync_assets.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
-class Taken:
+class ClassRange:
     """Offsets of one partition that leave a class: unmatched, quarantined or pending. Each offset is a record.
 
     ``rule``: the rule that pending records waited for; None for the other classes.
@@ -59,12 +54,12 @@ class Taken:
         return {"kind": kind, **place, "first": self.part.first, "end": self.part.end, "count": self.records}
 
 
-def carve(state: StagingState, taken: Sequence[Taken]) -> tuple[list[DataFile], list[DataFile]]:
-    """Files to add and files to remove so that the ledger is without ``taken``. The written files are invisible until a
+def carve(state: StagingState, parts: Sequence[ClassRange]) -> tuple[list[DataFile], list[DataFile]]:
+    """Files to add and files to remove so that the ledger is without ``parts``. The written files are invisible until a
     commit names them."""
     added: list[DataFile] = []
     removed: list[DataFile] = []
-    spans = spans_of(taken)
+    spans = spans_of(parts)
     for item in state.ledger_files:
         rows = staging.read_entries(state, [item])
         left = without(rows, spans)
@@ -81,10 +76,10 @@ Spans = Mapping[tuple[str, int, str], tuple[npt.NDArray[np.int64], npt.NDArray[n
 """(topic, partition, class) → firsts and ends of disjoint ranges, sorted."""
 
 
-def spans_of(taken: Sequence[Taken]) -> Spans:
-    """What is taken, to be looked up."""
+def spans_of(parts: Sequence[ClassRange]) -> Spans:
+    """The offsets of ``parts``, to be looked up."""
     found: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
-    for item in taken:
+    for item in parts:
         found.setdefault((item.topic, item.part.partition, item.kind), []).append((item.part.first, item.part.end))
     return {
         place: (np.array([a for a, _ in sorted(parts)]), np.array([b for _, b in sorted(parts)]))
@@ -156,19 +151,19 @@ NOTHING = Retry()
 class Reopening:
     """The records that leave their class of the account.
 
-    ``again``: records that the batch matches again; ``gone``: records that the raw table no longer holds, and that expire.
+    ``again``: records that the batch matches again; ``expired``: records that the raw table no longer holds, and that expire.
     ``replays``: input topic → the number of the table's replays that the batch takes up. ``joins``: the rules with a changed
-    join, whose pending records are among ``again`` and ``gone``.
+    join, whose pending records are among ``again`` and ``expired``.
     """
 
-    again: tuple[Taken, ...] = ()
-    gone: tuple[Taken, ...] = ()
+    again: tuple[ClassRange, ...] = ()
+    expired: tuple[ClassRange, ...] = ()
     replays: Mapping[str, int] | None = None
     joins: frozenset[str] = frozenset()
 
     @property
-    def taken(self) -> tuple[Taken, ...]:
-        return (*self.again, *self.gone)
+    def parts(self) -> tuple[ClassRange, ...]:
+        return (*self.again, *self.expired)
 
     def ranges(self, topic: str) -> list[OffsetRange]:
         """The offsets of a topic that are looked at again, sorted."""
@@ -177,7 +172,7 @@ class Reopening:
     @property
     def sides(self) -> frozenset[tuple[str, str]]:
         """(rule, input topic) of the records that waited for the rule: all of that topic are looked at again."""
-        return frozenset((item.rule, item.topic) for item in self.taken if item.rule is not None)
+        return frozenset((item.rule, item.topic) for item in self.parts if item.rule is not None)
 
     def records(self) -> Counter[tuple[str, int]]:
         """(topic, partition) → records that are looked at again."""
@@ -216,17 +211,17 @@ def reopen(
     if retry.unmatched or retry.waiting:
         kinds += ["pending", "completed"]
     entries = staging.read_ledger(state, kinds).to_pylist()
-    again: list[Taken] = []
-    gone: list[Taken] = []
+    again: list[ClassRange] = []
+    expired: list[ClassRange] = []
     for item in _chosen(pipeline, pool, entries, brought, retry):
         table = tables.get(item.topic)
         if table is None:
             continue
         held = raw.held_ranges(table, item.part, state.released(item.topic, item.part.partition))
-        for into, parts in ((again, held), (gone, subtract([item.part], held))):
-            into += [Taken(item.topic, item.kind, item.rule, part) for part in parts]
-    for topic in sorted({item.topic for item in gone}):
-        count = sum(item.records for item in gone if item.topic == topic)
+        for into, ranges in ((again, held), (expired, subtract([item.part], held))):
+            into += [ClassRange(item.topic, item.kind, item.rule, part) for part in ranges]
+    for topic in sorted({item.topic for item in expired}):
+        count = sum(item.records for item in expired if item.topic == topic)
         _log.warning(
             "pool %s: %d records of %s can't be transformed again: retention removed them from the raw pool, and they count"
             " as expired now",
@@ -234,7 +229,7 @@ def reopen(
             count,
             topic,
         )
-    return Reopening(tuple(again), tuple(gone), replays)
+    return Reopening(tuple(again), tuple(expired), replays)
 
 
 def with_joins(
@@ -252,11 +247,14 @@ def with_joins(
         ", ".join(sorted(rules)),
     )
     more = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
-    known = {*before.again, *before.gone}
-    again, gone = (
-        tuple(item for item in items if item.rule in rules and item not in known) for items in (more.again, more.gone)
+    known = {*before.again, *before.expired}
+    again, expired = (
+        tuple(item for item in items if item.rule in rules and item not in known)
+        for items in (more.again, more.expired)
     )
-    return replace(before, again=(*before.again, *again), gone=(*before.gone, *gone), joins=before.joins | rules)
+    return replace(
+        before, again=(*before.again, *again), expired=(*before.expired, *expired), joins=before.joins | rules
+    )
 
 
 def _chosen(
@@ -265,25 +263,27 @@ def _chosen(
     entries: Sequence[Mapping[str, Any]],
     brought: Mapping[tuple[str, int], npt.NDArray[np.int64]],
     retry: Retry,
-) -> Iterator[Taken]:
+) -> Iterator[ClassRange]:
     joins = pipeline.joins_of(pool)
     done = {(entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"}
     for entry in entries:
         topic, partition, kind = entry["topic"], entry["partition"], entry["kind"]
         whole = OffsetRange(partition, entry["first"], entry["end"])
         if kind == "unmatched":
-            yield Taken(topic, kind, None, whole)
+            yield ClassRange(topic, kind, None, whole)
         elif kind == "pending" and (topic, partition, entry["first"]) not in done:
             if entry["rule"] in retry.waiting or (retry.unmatched and (entry["rule"], topic) not in joins):
-                yield Taken(topic, kind, entry["rule"], whole)
+                yield ClassRange(topic, kind, entry["rule"], whole)
         elif kind == "quarantined" and entry["text"] is not None:
             if retry.failed is not None and retry.failed.takes(topic, partition, entry["first"]):
-                yield Taken(topic, kind, None, whole)
+                yield ClassRange(topic, kind, None, whole)
         elif kind == "quarantined":
-            yield from (Taken(topic, kind, None, part) for part in met(whole, brought.get((topic, partition))))
+            yield from (
+                ClassRange(topic, kind, None, part) for part in runs_within(whole, brought.get((topic, partition)))
+            )
 
 
-def met(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[OffsetRange]:
+def runs_within(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> Iterable[OffsetRange]:
     """The given sorted offsets that lie in the range ``whole``, as ranges of consecutive offsets."""
     if offsets is None:
         return ()

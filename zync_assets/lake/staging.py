@@ -140,7 +140,7 @@ class Head:
     """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
     them: later schemas must have one."""
     joins: Mapping[str, str] = field(default_factory=dict)
-    """Denorm rule → the definition of the hashes of its pending records (``join_keys.join_text``). Tables of older versions
+    """Rule → the definition of the hashes of its pending records (``etl.rules.denorm.join_text``). Tables of older versions
     lack the definition."""
 
     def seen(self, topic: str) -> dict[int, int]:

@@ -16,7 +16,7 @@ from zync_assets.pipeline import (
     SubjectNameStrategy,
     Unmatched,
 )
-from zync_assets.pipeline_file.keys import RULE, Key, input_shape, output_shape, paths
+from zync_assets.pipeline_file.keys import Key, input_shape, output_shape, paths, rule_keys
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
@@ -436,7 +436,7 @@ FILE: tuple[Key, ...] = (
         "a list of rules",
         "The rules that make outputs of raw records. Within a staging pool, the first rule that matches a record takes it.",
         "transforms: [{type: stateless, in: Invoices, out: NewInvoices, key: in.key, value: in.value}]",
-        keys=RULE,
+        keys=rule_keys(),
     ),
 )
 

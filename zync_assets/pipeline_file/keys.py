@@ -1,16 +1,18 @@
 """A key of the pipeline file: the name that the reader accepts, and the description that ``zync help`` prints.
 
-The readers take their known names from these definitions. A key without a description therefore does not exist.
-
-The keys of ``transforms`` and of ``shape``, with their descriptions.
+The readers take their known names from these definitions. A key without a description therefore does not exist. The keys of
+``transforms`` and of ``shape`` are here too. Each kind of rule has a section of its own.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from zync_assets.pipeline_file.conditions import split_join
+from zync_assets.pipeline_file.fields import Fields
 
 _INDEX = re.compile(r"\[[0-9]*\]")
 
@@ -80,9 +82,6 @@ def near(known: Mapping[str, Key], path: str) -> list[str]:
     return list(dict.fromkeys([*by_path, *by_name]))[:3]
 
 
-RULE_TYPES = ("denorm", "stateless")
-
-
 def input_shape() -> Key:
     """The key ``shape`` of an input."""
     return Key(
@@ -134,98 +133,159 @@ def _shape(roots: str) -> tuple[Key, ...]:
     )
 
 
-WHERE_SIDES: tuple[Key, ...] = (
-    Key(
-        "left",
-        "a condition in Spark SQL",
-        "The condition on records of the left topic.",
-        "where: {left: value.op = 'c'}",
-        default="all records but tombstones",
-    ),
-    Key(
-        "right",
-        "a condition in Spark SQL",
-        "The condition on records of the right topic.",
-        "where: {right: value.op = 'c'}",
-        default="all records but tombstones",
-    ),
-)
-RULE: tuple[Key, ...] = (
-    Key(
-        "name",
-        "one line of text",
-        "The rule's name in the account, among pending records and in the outputs. Name the rules of a file that will be"
-        " edited.",
-        "name: new-invoice",
-        default="position and type: `1-denorm`",
-    ),
-    Key(
-        "type",
-        "one of the allowed values",
-        "The kind of rule. `stateless` makes an output of one record. `denorm` makes an output of two records with the same"
-        " join key.",
-        "type: denorm",
-        required=True,
-        allowed=RULE_TYPES,
-    ),
-    Key(
-        "where",
-        "a condition in Spark SQL, or for a denorm rule a mapping of `left` and `right`",
-        "The records that the rule takes, by `kafka`, `key` and `value`. A rule without `where` takes every record but"
-        " tombstones. The first rule of a staging pool that names the topic and whose `where` holds gets the record.",
-        "where: value.op IN ('c', 'r')",
-        default="all records but tombstones",
-        keys=WHERE_SIDES,
-    ),
-    Key(
-        "in",
-        "a topic of `inputs`",
-        "The topic of a stateless rule. Its expressions see the record as `in`.",
-        "type: stateless\nin: Invoices\nkey: in.key\nvalue: in.value",
-    ),
-    Key(
-        "left",
-        "a topic of `inputs`",
-        "The first topic of a denorm rule. Expressions see its record as `left`.",
-        "left: Invoices",
-    ),
-    Key(
-        "right",
-        "a topic of `inputs`",
-        "The second topic of a denorm rule. Expressions see its record as `right`.",
-        "right: InvoiceStatus",
-    ),
-    Key(
-        "join-on",
-        "equalities joined by AND",
-        "The join key of a denorm rule. Each equality compares an expression of `left` with one of `right`. The k-th left"
-        " record of a key pairs with the k-th right record; a null key matches nothing.",
-        "join-on: left.value.after.ID = right.value.after.InvoiceID",
-    ),
-    Key(
-        "out", "a topic of `outputs`", "The topic that gets the outputs of the rule.", "out: NewInvoices", required=True
-    ),
-    Key(
-        "key",
-        "an expression, a mapping of names to expressions, or null",
-        "The key of the output. Mappings nest as deep as needed.",
-        "key: {ID: left.value.after.ID}",
-        required=True,
-    ),
-    Key(
-        "value",
-        "an expression, a mapping of names to expressions, or null",
-        "The value of the output; null makes a tombstone. A field that the mapping does not name is left out, a field that"
-        " it sets to `NULL` is erased.",
-        "value: {ID: left.value.after.ID, status: right.value.after.status}",
-        required=True,
-    ),
-    Key(
-        "headers",
-        "a mapping of names to expressions, or one expression",
-        "The headers of the output, strings or binary; a null header is left out. `in.kafka.headers` passes all headers of"
-        " the record on.",
-        "headers: {origin: left.kafka.topic}",
-        default="none",
+@dataclass(frozen=True)
+class Section:
+    """The section of one kind of rule in the grammar.
+
+    ``text``: the kind in one sentence. ``sides``: the keys that name a topic each; expressions see a record of the topic
+    under the same name. ``keys``: all keys of the kind alone. ``where``: the keys of ``where`` as a mapping, for a kind with
+    several sides. ``join``: the key of the join key, where the kind has one. ``read_join``: reads the join key, as side →
+    parts.
+    """
+
+    kind: str
+    text: str
+    sides: tuple[str, ...]
+    keys: tuple[Key, ...]
+    where: tuple[Key, ...] = ()
+    join: str = ""
+    read_join: Callable[[Fields], Mapping[str, tuple[str, ...]]] = lambda fields: {}
+
+
+def _read_join_on(fields: Fields) -> Mapping[str, tuple[str, ...]]:
+    text = fields.text("join-on", "write an equality of the two sides, such as left.key.ID = right.value.after.ID")
+    pairs, problems = split_join(text) if text is not None else ((), [])
+    for message in problems:
+        fields.problem("join-on", message)
+    return {"left": tuple(pair[0] for pair in pairs), "right": tuple(pair[1] for pair in pairs)}
+
+
+STATELESS = Section(
+    "stateless",
+    "`stateless` makes an output of one record.",
+    sides=("in",),
+    keys=(
+        Key(
+            "in",
+            "a topic of `inputs`",
+            "The topic of a stateless rule. Its expressions see the record as `in`.",
+            "type: stateless\nin: Invoices\nkey: in.key\nvalue: in.value",
+        ),
     ),
 )
+
+DENORM = Section(
+    "denorm",
+    "`denorm` makes an output of two records with the same join key.",
+    sides=("left", "right"),
+    keys=(
+        Key(
+            "left",
+            "a topic of `inputs`",
+            "The first topic of a denorm rule. Expressions see its record as `left`.",
+            "left: Invoices",
+        ),
+        Key(
+            "right",
+            "a topic of `inputs`",
+            "The second topic of a denorm rule. Expressions see its record as `right`.",
+            "right: InvoiceStatus",
+        ),
+        Key(
+            "join-on",
+            "equalities joined by AND",
+            "The join key of a denorm rule. Each equality compares an expression of `left` with one of `right`. The k-th left"
+            " record of a key pairs with the k-th right record; a null key matches nothing.",
+            "join-on: left.value.after.ID = right.value.after.InvoiceID",
+        ),
+    ),
+    where=(
+        Key(
+            "left",
+            "a condition in Spark SQL",
+            "The condition on records of the left topic.",
+            "where: {left: value.op = 'c'}",
+            default="all records but tombstones",
+        ),
+        Key(
+            "right",
+            "a condition in Spark SQL",
+            "The condition on records of the right topic.",
+            "where: {right: value.op = 'c'}",
+            default="all records but tombstones",
+        ),
+    ),
+    join="join-on",
+    read_join=_read_join_on,
+)
+
+SECTIONS = {section.kind: section for section in (STATELESS, DENORM)}
+"""``type`` of a rule → its section."""
+
+
+def joining_kinds() -> str:
+    """The kinds of rules with a join key, in words: a record can be pending for such a rule alone."""
+    return " or ".join(section.kind for section in SECTIONS.values() if section.join)
+
+
+def rule_keys() -> tuple[Key, ...]:
+    """The keys of a rule of any kind."""
+    kinds = tuple(SECTIONS.values())
+    return (
+        Key(
+            "name",
+            "one line of text",
+            "The rule's name in the account, among pending records and in the outputs. Name the rules of a file that will be"
+            " edited.",
+            "name: new-invoice",
+            default="position and type: `1-denorm`",
+        ),
+        Key(
+            "type",
+            "one of the allowed values",
+            " ".join(["The kind of rule.", *(section.text for section in kinds)]),
+            "type: denorm",
+            required=True,
+            allowed=sorted(SECTIONS),
+        ),
+        Key(
+            "where",
+            "a condition in Spark SQL, or for a denorm rule a mapping of `left` and `right`",
+            "The records that the rule takes, by `kafka`, `key` and `value`. A rule without `where` takes every record but"
+            " tombstones. The first rule of a staging pool that names the topic and whose `where` holds gets the record.",
+            "where: value.op IN ('c', 'r')",
+            default="all records but tombstones",
+            keys=tuple(key for section in kinds for key in section.where),
+        ),
+        *(key for section in kinds for key in section.keys),
+        Key(
+            "out",
+            "a topic of `outputs`",
+            "The topic that gets the outputs of the rule.",
+            "out: NewInvoices",
+            required=True,
+        ),
+        Key(
+            "key",
+            "an expression, a mapping of names to expressions, or null",
+            "The key of the output. Mappings nest as deep as needed.",
+            "key: {ID: left.value.after.ID}",
+            required=True,
+        ),
+        Key(
+            "value",
+            "an expression, a mapping of names to expressions, or null",
+            "The value of the output; null makes a tombstone. A field that the mapping does not name is left out, a field that"
+            " it sets to `NULL` is erased.",
+            "value: {ID: left.value.after.ID, status: right.value.after.status}",
+            required=True,
+        ),
+        Key(
+            "headers",
+            "a mapping of names to expressions, or one expression",
+            "The headers of the output, strings or binary; a null header is left out. `in.kafka.headers` passes all headers of"
+            " the record on.",
+            "headers: {origin: left.kafka.topic}",
+            default="none",
+        ),
+    )

@@ -33,7 +33,7 @@ from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat, Stateless
+from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
 from zync_assets.spark.sql import name_sql
 
@@ -391,19 +391,14 @@ def _renamed(rule: Rule, types: Mapping[str, pa.StructType], made: Mapping[str, 
         own = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
         return None if where is None else rewriting(own)(where)
 
-    if isinstance(rule, Stateless):
-        rewrite = rewriting({"in": types.get(rule.input)})
-        rule = replace(rule, where=condition(rule.where, rule.input))
-    else:
-        rewrite = rewriting({"left": types.get(rule.left), "right": types.get(rule.right)})
-        rule = replace(
-            rule,
-            where_left=condition(rule.where_left, rule.left),
-            where_right=condition(rule.where_right, rule.right),
-            join_on=tuple((rewrite(left), rewrite(right)) for left, right in rule.join_on),
-        )
+    rewrite = rewriting({side.name: types.get(side.topic) for side in rule.sides})
+    sides = (
+        replace(side, where=condition(side.where, side.topic), keys=tuple(map(rewrite, side.keys)))
+        for side in rule.sides
+    )
     return replace(
         rule,
+        sides=tuple(sides),
         key=made["key"].shape(rule.key, rewrite),
         value=made["value"].shape(rule.value, rewrite),
         headers=_headers(rule.headers, rewrite),

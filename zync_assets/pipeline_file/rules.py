@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from sqlglot import exp
 
 from zync_assets.errors import Problem
-from zync_assets.pipeline import Denorm, Input, Output, RecordShape, Rule, Shape, SideFormat, Stateless
-from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans, split_join
+from zync_assets.pipeline import Input, Output, RecordShape, Rule, Shape, Side, SideFormat
+from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import Fields, listed, suggestion
-from zync_assets.pipeline_file.keys import RULE, RULE_TYPES, WHERE_SIDES, known_names
+from zync_assets.pipeline_file.keys import SECTIONS, Section, known_names, rule_keys
 from zync_assets.pipeline_file.source import Table
 from zync_assets.pipeline_file.topics import read_condition, read_headers, read_shape
 from zync_assets.spark.sql import shape_sql
@@ -152,11 +152,10 @@ _MISSING_VALUE = "write one expression or a mapping, or `value: null` for a tomb
 
 @dataclass(frozen=True)
 class _Placed:
-    """A rule with where it stands, and which conditions on which topics could be read."""
+    """A rule with its place in the file."""
 
     rule: Rule
     fields: Fields
-    conditions: Mapping[str, str | None]
 
 
 def read_rules(
@@ -169,7 +168,7 @@ def read_rules(
     placed: list[_Placed] = []
     names: dict[str, int] = {}
     for position, (path, table) in enumerate(tables, start=1):
-        fields = Fields(table, path, problems, known_names(RULE), _HINTS)
+        fields = Fields(table, path, problems, known_names(rule_keys()), _HINTS)
         found = _read_rule(fields, position, inputs, outputs)
         name = fields.text("name") if "name" in fields else None
         if name is not None and ("\n" in name or len(name) > 200):
@@ -217,8 +216,7 @@ def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | Non
     """Problems of keys and values whose type is plain to see, and that the output's format has no form for."""
     if output is None:
         return
-    topics = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
-    known = {side: found for side, topic in topics.items() if (found := inputs.get(topic)) is not None}
+    known = {side.name: item for side in rule.sides if (item := inputs.get(side.topic)) is not None}
     for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
         if isinstance(shape, str) and form in ("string", "bytes"):
             # Here: few files need it, and it loads the codecs.
@@ -232,57 +230,51 @@ def _read_rule(
     fields: Fields, position: int, inputs: Mapping[str, Input | None], outputs: Mapping[str, Output | None]
 ) -> _Placed | None:
     before = len(fields.problems)
-    kind_of_rule = _rule_type(fields)
-    if kind_of_rule is None:
+    section = _section(fields)
+    if section is None:
         return None
-    name = (fields.text("name") if "name" in fields else None) or f"{position}-{kind_of_rule}"
+    name = (fields.text("name") if "name" in fields else None) or f"{position}-{section.kind}"
     out = _topic(fields, "out", outputs, inputs, "output", "input")
     output = outputs.get(out) if out is not None else None
-    sides = ("left", "right") if kind_of_rule == "denorm" else ("in",)
-    key = _shape_of(fields, "key", sides, _MISSING_KEY, output.key if output else None)
-    value = _shape_of(fields, "value", sides, _MISSING_VALUE, output.value if output else None)
-    headers = read_headers(fields, sides, output is not None and output.provenance)
-    if kind_of_rule == "stateless":
-        _refuse(
-            fields,
-            ("left", "right", "join-on"),
-            "belongs to a rule of type denorm; a stateless rule has `in`",
-        )
-        topic = _topic(fields, "in", inputs, outputs, "input", "output")
-        where = _where(fields)
-        if len(fields.problems) > before or topic is None or out is None:
-            return None
-        return _Placed(Stateless(name, topic, out, where, key, value, headers), fields, {topic: where})
-    _refuse(fields, ("in",), "belongs to a rule of type stateless; a denorm rule has `left` and `right`")
-    left = _topic(fields, "left", inputs, outputs, "input", "output")
-    right = _topic(fields, "right", inputs, outputs, "input", "output")
-    if left is not None and left == right:
-        fields.problem("right", f"is the topic that `left` names, `{left}`; a denorm rule joins two topics")
-    pairs = ()
-    join_on = fields.text("join-on", "write an equality of the two sides, such as left.key.ID = right.value.after.ID")
-    if join_on is not None:
-        pairs, found = split_join(join_on)
-        for message in found:
-            fields.problem("join-on", message)
-    where_left, where_right = _where_sides(fields)
-    if len(fields.problems) > before or left is None or right is None or out is None:
+    key = _shape_of(fields, "key", section.sides, _MISSING_KEY, output.key if output else None)
+    value = _shape_of(fields, "value", section.sides, _MISSING_VALUE, output.value if output else None)
+    headers = read_headers(fields, section.sides, output is not None and output.provenance)
+    _refuse_others(fields, section)
+    topics = {side: _topic(fields, side, inputs, outputs, "input", "output") for side in section.sides}
+    first: dict[str, str] = {}
+    for side, topic in topics.items():
+        if topic is not None and first.setdefault(topic, side) != side:
+            fields.problem(
+                side,
+                f"is the topic that `{first[topic]}` names, `{topic}`; a {section.kind} rule joins two topics",
+            )
+    parts = section.read_join(fields)
+    wheres = _wheres(fields, section)
+    sides = [
+        Side(side, topic, wheres[side], parts.get(side, ())) for side, topic in topics.items() if topic is not None
+    ]
+    if len(fields.problems) > before or len(sides) < len(topics) or out is None:
         return None
-    rule = Denorm(name, left, right, pairs, out, where_left, where_right, key, value, headers)
-    return _Placed(rule, fields, {left: where_left, right: where_right})
+    return _Placed(Rule(section.kind, name, tuple(sides), out, key, value, headers), fields)
 
 
-def _rule_type(fields: Fields) -> str | None:
-    word = fields.text("type", f"write one of {listed(RULE_TYPES)}")
-    if word is None or word in RULE_TYPES:
-        return word
-    fields.problem("type", f"is no type of rule; known: {listed(RULE_TYPES)}{suggestion(word, RULE_TYPES)}")
-    return None
+def _section(fields: Fields) -> Section | None:
+    kinds = sorted(SECTIONS)
+    word = fields.text("type", f"write one of {listed(kinds)}")
+    if word is not None and word not in SECTIONS:
+        fields.problem("type", f"is no type of rule; known: {listed(kinds)}{suggestion(word, kinds)}")
+    return None if word is None else SECTIONS.get(word)
 
 
-def _refuse(fields: Fields, keys: tuple[str, ...], message: str) -> None:
-    for key in keys:
-        if key in fields:
-            fields.problem(key, message)
+def _refuse_others(fields: Fields, section: Section) -> None:
+    """A problem for each key that only another kind of rule has."""
+    sides = " and ".join(f"`{side}`" for side in section.sides)
+    known = set(known_names(section.keys))
+    for other in SECTIONS.values():
+        for key in known_names(other.keys):
+            if key in fields and key not in known:
+                known.add(key)
+                fields.problem(key, f"belongs to a rule of type {other.kind}; a {section.kind} rule has {sides}")
 
 
 def _topic(
@@ -299,22 +291,24 @@ def _topic(
     return None
 
 
-def _where(fields: Fields) -> str | None:
-    if isinstance(fields.node("where"), Table):
-        fields.problem("where", "must be one expression; only a denorm rule has a left and a right")
-        return None
-    return read_condition(fields, "where")
-
-
-def _where_sides(fields: Fields) -> tuple[str | None, str | None]:
+def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
+    """Side → its condition. One expression is the condition of every side."""
     node = fields.node("where")
     if not isinstance(node, Table):
-        where = read_condition(fields, "where")
-        return where, where
-    sides = Fields(node, fields.key("where"), fields.problems, known_names(WHERE_SIDES))
+        return dict.fromkeys(section.sides, read_condition(fields, "where"))
+    if not section.where:
+        others = (
+            f"only a {other.kind} rule has a {' and a '.join(other.sides)}"
+            for other in SECTIONS.values()
+            if other.where
+        )
+        fields.problem("where", "; ".join(["must be one expression", *others]))
+        return dict.fromkeys(section.sides)
+    sides = Fields(node, fields.key("where"), fields.problems, known_names(section.where))
     if not node.entries:
-        fields.problem("where", "is empty; write an expression, or left: and right: with one each")
-    return read_condition(sides, "left"), read_condition(sides, "right")
+        each = " and ".join(f"{side}:" for side in section.sides)
+        fields.problem("where", f"is empty; write an expression, or {each} with one each")
+    return {side: read_condition(sides, side) for side in section.sides}
 
 
 def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side: SideFormat | None) -> Shape:
@@ -332,10 +326,11 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
     """A problem for each rule whose records an earlier rule of the same staging pool takes. ``pools``: of the outputs."""
     for index, later in enumerate(placed):
         rivals = [item for item in placed[:index] if pools.get(item.rule.out) == pools.get(later.rule.out)]
-        for topic, condition in later.conditions.items():
+        for topic, condition in _conditions(later.rule).items():
             for earlier in rivals:
-                if topic in earlier.conditions and leaves_nothing(earlier.conditions[topic], condition):
-                    where = "where" if "where" in later.fields else ("in" if "in" in later.fields else "left")
+                others = _conditions(earlier.rule)
+                if topic in others and leaves_nothing(others[topic], condition):
+                    where = "where" if "where" in later.fields else later.rule.sides[0].name
                     line = earlier.fields.line
                     later.fields.problem(
                         where,
@@ -343,3 +338,7 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
                         f"`{topic}` first; narrow its where, or put this rule before it",
                     )
                     break
+
+
+def _conditions(rule: Rule) -> dict[str, str | None]:
+    return {side.topic: side.where for side in rule.sides}

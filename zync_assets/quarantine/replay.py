@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import LakeError, ZyncError
-from zync_assets.etl.retries import Taken, carve, met
+from zync_assets.etl.retries import ClassRange, carve, runs_within
 from zync_assets.ingest.files import shaped_schema, table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
@@ -436,7 +436,7 @@ def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
     return plan.places
 
 
-def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[Taken]:
+def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[ClassRange]:
     """The places that are quarantined in this state of the account."""
     wanted: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):
@@ -444,5 +444,5 @@ def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, in
     for entry in staging.read_ledger(state, ["quarantined"]).to_pylist():
         topic, partition = entry["topic"], entry["partition"]
         offsets = np.array(wanted.get((topic, partition), []), np.int64)
-        for part in met(OffsetRange(partition, entry["first"], entry["end"]), offsets):
-            yield Taken(topic, "quarantined", None, part)
+        for part in runs_within(OffsetRange(partition, entry["first"], entry["end"]), offsets):
+            yield ClassRange(topic, "quarantined", None, part)

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
-from pyspark.sql import Row
 
+from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl import account
-from zync_assets.etl.account import cut_at_strides, few_rows, ledger_rows, whole_ranges
+from zync_assets.etl.account import ENTRIES, cut_at_strides, failed_entries, ledger_frame, ledger_table
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-FOUND = "kind string, topic string, partition int, first long, end long, rule string, hash long"
+NAMES = ("topic", "partition", "first", "end", "kind", "count", "rule", "hash", "text")
 
 
 def entries(
     spark: SparkSession, ranges: dict[str, list[OffsetRange]], *found: tuple[Any, ...]
 ) -> list[tuple[Any, ...]]:
-    frame = spark.createDataFrame([(*item, None, None)[:7] for item in found], FOUND)
-    names = ("topic", "partition", "first", "end", "kind", "count", "rule", "hash", "text")
-    rows = {tuple(row[name] for name in names) for row in ledger_rows(spark, ranges, frame).collect()}
-    fetched = {tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, frame.collect()))}
-    assert fetched == rows, "what is fetched makes the same entries as Spark jobs"
-    return sorted(row[:6] for row in rows)
+    each = [dict(zip(ENTRIES.names, (*item, None, None, None), strict=False)) for item in found]
+    return [row[:6] for row in ledger(spark, ranges, pa.Table.from_pylist(each, ENTRIES))]
+
+
+def ledger(spark: SparkSession, ranges: dict[str, list[OffsetRange]], found: pa.Table) -> list[tuple[Any, ...]]:
+    frame = ledger_frame(spark, ranges, arrow_frame(spark, found))
+    rows = sorted((tuple(row[name] for name in NAMES) for row in frame.collect()), key=lambda row: row[:3])
+    here = [tuple(row[name] for name in NAMES) for row in ledger_table(ranges, found).to_pylist()]
+    assert sorted(here, key=lambda row: row[:3]) == rows, "the driver makes the same rows as Spark's tasks"
+    return rows
 
 
 def test_a_batch_in_which_all_is_done_is_a_range_a_partition() -> None:
-    rows = whole_ranges({"b": [OffsetRange(0, 5, 9), OffsetRange(1, 3, 3)], "a": [OffsetRange(2, 0, 1)]})
+    ranges = {"b": [OffsetRange(0, 5, 9), OffsetRange(1, 3, 3)], "a": [OffsetRange(2, 0, 1)]}
+    rows = ledger_table(ranges, ENTRIES.empty_table()).to_pylist()
     assert [(row["topic"], row["partition"], row["first"], row["end"]) for row in rows] == [
         ("a", 2, 0, 1),
         ("b", 0, 5, 9),
@@ -73,14 +79,10 @@ def test_what_is_between_two_ranges_is_in_no_entry(spark: SparkSession) -> None:
 
 
 def test_each_record_that_a_rule_failed_on_keeps_its_reason(spark: SparkSession) -> None:
-    found = account.failed(spark, [("t", 0, 1, "rule", "why"), ("t", 0, 2, "rule", "because")])
-    others = spark.createDataFrame([("quarantined", "t", 0, 3, 4, None, None)], FOUND)
-    both, ranges = found.unionByName(others, allowMissingColumns=True), {"t": [OffsetRange(0, 0, 5)]}
-    kept = sorted(
-        (row["first"], row.end, row.kind, row.rule, row.text) for row in ledger_rows(spark, ranges, both).collect()
-    )
-    names = ("first", "end", "kind", "rule", "text")
-    assert [tuple(map(row.get, names)) for row in few_rows(ranges, map(Row.asDict, both.collect()))] == kept
+    failed = failed_entries([("t", 0, 1, "rule", "why"), ("t", 0, 2, "rule", "because")])
+    other = pa.Table.from_pylist([{"kind": "quarantined", "topic": "t", "partition": 0, "first": 3, "end": 4}], ENTRIES)
+    rows = ledger(spark, {"t": [OffsetRange(0, 0, 5)]}, pa.concat_tables([failed, other]))
+    kept = [(first, end, kind, rule, text) for _, _, first, end, kind, _, rule, _, text in rows]
     assert kept == [
         (0, 1, "done", None, None),
         (1, 2, "quarantined", "rule", "why"),
@@ -111,9 +113,7 @@ def test_a_long_range_of_lost_offsets_is_one_entry_a_stride(
     )
     pieces = cut_at_strides(lost)
     assert sorted((row["first"], row.end) for row in pieces.collect()) == [(5, 10), (10, 20), (20, 30), (30, 32)]
-    rows = ledger_rows(
-        spark, {"t": [OffsetRange(0, 5, 40)]}, pieces.selectExpr("*", "NULL AS rule", "NULL AS hash")
-    ).collect()
+    rows = ledger_frame(spark, {"t": [OffsetRange(0, 5, 40)]}, pieces).collect()
     covered = sorted((row["first"], row.end, row.kind) for row in rows)
     assert covered == [
         (5, 10, "dropped"),
@@ -122,3 +122,8 @@ def test_a_long_range_of_lost_offsets_is_one_entry_a_stride(
         (30, 32, "dropped"),
         (32, 40, "done"),
     ]
+
+
+def test_a_completed_record_has_a_row_beside_those_that_cover_the_range(spark: SparkSession) -> None:
+    found = entries(spark, {"t": [OffsetRange(0, 5, 7)]}, ("completed", "t", 0, 1, 2), ("unmatched", "t", 0, 5, 6))
+    assert found == [("t", 0, 1, 2, "completed", None), ("t", 0, 5, 6, "unmatched", 1), ("t", 0, 6, 7, "done", None)]

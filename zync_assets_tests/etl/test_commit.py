@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import Producer
@@ -13,14 +14,13 @@ from deltalake import DeltaTable
 
 from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.errors import BadRecords, CommitConflict, EtlError, KafkaError, TopicMissing
-from zync_assets.etl import positions
-from zync_assets.etl.batch import EtlRun
+from zync_assets.etl import batch, positions
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
-from zync_assets.etl.rules import join_keys
+from zync_assets.etl.rules import denorm
 from zync_assets.ingest import commit
 from zync_assets.kafka.topics import create_topic
-from zync_assets.lake import staging
+from zync_assets.lake import staging, storage, tables
 from zync_assets.lake.compaction import commit as compaction_commit
 from zync_assets.lake.compaction import rewrite
 from zync_assets.lake.raw import open_raw
@@ -356,6 +356,34 @@ def test_an_expression_that_names_no_column_is_an_error(make: Make) -> None:
         it.step()
 
 
+def test_a_batch_opens_each_of_its_tables_once_until_it_is_committed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan, the transformation, its next attempt without a failing record, and the commit share one snapshot."""
+    it = make(BOTH + JOIN.replace("r: right.value.v", 'r: "CAST(right.value.v AS INT)"'))
+    it.send(it.left, row(1, "a"), row(2, "b"))
+    it.step()
+    it.send(it.right, row(1, "7"), row(2, "no number"))
+    it.ingest()
+    opens, before = Counter[str](), Counter[str]()
+    open_table, commit_batch = tables.open_table, staging.commit_batch
+
+    def counted(uri: str, version: int | None = None) -> tables.Opened | None:
+        opens[uri] += 1
+        return open_table(uri, version)
+
+    def committed(*args: Any) -> None:
+        before.update(opens)
+        commit_batch(*args)
+
+    monkeypatch.setattr(tables, "open_table", counted)
+    monkeypatch.setattr(staging, "commit_batch", committed)
+    assert it.etl() is not None
+    assert it.classes(it.right) == {"done": 1, "quarantined": 1}
+    own = [storage.staging_uri(it.lake, "Staging"), *(storage.raw_uri(it.lake, "Raw", t) for t in (it.left, it.right))]
+    assert {uri: before[uri] for uri in own} == dict.fromkeys(own, 1)
+
+
 def test_of_two_batches_over_the_same_records_one_is_committed(make: Make) -> None:
     it = make(one_rule("{id: in.value.id}"))
     it.send(it.left, row(1))
@@ -472,9 +500,9 @@ def test_records_that_an_older_version_hashed_otherwise_go_on_matching(
     """That version hashed collated texts and arrays as they were, and did not say by what the records waited."""
     it = make(KEYS + BY_BOTH)
     with monkeypatch.context() as older:
-        older.setattr(join_keys, "_is_collated", lambda kind: False)
-        older.setattr(join_keys, "_hashed_type", lambda kind: kind)
-        older.setattr(EtlRun, "_is_changed", lambda run, new: False)
+        older.setattr(denorm, "_is_collated", lambda kind: False)
+        older.setattr(denorm, "_hashed_type", lambda kind: kind)
+        older.setattr(batch, "_is_changed", lambda plan, records: False)
         older.setattr(staging, "_head_rows", without_joins(staging._head_rows))
         it.send(it.left, keyed("Abc", 1), keyed("x", 2))
         it.step()

@@ -1,4 +1,4 @@
-"""Offsets are taken out of the ledger's entries, and every other offset stays where it is."""
+"""Offsets are cut out of the ledger's entries, and every other offset stays where it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.etl.pending import fold
-from zync_assets.etl.retries import Spans, Taken, spans_of, without
+from zync_assets.etl.retries import ClassRange, Spans, spans_of, without
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange
 
@@ -38,7 +38,7 @@ def offsets(rows: pa.Table) -> dict[tuple[int, int], str]:
 
 
 def spans(kind: str, *parts: tuple[int, int, int]) -> Spans:
-    return spans_of([Taken("t", kind, None, OffsetRange(*part)) for part in parts])
+    return spans_of([ClassRange("t", kind, None, OffsetRange(*part)) for part in parts])
 
 
 def test_a_range_is_cut_where_offsets_are_taken_out_of_it() -> None:
@@ -72,9 +72,9 @@ def test_exactly_what_is_taken_is_gone(
         entries.append((name, partition, reach[partition], reach[partition] + length))
         reach[partition] += length
     rows = ledger(entries)
-    taken = spans(kind, *[(partition, offset, offset + 1) for partition, offset in places])
+    parts = spans(kind, *[(partition, offset, offset + 1) for partition, offset in places])
     expected = {place: name for place, name in offsets(rows).items() if name != kind or place not in places}
-    assert offsets(without(rows, taken)) == expected
+    assert offsets(without(rows, parts)) == expected
 
 
 def test_folding_keeps_why_a_rule_failed_on_each_record() -> None:

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from zync_assets.cli.validate import validate
 from zync_assets.errors import PipelineFileError, Problem
-from zync_assets.etl.rules.explanation import explain_rules
-from zync_assets.pipeline import (
-    CreateTopic,
-    Denorm,
-    Pipeline,
-    RecordShape,
-    RegistryConfig,
-    SideFormat,
-    SourceOrder,
-    Stateless,
-)
+from zync_assets.etl.rules import explain_rules
+from zync_assets.pipeline import CreateTopic, Pipeline, RecordShape, RegistryConfig, Side, SideFormat, SourceOrder
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
 
@@ -93,9 +84,15 @@ def test_the_demo_s_file() -> None:
     assert [item.topic for item in pipeline.inputs] == ["Invoices", "InvoiceStatus"]
     assert pipeline.output("NewInvoices").create == CreateTopic(1, 1, {"retention.ms": "-1"})
     new, update, delete = pipeline.rules
-    assert isinstance(new, Denorm)
-    assert new.join_on == (("left.value.after.ID", "right.value.after.InvoiceID"),)
-    assert isinstance(update, Stateless)
+    where = "value.op IN ('c', 'r')"
+    assert (new.kind, new.sides) == (
+        "denorm",
+        (
+            Side("left", "Invoices", where, ("left.value.after.ID",)),
+            Side("right", "InvoiceStatus", where, ("right.value.after.InvoiceID",)),
+        ),
+    )
+    assert (update.kind, update.topics) == ("stateless", ("InvoiceStatus",))
     assert update.value == {"ID": "in.value.after.InvoiceID", "invoice_status": "in.value.after.status"}
     assert delete.value is None
     assert pickle.loads(pickle.dumps(pipeline)) == pipeline
@@ -121,8 +118,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert pipeline.output("C").create is None
     denorm, stateless = pipeline.rules
     assert (denorm.name, stateless.name) == ("1-denorm", "2-stateless")
-    assert isinstance(denorm, Denorm)
-    assert denorm.where_left == denorm.where_right == "value.op = 'c'"
+    assert [side.where for side in denorm.sides] == ["value.op = 'c'"] * 2
     assert denorm.value == {"a": "left.value.a", "more": {"b": "right.value.b", "none": None}}
 
 
@@ -188,8 +184,7 @@ transforms:
     assert out.create == CreateTopic(3, 1, {"compression.type": "lz4"})
     assert out.start_at == "end"
     (rule,) = pipeline.rules
-    assert isinstance(rule, Denorm)
-    assert (rule.where_left, rule.where_right, rule.key) == ("value.a = 1", None, None)
+    assert ([side.where for side in rule.sides], rule.key) == (["value.a = 1", None], None)
     assert rule.value == {"v": "left.value", "one": "1", "yes": "true"}
 
 

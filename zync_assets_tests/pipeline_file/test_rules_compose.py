@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from zync_assets.pipeline import RecordShape, Shape, Stateless
+from zync_assets.pipeline import RecordShape, Rule, Shape, Side
 from zync_assets.pipeline_file.rules import Missing, composed, unmade
 
 VALUE: Shape = {"ID": "in.value.id", "more": {"name": "upper(in.value.n)", "none": None}}
 
 
-def rule(value: Shape = VALUE, key: Shape = "in.key") -> Stateless:
-    return Stateless("r", "A", "C", None, key, value)
+def rule(value: Shape = VALUE, key: Shape = "in.key") -> Rule:
+    return Rule("stateless", "r", (Side("in", "A"),), "C", key, value)
 
 
-def made(where: str | None = None, of: Shape = VALUE, **sides: Shape) -> Stateless:
-    found = composed(rule(of), RecordShape(where, sides))
-    assert isinstance(found, Stateless)
-    return found
+def made(where: str | None = None, of: Shape = VALUE, **sides: Shape) -> Rule:
+    return composed(rule(of), RecordShape(where, sides))
 
 
 def test_fields_are_what_the_rule_makes_of_them() -> None:

@@ -1,1 +1,102 @@
-"""Rules as Spark SQL: which records a rule takes, which pair, and what a rule makes. Ingest's shapes use it too."""
+"""The kinds of rules, and the rules of a pipeline as Spark SQL, to read: what ``zync etl --explain`` prints.
+
+A module of this folder is a kind of rule (``stateless``, ``denorm``) or what the kinds share: ``matching`` has their interface.
+The section of a kind in the pipeline file's grammar is in ``pipeline_file.keys``. Ingest's shapes use ``shapes`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from zync_assets.etl.rules.denorm import Denorm
+from zync_assets.etl.rules.matching import Kind
+from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.etl.rules.stateless import Stateless
+from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule
+from zync_assets.spark.sql import name_sql, shape_sql
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (Stateless(), Denorm())}
+"""``type`` of a rule → its kind. ``pipeline_file.keys.SECTIONS`` has the same kinds; Spark's workers load no parser for it."""
+
+
+def kind_of(rule: Rule) -> Kind:
+    """The kind of a rule."""
+    return KINDS[rule.kind]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, or the ``rule`` of that name; ``pool``:
+    the staging pool of an assignment or a rule."""
+
+    kind: Literal["shape", "assignment", "rule"]
+    name: str
+    sql: str
+    pool: str | None = None
+
+
+def explain_rules(pipeline: Pipeline) -> list[Statement]:
+    """The SQL statements of a pipeline, in the file's order.
+
+    An input with a shape has one statement. An input of a staging pool has one statement that chooses the pool's rule for a
+    record. The statement of a rule makes the rule's outputs.
+    """
+    found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
+    for pool in pipeline.staging_pools:
+        rules = pipeline.rules_of(pool)
+        found += [
+            Statement("assignment", item.topic, _assignment(item, pool, rules), pool)
+            for item in pipeline.inputs_of(pool)
+        ]
+    for rule in pipeline.rules:
+        found.append(Statement("rule", rule.name, _outputs(rule), pipeline.output(rule.out).pool))
+    return found
+
+
+def _shape(item: Input, shape: RecordShape) -> str:
+    key, value = (shape_sql(shape.sides[side]) if side in shape.sides else side for side in ("key", "value"))
+    return "\n".join(
+        [
+            f"-- {item.topic}: what of each record gets into the raw pool",
+            f"SELECT kafka, {key} AS key, CASE WHEN value IS NOT NULL THEN {value} END AS value",
+            f"FROM {name_sql(item.topic)} WHERE {shape.where or 'true'}",
+        ]
+    )
+
+
+def _assignment(item: Input, pool: str, rules: tuple[Rule, ...]) -> str:
+    cases = list(_cases(item.topic, rules))
+    rest = "'dropped'" if item.unmatched == "drop" else "'unmatched'"
+    lines = [f"  WHEN {condition} THEN '{name}'" for name, condition in cases]
+    lines.append(f"  WHEN value IS NULL THEN 'dropped' ELSE {rest}")
+    return "\n".join(
+        [
+            f"-- {item.topic}, for {pool}: the first rule of the pool whose condition holds takes the record",
+            "SELECT kafka, key, value, CASE",
+            *lines,
+            f"END AS rule FROM {item.pool}.{name_sql(item.topic)}",
+        ]
+    )
+
+
+def _cases(topic: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
+    for rule in rules:
+        if topic in rule.topics:
+            where = rule.side(topic).where
+            yield rule.name, f"({where})" if where else "value IS NOT NULL"
+
+
+def _outputs(rule: Rule) -> str:
+    kind = kind_of(rule)
+    dropped = "" if rule.keep is None else "; those that the output's condition does not hold for are dropped"
+    headers = "" if rule.headers is None else f", {headers_sql(rule.headers)} AS headers"
+    return "\n".join(
+        [
+            f"-- {rule.name}: {kind.summary}{dropped}",
+            f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value{headers}",
+            f"FROM {kind.from_sql(rule)}",
+            *([] if rule.keep is None else [f"WHERE {rule.keep}"]),
+        ]
+    )

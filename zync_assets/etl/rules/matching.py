@@ -1,4 +1,4 @@
-"""From records to results: which rule takes a record, which records pair, and what becomes of the rest.
+"""From records to results: which rule takes a record, and what every kind of rule makes of its records.
 
 A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never runs back within a partition) and ``old``
 (false: new in this batch; true: it was pending). A result frame has one row an output, and one row a new record that
@@ -14,6 +14,9 @@ makes none, with the columns
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
 
+``Kind`` is the interface between the engine and a kind of rule. The engine assigns every record to a rule, finds the pending
+records, and accounts for the result rows. A kind makes result rows of a rule's records.
+
 The module builds Spark SQL text rather than column objects. A column object costs a call or more into the JVM, and a small
 batch would spend more time on its plan than on its run.
 """
@@ -22,20 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules.join_keys import hash_sql
 from zync_assets.etl.rules.shapes import COLUMN as HEADERS
-from zync_assets.etl.rules.shapes import Question, expression_type, headers_sql, made_sql, schema_of, type_sql
-from zync_assets.pipeline import Denorm, Input, Rule, Stateless
+from zync_assets.etl.rules.shapes import Question, expression_type, headers_sql, made_sql, schema_of
+from zync_assets.pipeline import Input, Rule, Side
 from zync_assets.spark.sql import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
-
-_NO_HASH = "CAST(NULL AS bigint) AS hash"
 
 KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
@@ -59,12 +59,96 @@ class Target:
     """Expressions for the paths of fields that a record leaves out, null where it has them."""
 
 
-Made: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
-"""A function that returns the columns of a rule's results as (name, SQL): ``columns``, or ``etl.failures.failing_sides``."""
+Columns: TypeAlias = Callable[[Rule, Target], list[tuple[str, str]]]
+"""A function that returns the columns of a rule's outputs as (name, SQL): ``columns``, or ``etl.failures.failing_sides``."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class RuleRecords:
+    """The new records of a rule in one batch.
+
+    ``index``: the rule's. ``frames``: side → the records under the side's name (``in_frame``), with the columns that the
+    rule's kind adds. A side whose topic has no schema yet has no frame. ``key_types``: the types of the join key's parts.
+    ``join``: the definition of the hashes of pending records, None if it is not known yet. ``original``: the hashes are those of
+    the versions that kept no definition.
+    """
+
+    rule: Rule
+    index: int
+    frames: Mapping[str, DataFrame]
+    key_types: Sequence[DataType] = ()
+    join: str | None = None
+    original: bool = True
+
+
+@dataclass(frozen=True)
+class Emission:
+    """The outputs of a rule in one batch. ``target``: their columns, None while an input has no schema. ``columns``: as in
+    ``singles``. ``places``: input topic → its number in result rows. ``together``: one Spark task runs the whole batch.
+    """
+
+    target: Target | None
+    columns: Columns
+    places: Mapping[str, int]
+    together: bool
+
+
+class Kind:
+    """A kind of rule. One module of ``etl.rules`` implements each, and ``etl.rules.KINDS`` names them all.
+
+    A rule's sides say which records the rule takes, and by which names its expressions see them. A record of a side with a
+    join key may be pending. The engine finds the pending records that have the hash of a new record on another side. If
+    the rule has a single side, the engine compares with the new records of the same side.
+    """
+
+    name: ClassVar[str]
+    """The ``type`` of the rules in a pipeline file."""
+    join: ClassVar[str] = ""
+    """The key of the join key in a pipeline file, where the kind has one."""
+    summary: ClassVar[str] = ""
+    """The kind in a few words, for ``zync etl --explain``."""
+    single: ClassVar[bool] = False
+    """Whether each record makes one output by itself. The engine then makes the outputs in one pass over the topic, for all
+    rules of such kinds (``singles``), and does not call ``records`` and ``results``."""
+
+    def records(
+        self, rule: Rule, index: int, inputs: Mapping[str, DataFrame], frames: Mapping[str, DataFrame]
+    ) -> RuleRecords:
+        """The rule's new records, with the join key's hash (column ``hash``) if the rule has a join key.
+
+        ``inputs``: side → all records of its topic, for the types. ``frames``: side → the rule's new records, from
+        ``in_frame``. Both lack a side whose topic has no schema. EtlError for a join key that can't be compared.
+        """
+        return RuleRecords(rule, index, frames)
+
+    def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
+        """Result frames for every new record, and for each pending record that the batch completes.
+
+        ``records``: from ``records``. ``pending``: side → the pending records that may match, from ``in_frame``.
+        """
+        raise NotImplementedError
+
+    def key_sql(self, rule: Rule, topic: str, inputs: Mapping[str, DataFrame]) -> str | None:
+        """The expressions of the join key that may fail on a topic's record; None if the rule has none. ``inputs``: as in
+        ``records``."""
+        return None
+
+    def from_sql(self, rule: Rule) -> str:
+        """The records that ``zync etl --explain`` selects the outputs from, as the FROM clause of one SQL statement."""
+        raise NotImplementedError
+
+    def title(self, rule: Rule) -> str:
+        """The rule and its topics, for the asset graph."""
+        return f"{rule.name} ({' with '.join(rule.topics)})"
+
+    def reason(self, rule: Rule, topic: str, before: int) -> str:
+        """Why a record with a join key is pending, for ``zync pending``. ``before``: the pending records of the same topic and
+        key before it."""
+        return "its counterpart did not come yet"
+
+
+@dataclass(frozen=True)
+class Assignment:
     """A topic's new records, and the conditions that choose a record's rule. The first true condition decides.
 
     ``conditions``: (index of the rule, SQL).
@@ -90,31 +174,23 @@ class Taken:
         return self.frame.where(self.choice({index: "true"}, "false", "false"))
 
 
-def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Taken:
+def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Assignment:
     """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
     ``failed``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
     condition is evaluated for the record.
     """
     known = [] if failed is None else [(FAILED, failed)]
-    return Taken(item, place, frame, [*known, *conditions(item, frame, rules)])
+    return Assignment(item, place, frame, [*known, *conditions(item, frame, rules)])
 
 
 def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
     """The rules that name a topic, by index, each with its condition, in the order in which they are asked."""
     return [
-        (index, f"coalesce({_condition(frame, rule, where)}, false)")
+        (index, f"coalesce({_condition(frame, rule, rule.side(item.topic).where)}, false)")
         for index, rule in enumerate(rules)
-        for where in wheres(rule, item.topic)
+        if item.topic in rule.topics
     ]
-
-
-def wheres(rule: Rule, topic: str) -> list[str | None]:
-    """The conditions of a rule for a topic: none, or one, which may be absent."""
-    if isinstance(rule, Stateless):
-        return [rule.where] if rule.input == topic else []
-    sides = ((rule.left, rule.where_left), (rule.right, rule.where_right))
-    return [where for name, where in sides if name == topic]
 
 
 def _condition(frame: DataFrame, rule: Rule, where: str | None) -> str:
@@ -138,13 +214,10 @@ def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Qu
     for rule in rules:
         if not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
             continue
-        sides = {"in": frames[rule.input]} if isinstance(rule, Stateless) else {}
-        if isinstance(rule, Denorm):
-            sides = {"left": frames[rule.left], "right": frames[rule.right]}
-            for pair in rule.join_on:
-                found += [({side: sides[side]}, f"({sql})") for side, sql in zip(sides, pair, strict=True)]
-        for topic in rule.topics:
-            found += [({"": frames[topic]}, f"({where})") for where in wheres(rule, topic) if where is not None]
+        sides = {side.name: frames[side.topic] for side in rule.sides}
+        for side in rule.sides:
+            found += [({side.name: sides[side.name]}, f"({sql})") for sql in side.keys]
+            found += [({"": sides[side.name]}, f"({side.where})")] if side.where is not None else []
         found += [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
     return found
 
@@ -155,43 +228,44 @@ def has_schema(frame: DataFrame) -> bool:
 
 
 def singles(
-    taken: Taken,
+    assignment: Assignment,
     rules: Sequence[Rule],
     targets: Mapping[int, Target],
-    joined: Sequence[int],
+    others: Sequence[int],
     untyped: Sequence[int],
-    made_by: Made,
+    columns_of: Columns,
 ) -> DataFrame:
-    """The results of a topic's new records in one pass, without the records of denorm rules.
+    """The results of a topic's new records in one pass, without the records of ``others``.
 
-    ``targets``: the pool's stateless rules, by index; ``joined``: the indexes of its denorm rules; ``untyped``: rules with
-    unresolved types, which must take no record (kind ``untyped``). A record without a rule is unmatched, or dropped if the
-    pipeline file says so. A tombstone without a rule is dropped, since Debezium writes a tombstone after each delete.
-    ``made_by``: see ``Made``.
+    ``targets``: the pool's rules of a ``single`` kind, by index; ``others``: the indexes of the rules of other kinds;
+    ``untyped``: rules with unresolved types, which must take no record (kind ``untyped``). ``columns_of``: see ``Columns``.
+
+    A record without a rule is unmatched, or dropped if the pipeline file says so. A tombstone without a rule is dropped,
+    since Debezium writes a tombstone after each delete.
     """
-    fate = "dropped" if taken.item.unmatched == "drop" else "unmatched"
+    fate = "dropped" if assignment.item.unmatched == "drop" else "unmatched"
     kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined"}
-    fates = taken.choice(
+    fates = assignment.choice(
         {index: text_sql(name) for index, name in kinds.items()},
         none=f"CASE WHEN in.value IS NULL THEN 'dropped' ELSE '{fate}' END",
     )
-    known = taken.choice({index: str(index) for index in (*targets, *untyped)})
+    known = assignment.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}
     for index, target in targets.items():
-        for name, made in made_by(rules[index], target):
+        for name, made in columns_of(rules[index], target):
             sides.setdefault(name, {})[index] = made
-    frame = taken.frame
-    if joined:
-        frame = frame.where(taken.choice(dict.fromkeys(joined, "false"), "true", "true"))
+    frame = assignment.frame
+    if others:
+        frame = frame.where(assignment.choice(dict.fromkeys(others, "false"), "true", "true"))
     return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", "time").selectExpr(
         f"{fates} AS kind",
         f"CAST({known} AS int) AS rule",
-        f"{_order('time', taken.place, 'kafka.partition', 'kafka.offset')} AS ord",
-        f"array({_source(taken.place, 'kafka.partition', 'kafka.offset')}) AS source",
+        f"{order_sql('time', assignment.place, 'kafka.partition', 'kafka.offset')} AS ord",
+        f"array({source_sql(assignment.place, 'kafka.partition', 'kafka.offset')}) AS source",
         "0 AS last",
         "0 AS waited",
-        _NO_HASH,
-        *(f"{taken.choice(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
+        "CAST(NULL AS bigint) AS hash",
+        *(f"{assignment.choice(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
 
 
@@ -200,107 +274,9 @@ def in_frame(frame: DataFrame, name: str) -> DataFrame:
     return frame.selectExpr(f"struct(kafka, key, value) AS {name_sql(name)}", "time", "old")
 
 
-def keyed(rule: Denorm, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
-    """One side of a denorm rule with its join key (``k0``, ``k1`` …, of the types ``kinds``) and the key's hash.
-
-    A null key matches nothing. The column ``lone`` gives every record with a null key a value of its own. Without ``lone``,
-    Spark would send every record with a null key to the same task.
-
-    ``frame`` is from ``in_frame``.
-    """
-    index = 0 if side == "left" else 1
-    names = key_names(rule)
-    keys = [f"CAST(({pair[index]}) AS {type_sql(kind)})" for kind, pair in zip(kinds, rule.join_on, strict=True)]
-    # Repeats the keys' expressions. For a name that is used twice, Spark would make a column first, and carry the whole record
-    # beside the column.
-    missing = " OR ".join(f"{key} IS NULL" for key in keys)
-    lone = f"CASE WHEN {missing} THEN {side}.kafka.offset ELSE -1 END AS lone"
-    named = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
-    return frame.selectExpr("*", *named, lone).selectExpr("*", f"{hash_sql(names, kinds)} AS hash")
-
-
-def key_names(rule: Denorm) -> list[str]:
-    return [f"k{number}" for number in range(len(rule.join_on))]
-
-
-def paired(
-    rule: Denorm,
-    index: int,
-    left: DataFrame,
-    right: DataFrame,
-    kinds: Sequence[DataType],
-    places: Mapping[str, int],
-    target: Target,
-    made_by: Made,
-) -> DataFrame:
-    """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
-
-    ``left`` and ``right`` are from ``keyed``, new and old records together. New records without a counterpart, and those
-    with a null key, are pending; old ones without one stay as they are and give no row. ``made_by``: as in ``columns``.
-    """
-    from pyspark.sql import functions as F
-
-    names = key_names(rule)
-    sides = {side: _ranked(rule, frame, side) for side, frame in (("left", left), ("right", right))}
-    equal = " AND ".join(f"left_{name} = right_{name}" for name in (*names, "lone", "rank"))
-    # No expression uses a side's record as a whole; the columns beside the record answer such questions. Spark then reads and
-    # joins only the used fields of the records. For the same reason no name is used twice. The join is not by names either:
-    # it would merge the keys of both sides into a column with a new name.
-    both = "left_old IS NOT NULL AND right_old IS NOT NULL"
-    at = {"left": places[rule.left], "right": places[rule.right]}
-    source = {side: _source(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
-    ords = {side: _order(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
-    hashes = {side: hash_sql([f"{side}_{name}" for name in names], kinds) for side in sides}
-    later = f"{both} AND {_is_later(rule, places)}"
-    return (
-        sides["left"]
-        .join(sides["right"], F.expr(equal), "full_outer")
-        .where(f"({both}) OR NOT coalesce(left_old, right_old)")
-        .selectExpr(
-            f"CASE WHEN {both} THEN 'out' ELSE 'pending' END AS kind",
-            f"{index} AS rule",
-            f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
-            f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
-            f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
-            f"CASE WHEN {later} THEN 1 ELSE 0 END AS last",
-            f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-            f"CASE WHEN {both} THEN NULL WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END AS hash",
-            *(f"CASE WHEN {both} THEN {made} END AS {name_sql(name)}" for name, made in made_by(rule, target)),
-        )
-    )
-
-
-def _is_later(rule: Denorm, places: Mapping[str, int]) -> str:
-    """Whether the right record comes after the left one, as ``ord`` has it."""
-    if places[rule.right] != places[rule.left]:
-        return f"right_time {'>=' if places[rule.right] > places[rule.left] else '>'} left_time"
-    return "struct(right_time, right_partition, right_offset) > struct(left_time, left_partition, left_offset)"
-
-
-def _ranked(rule: Denorm, frame: DataFrame, side: str) -> DataFrame:
-    """One side with its rank within the join key, its columns under names of their own."""
-    keys = [*key_names(rule), "lone"]
-    place = [f"{side}_partition", f"{side}_offset"]
-    window = f"PARTITION BY {', '.join(f'{side}_{key}' for key in keys)} ORDER BY {', '.join(place)}"
-    return frame.selectExpr(
-        name_sql(side),
-        *(f"{name} AS {side}_{name}" for name in (*keys, "old", "time")),
-        *(f"{side}.kafka.{name} AS {side}_{name}" for name in ("partition", "offset")),
-    ).selectExpr("*", f"row_number() OVER ({window}) AS {side}_rank")
-
-
-def one_sided(index: int, frame: DataFrame, side: str, place: int) -> DataFrame:
-    """New records of a rule whose other side has no records at all, and so no schema yet: all of them wait."""
-    partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
-    return frame.where("NOT old").selectExpr(
-        "'pending' AS kind",
-        f"{index} AS rule",
-        f"{_order('time', place, partition, offset)} AS ord",
-        f"array({_source(place, partition, offset)}) AS source",
-        "0 AS last",
-        "0 AS waited",
-        "hash",
-    )
+def records_sql(rule: Rule, side: Side) -> str:
+    """The records of one side, to read: a table of ``zync etl --explain``, in which each record has its rule."""
+    return f"(SELECT struct(kafka, key, value) AS {side.name} FROM {name_sql(side.topic)} WHERE rule = '{rule.name}')"
 
 
 def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
@@ -320,11 +296,11 @@ def union(frames: Iterable[DataFrame]) -> DataFrame:
     return first
 
 
-def _order(time: str, place: int, partition: str, offset: str) -> str:
+def order_sql(time: str, place: int, partition: str, offset: str) -> str:
     return f"struct({time} AS time, {place} AS place, {partition} AS partition, {offset} AS offset)"
 
 
-def _source(place: int, partition: str, offset: str) -> str:
+def source_sql(place: int, partition: str, offset: str) -> str:
     return f"struct({place} AS place, {partition} AS partition, {offset} AS offset)"
 
 

@@ -22,7 +22,7 @@ from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
-from zync_assets.pipeline import Denorm, Input, Pipeline, RecordShape, Rule, Shape, Stateless
+from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.conditions import Span, with_nulls
 from zync_assets.pipeline_file.expressions import columns, parse
 
@@ -150,13 +150,9 @@ def _of_rules(rules: Sequence[Rule]) -> Iterator[tuple[str, Sides]]:
 
 def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     """A rule's expressions, each with the topics of its sides; a condition has one side, without a name."""
-    if isinstance(rule, Stateless):
-        sides, wheres = {"in": rule.input}, [(rule.where, rule.input)]
-    else:
-        sides = {"left": rule.left, "right": rule.right}
-        wheres = [(rule.where_left, rule.left), (rule.where_right, rule.right)]
-        yield from ((sql, sides) for pair in rule.join_on for sql in pair)
-    yield from ((sql, {"": topic}) for sql, topic in wheres if sql is not None)
+    sides = {side.name: side.topic for side in rule.sides}
+    yield from ((sql, sides) for side in rule.sides for sql in side.keys)
+    yield from ((side.where, {"": side.topic}) for side in rule.sides if side.where is not None)
     for shape in (rule.key, rule.value, rule.headers, rule.keep):
         yield from ((sql, sides) for sql in _leaves(shape))
 
@@ -335,10 +331,7 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     def edited(sql: str, sides: Sides) -> str:
         return _edited(sql, sides, known)
 
-    def condition(sql: str | None, topic: str) -> str | None:
-        return None if sql is None else edited(sql, {"": topic})
-
-    sides = {"in": rule.input} if isinstance(rule, Stateless) else {"left": rule.left, "right": rule.right}
+    sides = {side.name: side.topic for side in rule.sides}
     key = _filled(_shaped(rule.key, sides, known), rule.key, f"rule {rule.name}", "key")
     value = _filled(_shaped(rule.value, sides, known), rule.value, f"rule {rule.name}", "value")
     keep = None if rule.keep is None else edited(rule.keep, sides)
@@ -349,12 +342,15 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
             if isinstance(headers, str)
             else {name: edited(sql, sides) for name, sql in headers.items()}
         )
-    made = replace(rule, key=key, value=value, keep=keep, headers=headers)
-    if isinstance(made, Denorm):
-        pairs = tuple((edited(one, sides), edited(other, sides)) for one, other in made.join_on)
-        where = condition(made.where_left, made.left), condition(made.where_right, made.right)
-        return replace(made, join_on=pairs, where_left=where[0], where_right=where[1])
-    return replace(made, where=condition(made.where, made.input))
+    own = tuple(
+        replace(
+            side,
+            where=None if side.where is None else edited(side.where, {"": side.topic}),
+            keys=tuple(edited(sql, sides) for sql in side.keys),
+        )
+        for side in rule.sides
+    )
+    return replace(rule, sides=own, key=key, value=value, keep=keep, headers=headers)
 
 
 def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:

@@ -1,7 +1,4 @@
-"""A rule's shapes as Spark SQL, the types of shapes, and the common type of an output topic's rules.
-
-The headers that a rule gives its records, as Spark SQL: an array of structs of ``key`` (string) and ``value`` (binary).
-"""
+"""Shapes of rules as Spark SQL: their types, the common type of an output topic's rules, and the headers of outputs."""
 
 from __future__ import annotations
 

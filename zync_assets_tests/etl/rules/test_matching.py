@@ -11,8 +11,8 @@ import pytest
 from pyspark.sql.types import DataType, LongType, StringType
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules import matching
-from zync_assets.pipeline import Denorm, Input, Rule, SideFormat, Stateless
+from zync_assets.etl.rules import denorm, matching
+from zync_assets.pipeline import Input, Rule, Side, SideFormat
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -25,8 +25,12 @@ def source(unmatched: Any = "keep") -> Input:
     return Input("t", "Raw", TEXT, TEXT, unmatched=unmatched)
 
 
-def stateless(name: str, where: str | None, topic: str = "t") -> Stateless:
-    return Stateless(name, topic, "out", where, "in.key", "in.value")
+def stateless(name: str, where: str | None, topic: str = "t") -> Rule:
+    return Rule("stateless", name, (Side("in", topic, where),), "out", "in.key", "in.value")
+
+
+def join(left: Side, right: Side) -> Rule:
+    return Rule("denorm", "d", (left, right), "out", "1", "1")
 
 
 def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> DataFrame:
@@ -37,10 +41,10 @@ def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> Dat
     )
 
 
-def taken(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
+def assigned(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
     chosen = matching.assign(item, 0, records, rules).choice({index: str(index) for index in range(len(rules))})
-    found = records.orderBy("kafka.offset").selectExpr(f"{chosen} AS taken").collect()
-    return [row.taken for row in found]
+    found = records.orderBy("kafka.offset").selectExpr(f"{chosen} AS assigned").collect()
+    return [row.assigned for row in found]
 
 
 def left_over(item: Input, records: DataFrame, *rules: Rule) -> list[tuple[int, str]]:
@@ -57,21 +61,23 @@ def test_a_record_goes_to_the_first_rule_whose_condition_is_true(spark: SparkSes
         stateless("b", "value >= 'x'"),
         stateless("c", None),
     )
-    assert taken(source(), frame(spark, "x", "y", "a", None), *rules) == [0, 2, 3, None]
+    assert assigned(source(), frame(spark, "x", "y", "a", None), *rules) == [0, 2, 3, None]
 
 
 def test_each_side_of_a_denorm_rule_has_its_own_condition(spark: SparkSession) -> None:
-    rule = Denorm("d", "u", "t", (("left.key", "right.key"),), "out", "value = 'left'", "value = 'right'", "1", "1")
-    assert taken(source(), frame(spark, "left", "right"), rule) == [None, 0]
+    rule = join(
+        Side("left", "u", "value = 'left'", ("left.key",)), Side("right", "t", "value = 'right'", ("right.key",))
+    )
+    assert assigned(source(), frame(spark, "left", "right"), rule) == [None, 0]
 
 
 def test_a_tombstone_is_taken_only_by_a_rule_that_asks_for_it(spark: SparkSession) -> None:
-    assert taken(source(), frame(spark, None), stateless("a", None), stateless("b", "value IS NULL")) == [1]
+    assert assigned(source(), frame(spark, None), stateless("a", None), stateless("b", "value IS NULL")) == [1]
 
 
 def test_values_of_no_type_yet_are_tombstones(spark: SparkSession) -> None:
     records = frame(spark, None, None, kind="void")
-    assert taken(source(), records, stateless("a", "value.op = 'c'"), stateless("b", None)) == [None, None]
+    assert assigned(source(), records, stateless("a", "value.op = 'c'"), stateless("b", None)) == [None, None]
     assert left_over(source(), records, stateless("b", None)) == [(0, "dropped"), (1, "dropped")]
 
 
@@ -84,14 +90,14 @@ def test_what_no_rule_takes_is_unmatched_or_dropped(spark: SparkSession) -> None
 
 def test_a_condition_that_is_none_is_an_error(spark: SparkSession) -> None:
     with pytest.raises(EtlError, match=r"rule a, where: length\(value\) is int; it must be a condition"):
-        taken(source(), frame(spark, "x"), stateless("a", "length(value)"))
+        assigned(source(), frame(spark, "x"), stateless("a", "length(value)"))
 
 
 def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSession) -> None:
-    rule = Denorm(
-        "d", "t", "u", (("left.key", "right.key"), ("left.value", "right.value")), "out", None, None, "1", "1"
+    rule = join(
+        Side("left", "t", keys=("left.key", "left.value")), Side("right", "u", keys=("right.key", "right.value"))
     )
-    keyed = matching.keyed(
+    keyed = denorm.keyed(
         rule, "left", matching.in_frame(frame(spark, "x", "x", None), "left"), [StringType(), StringType()]
     )
     hashes = [row.hash for row in keyed.orderBy("left.kafka.offset").collect()]
@@ -100,11 +106,11 @@ def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSe
 
 
 @pytest.mark.parametrize(
-    ("join", "kind"),
+    ("keys", "kind"),
     [(("left.value.id", "right.value.id"), LongType()), (("upper(left.value.name)", "right.key"), StringType())],
 )
 def test_a_join_reads_and_moves_the_used_fields_alone_and_each_side_once(
-    spark: SparkSession, tmp_path: Path, join: tuple[str, str], kind: DataType
+    spark: SparkSession, tmp_path: Path, keys: tuple[str, ...], kind: DataType
 ) -> None:
     """Unused fields of a record would pass through two shuffles and four sorts."""
     rows = [(("t", 0, 0, NOW, None), "k", (1, "x", "large"), NOW, False)]
@@ -113,16 +119,17 @@ def test_a_join_reads_and_moves_the_used_fields_alone_and_each_side_once(
         " value struct<id: long, name: string, rest: string>, time timestamp, old boolean"
     )
     spark.createDataFrame(rows, schema).write.parquet(str(tmp_path / "records"))
-    rule = Denorm("d", "t", "u", (join,), "out", None, None, "1", "1")
+    rule = join(Side("left", "t", keys=keys[:1]), Side("right", "u", keys=keys[1:]))
     records = spark.read.schema(schema).parquet(str(tmp_path / "records"))
-    left, right = (matching.keyed(rule, side, matching.in_frame(records, side), [kind]) for side in ("left", "right"))
+    frames = {side: denorm.keyed(rule, side, matching.in_frame(records, side), [kind]) for side in ("left", "right")}
     target = matching.Target("", None, None)
-    made = [("out", "struct(left.value.name, right.value.id)")]
-    found = matching.paired(rule, 0, left, right, [kind], {"t": 0, "u": 1}, target, lambda rule, target: made)
+    outputs = [("out", "struct(left.value.name, right.value.id)")]
+    emission = matching.Emission(target, lambda rule, target: outputs, {"t": 0, "u": 1}, together=False)
+    found = denorm.paired(matching.RuleRecords(rule, 0, frames, [kind]), frames, emission, target)
     plan = found._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
     read = re.findall(r"ReadSchema: (.*)", plan)
     assert len(read) == 2
     assert not [name for name in ("topic", "headers", "rest") if any(name in schema for schema in read)]
     assert "key" not in read[0]
     assert plan.count("Exchange") == 2
-    assert [row.kind for row in found.collect()] == (["out"] if join[0] == "left.value.id" else ["pending"] * 2)
+    assert [row.kind for row in found.collect()] == (["out"] if keys[0] == "left.value.id" else ["pending"] * 2)

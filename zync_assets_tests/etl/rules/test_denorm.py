@@ -9,8 +9,8 @@ import pytest
 from pyspark.sql.types import DataType
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules import join_keys
-from zync_assets.pipeline import Denorm
+from zync_assets.etl.rules import denorm
+from zync_assets.pipeline import Rule, Side
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -81,6 +81,11 @@ ALIKE = [
 """Expressions that are equal, of types that a column may have one after the other."""
 
 
+def join(left: str, right: str) -> Rule:
+    sides = (Side("left", "t", keys=(left,)), Side("right", "u", keys=(right,)))
+    return Rule("denorm", "d", sides, "out", "1", "1")
+
+
 def types(spark: SparkSession, expressions: tuple[str, ...]) -> list[DataType]:
     return [item.dataType for item in frame(spark).selectExpr(*expressions).schema]
 
@@ -94,7 +99,7 @@ def test_a_key_s_hash_does_not_depend_on_the_type_that_the_key_came_in(spark: Sp
     hashes: list[str] = []
     for group in ALIKE:
         for sql, kind in zip(group, types(spark, group), strict=True):
-            hashes.append(join_keys.hash_sql([f"({sql})"], [kind]))
+            hashes.append(denorm.hash_sql([f"({sql})"], [kind]))
     found = list(frame(spark).selectExpr(*(f"{sql} AS h{at}" for at, sql in enumerate(hashes))).collect()[0])
     for group in ALIKE:
         mine, found = found[: len(group)], found[len(group) :]
@@ -108,7 +113,7 @@ def test_texts_that_a_collation_calls_equal_have_one_hash(spark: SparkSession, c
     (kind,) = types(spark, (f"collate('x', '{collation}')",))
     made = spark.createDataFrame([(text,) for text in dict.fromkeys(texts)], "text string")
     each = made.selectExpr(f"collate(text, '{collation}') AS k").selectExpr(
-        "k", f"{join_keys.hash_sql(['k'], [kind])} AS h"
+        "k", f"{denorm.hash_sql(['k'], [kind])} AS h"
     )
     wrong = each.groupBy("k").agg({"h": "min", "k": "count"}).withColumnRenamed("min(h)", "low")
     wrong = wrong.join(each, "k").where("h <> low").selectExpr("CAST(k AS STRING) AS k")
@@ -118,9 +123,9 @@ def test_texts_that_a_collation_calls_equal_have_one_hash(spark: SparkSession, c
 
 @pytest.mark.parametrize("sql", ["map('a', 1)", "array(map('a', 1))", "parse_json('1')", "make_interval(1)"])
 def test_keys_that_spark_can_t_compare_are_an_error(spark: SparkSession, sql: str) -> None:
-    rule = Denorm("d", "t", "u", ((sql, sql),), "out", None, None, "1", "1")
+    rule = join(sql, sql)
     with pytest.raises(EtlError, match=r"rule d, join-on: .* is .*, and Spark has no `=` for such values"):
-        join_keys.key_types(rule, {"left": frame(spark)})
+        denorm.key_types(rule, {"left": frame(spark)})
 
 
 @pytest.mark.parametrize(
@@ -131,18 +136,18 @@ def test_keys_that_spark_can_t_compare_are_an_error(spark: SparkSession, sql: st
     ],
 )
 def test_keys_of_two_types_are_an_error(spark: SparkSession, left: str, right: str, cure: str) -> None:
-    rule = Denorm("d", "t", "u", ((left, right),), "out", None, None, "1", "1")
+    rule = join(left, right)
     with pytest.raises(EtlError, match=cure):
-        join_keys.key_types(rule, {"left": frame(spark), "right": frame(spark)})
+        denorm.key_types(rule, {"left": frame(spark), "right": frame(spark)})
 
 
 def test_which_keys_are_hashed_as_they_ever_were(spark: SparkSession) -> None:
     same = ("1", "'a'", "named_struct('a', 1L)", "array('a')", "array(1D)", "DATE '2020-01-01'")
     other = ("array(1)", "named_struct('a', array(1.5))", "array(named_struct('a', 1L))", "collate('a', 'UTF8_LCASE')")
-    assert all(join_keys.is_hashed_as_ever([kind]) for kind in types(spark, same))
-    assert not any(join_keys.is_hashed_as_ever([kind]) for kind in types(spark, other))
+    assert all(denorm.is_hashed_as_ever([kind]) for kind in types(spark, same))
+    assert not any(denorm.is_hashed_as_ever([kind]) for kind in types(spark, other))
     # The hashes of older versions: numbers as doubles, also inside structs.
     old = ["xxhash64(1D)", "xxhash64('a')", "xxhash64(named_struct('a', 1D))", "xxhash64(array('a'))"]
-    new = [join_keys.hash_sql([f"({sql})"], [kind]) for sql, kind in zip(same, types(spark, same), strict=True)]
+    new = [denorm.hash_sql([f"({sql})"], [kind]) for sql, kind in zip(same, types(spark, same), strict=True)]
     row = list(frame(spark).selectExpr(*old, *new[:4]).collect()[0])
     assert row[:4] == row[4:]
