@@ -217,8 +217,9 @@ def _array_of(variable: exp.Identifier) -> exp.Expr | None:
                     return None
                 if isinstance(call, exp.Exists | exp.ArrayFilter):
                     return call.this
-                is_forall = isinstance(call, exp.Anonymous) and call.name.lower() == "forall"
-                return call.expressions[0] if is_forall else None
+                if isinstance(call, exp.Anonymous) and call.name.lower() == "forall":
+                    return call.expressions[0]
+                return None
         parent = parent.parent
     return None
 
