@@ -258,6 +258,8 @@ class Pipeline:
     """The consumer group that shows in Kafka how far ingest is; never read."""
     missing_field: MissingField = "null"
     """The treatment of a field in a rule that neither a record nor the registry's newest schema has."""
+    order_delay: float = 1.0
+    """Seconds that a producer may take to send a record after records that come later in the source's order."""
 
     def command(self, name: str, *options: str) -> str:
         """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.

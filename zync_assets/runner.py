@@ -7,6 +7,7 @@ The ``zync`` command and Dagster's IO managers commit through the same functions
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -15,6 +16,7 @@ from zync_assets.errors import (
     BrokerUnavailable,
     CommitConflict,
     DataLoss,
+    LakeError,
     LakeUnavailable,
     RegistryUnavailable,
     SetupError,
@@ -26,10 +28,14 @@ from zync_assets.errors import (
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import EtlBatch, EtlCommit, plan_etl, read_raw, transform
 from zync_assets.etl.retries import NOTHING, Retry
+from zync_assets.etl.streams import may_be_ordered
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
-from zync_assets.kafka.topics import TopicState, survey
+from zync_assets.kafka.topics import Survey, TopicState, survey
+from zync_assets.lake import raw
 from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
@@ -102,14 +108,17 @@ def ingest_all(
     topics: Sequence[str],
     progress: Progress = quiet,
     patience: float | None = None,
+    *,
+    again: bool = True,
 ) -> Iterator[RawCommit]:
     """Ingest each topic up to the end that it had when this began, a commit a batch.
 
     A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
-    partition's leader, by default as long as for a broker.
+    partition's leader, by default as long as for a broker. ``again``: whether to read the ends again after the ingest, for a
+    caller that does not ingest again soon (see ``confirm_ends``).
     """
-    known = survey(pipeline.kafka, topics, patience=patience)
-    troubles: list[ZyncError] = list(known.errors.values())
+    known = read_ends(pipeline, patience)
+    troubles: list[ZyncError] = [error for topic, error in known.errors.items() if topic in topics]
     for topic in topics:
         if topic in known.problems:
             continue
@@ -127,7 +136,73 @@ def ingest_all(
             raise
         except ZyncError as error:
             troubles.append(error)
+    if again:
+        confirm_ends(pipeline, patience)
     _raise_first(troubles)
+
+
+def read_ends(pipeline: Pipeline, patience: float | None = None) -> Survey:
+    """Read the ends of all inputs together, before any of them is ingested, and keep them in the lake.
+
+    Raises BrokerUnavailable and TrustError.
+    """
+    began = time.time()
+    found = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
+    keep_ends(pipeline, found, began, time.time())
+    return found
+
+
+def keep_ends(pipeline: Pipeline, found: Survey, began: float, ended: float) -> None:
+    """Keep the ends of the inputs that have a source order, or may have one.
+
+    ``began``, ``ended``: when ``found`` was asked for, in seconds since the epoch. A lake that can't be written keeps nothing,
+    which only delays ETL; a warning says so.
+    """
+    for pool, tables in _ordered_tables(pipeline).items():
+        ends = {topic: _ends(found.states.get(topic)) for topic in tables if topic not in found.problems}
+        try:
+            keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay)
+        except LakeError as error:
+            _log.warning("the ends of the topics of %s are not kept: %s", pool, error)
+
+
+def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> None:
+    """Read the ends of the inputs again if they were read but once, ``order-delay`` after the first time. Waits for that long.
+
+    ETL then takes all records below these ends. Without a source order, or with one stream alone, there is nothing to read.
+    """
+    tables = _ordered_tables(pipeline)
+    states = [state for own in tables.values() for state in own.values()]
+    streams = sum(1 if state is None else len(state.next) for state in states)
+    if streams < 2 or all(state is None or state.domain is None for state in states):
+        return
+    kept = [read_readings(pipeline.lake, pool) for pool in tables]
+    if not all(are_confirmed(found, pipeline.order_delay) for found in kept):
+        since = time.time() - max((found[-1].ended for found in kept if found), default=0.0)
+        time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
+        read_ends(pipeline, patience)
+
+
+def _ordered_tables(pipeline: Pipeline) -> dict[str, dict[str, RawState | None]]:
+    """Raw pool → topic → table, of the inputs that have a source order, or may have one. The step that uses a table reports a
+    table that can't be opened."""
+    found: dict[str, dict[str, RawState | None]] = {}
+    for item in pipeline.inputs:
+        try:
+            state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+        except LakeUnavailable:
+            return {}
+        except LakeError:
+            continue
+        if may_be_ordered(item, state):
+            found.setdefault(item.pool, {})[item.topic] = state
+    return found
+
+
+def _ends(state: TopicState | None) -> TopicEnds:
+    if state is None:
+        return TopicEnds(None)
+    return TopicEnds(state.topic_id, {part.partition: part.end for part in state.partitions})
 
 
 def ingest_once(

@@ -96,6 +96,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
+    late = _once_a_run(lambda _: output_checks.source_order(pipeline, pool))
     # Each topic of the pool has the pool's checks too. A failed check of the pool therefore blocks every downstream asset.
     for topic, key in keys.items():
 
@@ -119,6 +120,14 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
             "No record has waited for its counterpart for too long.",
             False,
             waiting,
+        )
+        yield _check(
+            names,
+            key,
+            output_checks.SOURCE_ORDER,
+            "No record came after later records of its source were transformed.",
+            False,
+            late,
         )
 
 

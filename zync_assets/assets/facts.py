@@ -6,6 +6,7 @@ record is read, and no JVM starts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from zync_assets.kafka.topics import survey
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish
+from zync_assets.runner import keep_ends
 
 
 class TickFailed(DagsterError):
@@ -103,7 +105,9 @@ def gather(pipeline: Pipeline) -> Facts:
 
 def _gather(pipeline: Pipeline) -> Facts:
     names = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
+    began = time.time()
     known = survey(pipeline.kafka, names, BROKER_SECONDS, LEADER_SECONDS)
+    ended = time.time()
     unled = known.errors
     problems = {topic_path(topic): str(error) for topic, error in unled.items()}
     unreachable = {item.topic: str(unled[item.topic]) for item in pipeline.inputs if item.topic in unled}
@@ -122,6 +126,7 @@ def _gather(pipeline: Pipeline) -> Facts:
             # Whatever it is, the other topics and tables go on.
             problems[place] = error_line(error)
 
+    keep_ends(pipeline, known, began, ended)
     # Staging before raw before topics would do too: whatever moves meanwhile is seen by the next look.
     for item in pipeline.inputs:
         topic = item.topic

@@ -29,7 +29,7 @@ from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError, LakeError, RangeUnknown
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw
 from zync_assets.ingest.commit import RawCommit
-from zync_assets.ingest.plan import IngestPlan, RawBatch, plan_ingest, read_input
+from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import Source
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import raw, staging
@@ -39,7 +39,7 @@ from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
 from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_name
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
-from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl, read_output
+from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_once, read_ends, read_etl, read_output
 from zync_assets.spark.frames import output_frame, raw_frame
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class KafkaIOManager(IOManager):
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             wanted = context.dagster_type.typing_type
             if wanted is RawBatch:
+                # Of all inputs together, before any of them is ingested.
+                read_ends(self._pipeline, LEADER_SECONDS)
                 return read_input(self._session, self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
             return records_as(self._records(topic, keys).dataframe(), wanted, place)
 
@@ -296,6 +298,7 @@ class PoolIOManager(IOManager):
             if plan.nothing_to_do:
                 break
             batch = read_input(self._session, self._pipeline, plan)
+        confirm_ends(self._pipeline, LEADER_SECONDS)
         if done:
             context.add_output_metadata(
                 {

@@ -1,6 +1,7 @@
 """The checks of outputs: of a staging pool, of a published topic, and all checks of a pipeline.
 
-- A staging pool: its account against raw and outputs, its numbering, and records that are pending for long.
+- A staging pool: its account against raw and outputs, its numbering, records that are pending for long, and records that
+  came too late for their place in the source's order.
 - A published topic: Kafka and staging hold the same records, by content.
 """
 
@@ -77,6 +78,30 @@ def pending_age(
         except (DamagedFile, LakeError) as error:
             problems.append(str(error))
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
+
+
+SOURCE_ORDER = "source_order"
+
+
+def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None) -> CheckResult:
+    """Warns where records came after ETL had taken records that are later in the source's order.
+
+    The outputs of such records follow outputs of later changes. The check counts all of them, and names one of each partition.
+    """
+    try:
+        state = (snapshot or Snapshot(pipeline)).staging(pool)
+    except TableDamaged as error:
+        return conclude(SOURCE_ORDER, pool, "warn", [str(error)], "", {"late": 0})
+    late = state.head.late if state else {}
+    problems = [
+        f"{item.records} records of {topic}, partition {partition}, came after later records of their source were transformed;"
+        f" {topic} {partition}:{item.offset} is the first of the last batch with such records. Their outputs are out of order."
+        " Set a longer order-delay in the pipeline file"
+        for (topic, partition), item in sorted(late.items())
+    ]
+    numbers: dict[str, Number] = {"late": sum(item.records for item in late.values())}
+    numbers |= {f"late_{topic}_{partition}": item.records for (topic, partition), item in sorted(late.items())}
+    return conclude(SOURCE_ORDER, pool, "warn", problems, "every record came in the order of its source", numbers)
 
 
 def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
@@ -304,6 +329,7 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
         for output in pipeline.outputs_of(pool):
             yield recorded(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
         yield pending_age(pipeline, pool)
+        yield source_order(pipeline, pool)
         for output in pipeline.outputs_of(pool):
             yield staging_equals_topic(pipeline, output.topic)
 

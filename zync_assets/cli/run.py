@@ -144,7 +144,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         busy = False
         troubles: list[ZyncError] = []
         for step in (
-            lambda: ingest_all(loaded, session, inputs, patience=patience),
+            lambda: ingest_all(loaded, session, inputs, patience=patience, again=until_idle),
             lambda: etl_all(loaded, session),
             lambda: publish_all(loaded, session, outputs, patience=patience),
         ):

@@ -10,6 +10,7 @@ How keys and values are decoded and encoded, for ``zync status``: column by colu
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.terminal import Format, format_option, print_json, print_rows
 from zync_assets.codecs.batches import Way, decode_way, plain_way
 from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, TrustError
+from zync_assets.etl.streams import cuts, domains_of, unseen
 from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
@@ -98,6 +100,7 @@ INPUT_COLUMNS = (
     "quarantined",
     "way",
 )
+ORDER_COLUMNS = ("domain", "pool", "waiting", "topic", "partition", "late")
 OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag", "way")
 
 Row = dict[str, object]
@@ -115,8 +118,11 @@ def status(pipeline: Path, fmt: Format) -> None:
 
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
-    Both: the way of keys and values, column by column (native), or record by record (fastavro, python). The way of whole
-    records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
+    Order, for each domain of inputs with a source order: the number of offsets that ETL does not take yet (waiting), the topic
+    and partition that they wait for, and the number of records that came too late for their place in the order (late).
+
+    Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
+    of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
 
     The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
@@ -127,9 +133,11 @@ def status(pipeline: Path, fmt: Format) -> None:
     inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools, registry)]
     ends = {pool: verified_ends(loaded.lake, pool, [item.topic for item in loaded.outputs_of(pool)]) for pool in pools}
     outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
+    orders = [row for pool, state in pools.items() for row in order_rows(loaded, pool, state)]
     client = way()
     if fmt == "json":
-        for kind, rows, columns in (("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS)):
+        kinds = ("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS), ("order", orders, ORDER_COLUMNS)
+        for kind, rows, columns in kinds:
             for row in rows:
                 print_json({"kind": kind, **{name: row.get(name) for name in columns}, "client": client})
         return
@@ -137,6 +145,9 @@ def status(pipeline: Path, fmt: Format) -> None:
     print_rows(inputs, INPUT_COLUMNS, fmt)
     click.echo("Outputs")
     print_rows(outputs, OUTPUT_COLUMNS, fmt)
+    if orders:
+        click.echo("Order")
+        print_rows(orders, ORDER_COLUMNS, fmt)
     click.echo(f"Client: {client}")
 
 
@@ -215,6 +226,24 @@ def output_rows(
             upto = max(position.base, verified.get(item.topic, position.base))
             row |= {"published": upto - position.base, "lag": max(0, position.next - upto)}
         yield row
+
+
+def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Iterator[Row]:
+    """A row a domain of a staging pool."""
+    head, items = state.head if state else Head(), pipeline.inputs_of(pool)
+    snapshot = Snapshot(pipeline)
+    tables = {item.topic: snapshot.raw(item.topic) for item in items}
+    domains, ranges = domains_of(items, tables), unseen(tables, head)
+    found = cuts(pipeline, domains, tables, head, ranges, dict.fromkeys(domains, sys.maxsize))
+    for domain, part in found.items():
+        new = sum(each.end - each.first for topic in part.ranges for each in ranges[topic])
+        waiting = new - sum(each.end - each.first for taken in part.ranges.values() for each in taken)
+        row: Row = {"domain": domain, "pool": pool, "waiting": waiting}
+        behind = part.frontier.behind
+        if waiting and behind is not None:
+            row |= {"topic": behind.topic, "partition": behind.partition}
+        late = (item.records for (topic, _), item in head.late.items() if topic in part.ranges)
+        yield {**row, "late": sum(late)}
 
 
 def _ask(pipeline: Pipeline) -> dict[str, TopicState]:

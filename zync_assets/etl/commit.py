@@ -244,10 +244,9 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     ]
     suspect = suspect_sql(pipeline, labels, types, present, limits)
     wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
-    files = (item for each in transform.files.values() for item in each)
-    spans = [positions.TimeSpan(item.min_time or 0, item.max_time or 0, item.records) for item in files]
-    outs = [labels.of_topic(topic.topic) for topic in topics]
-    numbered = positions.arranged(rows.frame, positions.time_bounds(spans), wanted, outs, together=transform.small)
+    outs, parts = [labels.of_topic(topic.topic) for topic in topics], transform.ordering.parts
+    bounds = positions.bucket_bounds(transform.spans, parts)
+    numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=transform.small)
     uri = storage.staging_uri(pipeline.lake, plan.pool)
     results: Results | None = None
     try:

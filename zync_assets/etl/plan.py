@@ -23,10 +23,12 @@ from zync_assets.audit.guard import check_begins, check_seen
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, Reopening, Retry, reopen, with_joins
+from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
 from zync_assets.lake import publication, raw, staging
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import Head, StagingState
-from zync_assets.offsets import OffsetRange, new_ranges, normalize
+from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark import frames
 from zync_assets.spark.session import Session, deferred
@@ -137,6 +139,10 @@ class EtlPlan:
     """Input topic → new offsets of this batch, from seen on."""
     reopening: Reopening = field(default_factory=Reopening, repr=False)
     """The records below seen that the batch matches again."""
+    domains: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Input topic → its domain. An input in the order of time has none."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut], repr=False)
+    """Domain → its part of the batch. Empty if there is nothing new."""
 
     @property
     def nothing_to_do(self) -> bool:
@@ -220,16 +226,14 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     topics = pipeline.inputs_of(pool)
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
-    ranges: dict[str, tuple[OffsetRange, ...]] = {}
     for topic, found in states.items():
         check_seen(pipeline.input(topic), head, found)
         if found is None:
-            ranges[topic] = ()
             continue
         _check_table(pool, head, topic, found)
         if _is_outdated(pipeline, pool, head, topic, found):
             return plan_etl(pipeline, pool, retry, limit)
-        ranges[topic] = tuple(new_ranges({**found.first, **found.kept, **head.seen(topic)}, found.next))
+    ranges = unseen(states, head)
     reopening = reopen(pipeline, pool, state, states, retry)
     if any(ranges.values()) or reopening.parts:
         # A batch reads old records of every input that wait for a new one.
@@ -238,12 +242,44 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
                 raw.check_whole(found)
         if state is not None:
             staging.check_whole(state)
+    domains = domains_of(topics, states)
+    owner = owners(domains)
+    states = {topic: _with_order(found) if topic in owner else found for topic, found in states.items()}
+    if not any(ranges.values()):
+        # A tick with nothing new lists no files.
+        return EtlPlan(pool, state, states, ranges, reopening, owner)
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
-        if found is not None and ranges[topic]  # a tick with nothing new lists no files
+        if found is not None and ranges[topic]
     }
-    return EtlPlan(pool, state, states, first_batch(ranges, files, limit), reopening)
+    groups = {name: [topic for topic in ranges if owner.get(topic) == name] for name in (*domains, None)}
+    limits = _shares(groups, files, limit)
+    found = cuts(pipeline, domains, states, head, ranges, {name: limits[name] for name in domains})
+    batch = first_batch({topic: ranges[topic] for topic in groups[None]}, _chosen(files, groups[None]), limits[None])
+    for part in found.values():
+        batch |= part.ranges
+    return EtlPlan(pool, state, states, {topic: batch[topic] for topic in ranges}, reopening, owner, found)
+
+
+def _with_order(state: RawState | None) -> RawState | None:
+    return state if state is None else replace(state, with_order=True)
+
+
+def _chosen(files: Mapping[str, Sequence[DataFile]], topics: Iterable[str]) -> dict[str, Sequence[DataFile]]:
+    return {topic: files[topic] for topic in topics if topic in files}
+
+
+def _shares(
+    groups: Mapping[str | None, Sequence[str]], files: Mapping[str, Sequence[DataFile]], limit: int
+) -> dict[str | None, int]:
+    """The records that a batch takes of each group of topics, about: as large a share of each group's new records."""
+    records = {
+        name: sum(item.records for found in _chosen(files, topics).values() for item in found)
+        for name, topics in groups.items()
+    }
+    total = max(limit, sum(records.values()))
+    return {name: max(1, limit * count // total) if total > limit else limit for name, count in records.items()}
 
 
 def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:

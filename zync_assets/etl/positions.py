@@ -1,8 +1,8 @@
 """Positions of an ETL batch: the order and the offsets of its outputs, and the account's head before and after it.
 
-Parallel tasks order and number the outputs. Results are divided into buckets by time. A bucket is a Spark partition, and is
-sorted. A row's offset is the bucket's first offset plus the row's place in the bucket. The bounds of the buckets come from the
-statistics of the raw files. ``repartitionByRange`` would sample the rows instead, and so run the joins twice.
+Parallel tasks order and number the outputs. Results are divided into buckets by their order. A bucket is a Spark partition,
+and is sorted. A row's offset is the bucket's first offset plus the row's place in the bucket. The bounds of the buckets come
+from the statistics of the raw files. ``repartitionByRange`` would sample the rows instead, and so run the joins twice.
 
 A bucket's first offset is the count of the rows in the earlier buckets. A subquery of the writing query counts the rows, over
 the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write and read the rows once
@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.etl.account import Fact
+from zync_assets.etl.frontier import Key, Span, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
@@ -29,6 +28,7 @@ from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
 from zync_assets.pipeline import Output, Pipeline
+from zync_assets.spark.sql import long_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -39,73 +39,58 @@ BUCKET_RECORDS = 150_000
 SMALL = 20_000
 """The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
 
-
-@dataclass(frozen=True)
-class TimeSpan:
-    """The number of some raw records, and their lowest and highest time in milliseconds since the epoch."""
-
-    low: int
-    high: int
-    records: int
+_LEAST = Key(0).offset
+"""Below every part of a key."""
+Bound: TypeAlias = tuple[int, ...]
+"""The least values, part by part of ``ord``, of the rows from a bucket on. The last parts may be missing."""
 
 
-def time_bounds(spans: Sequence[TimeSpan]) -> list[int]:
-    """Ascending times which cut the records into buckets of about BUCKET_RECORDS, taking each span as spread evenly.
+def bucket_bounds(groups: Sequence[Sequence[Span]], parts: Sequence[str]) -> list[Bound]:
+    """Ascending bounds which cut the records into buckets of about BUCKET_RECORDS.
 
-    Fewer bounds where many records share one time: a bound separates times, never records of one time.
+    ``groups``: the spans of the batch's files, group by group of the ordering; ``parts``: the names of the parts of ``ord``.
     """
-    total = sum(span.records for span in spans)
-    count = total // BUCKET_RECORDS
-    if count < 2:
+    total = sum(span.records for group in groups for span in group)
+    if total < 2 * BUCKET_RECORDS:
         return []
-    points, below = _reached(spans)
-    wanted = total * np.arange(1, count) / count
-    places = np.minimum(np.searchsorted(below, wanted), len(points) - 1)
-    wanted, places = wanted[places > 0], places[places > 0]
-    low, high = points[places - 1], points[places]
-    weights = (wanted - below[places - 1]) / np.maximum(1.0, below[places] - below[places - 1])
-    return sorted(set((low + (high - low) * weights).astype(np.int64).tolist()))
+    bounds: list[Bound] = []
+    for rank, group in enumerate(groups):
+        records = sum(span.records for span in group)
+        count = max(1, int(records / BUCKET_RECORDS))
+        first: list[Bound] = [(rank,)] if rank and len(groups) > 1 else []
+        keys = keys_at(group, [records * part / count for part in range(1, count)])
+        bounds += [*first, *(_bound(rank, key, parts) for key in keys)]
+    return bounds
 
 
-def _reached(spans: Sequence[TimeSpan]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The times at which spans begin or end, ascending, and how many records lie below each (or at it, of spans that are one
-    time)."""
-    low, high, records = (np.array([getattr(span, name) for span in spans]) for name in ("low", "high", "records"))
-    points = np.unique(np.concatenate([low, high]))
-    begin, end = np.searchsorted(points, low), np.searchsorted(points, high)
-    wide = high > low
-    # Records per millisecond from each point on, and records that lie exactly at a point.
-    rates, at_once = np.zeros(len(points)), np.zeros(len(points))
-    rate = records[wide] / (high - low)[wide]
-    np.add.at(rates, begin[wide], rate)
-    np.add.at(rates, end[wide], -rate)
-    np.add.at(at_once, begin[~wide], records[~wide])
-    # Between spans the rate must be zero, but rounding errors of the sums remain.
-    under_way = np.cumsum(
-        np.bincount(begin[wide], minlength=len(points)) - np.bincount(end[wide], minlength=len(points))
-    )
-    between = np.where(under_way > 0, np.cumsum(rates), 0.0)[:-1] * np.diff(points)
-    below = np.cumsum(at_once + np.concatenate([[0.0], between]))
-    return points, np.maximum.accumulate(below)
-
-
-_ORDER = ("time", "place", "partition", "offset")
+def _bound(rank: int, key: Key, parts: Sequence[str]) -> Bound:
+    values = {"rank": rank, **key._asdict()}
+    found = [values[name] for name in parts]
+    while len(found) > 1 and found[-1] == _LEAST:
+        found.pop()
+    return tuple(found)
 
 
 def arranged(
-    results: DataFrame, bounds: Sequence[int], columns: Sequence[str], outs: Sequence[str], *, together: bool = False
+    results: DataFrame,
+    parts: Sequence[str],
+    bounds: Sequence[Bound],
+    columns: Sequence[str],
+    outs: Sequence[str],
+    *,
+    together: bool = False,
 ) -> DataFrame:
     """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and for an output
     ``first``: how many outputs of its topic are in the buckets before.
 
-    ``outs``: for each output topic, the indexes of its rules, as a list in SQL; ``together``: there is one bucket, and what
-    comes before is made in the same task.
+    ``parts``: the names of the parts of ``ord``; ``outs``: for each output topic, the indexes of its rules, as a list in SQL;
+    ``together``: there is one bucket, and what comes before is made in the same task.
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
-    order = [f"ord.{name} AS ord_{name}" for name in _ORDER]
-    found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds)} AS bucket")
+    order = [f"ord.{name} AS ord_{name}" for name in parts]
+    found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds, parts)} AS bucket")
     found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
-    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in _ORDER))
+    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts))
     # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
     if not bounds or not outs:
         return rows.selectExpr(*columns, "bucket", "0L AS first")
@@ -139,22 +124,34 @@ def _topic_sql(outs: Sequence[str]) -> str:
     return f"CASE {cases} END"
 
 
-def _bucket_sql(bounds: Sequence[int]) -> str:
+def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
     """An SQL expression for a row's bucket: the number of reached bounds, by binary search.
 
     Spark can't fold the index into a constant. Constant bounds would be literals in the generated code, and each batch would
     compile its own code. Spark does not compile a lambda over the array at all.
     """
-    array = f"array({', '.join(f'{bound}L' for bound in bounds)})"
+    width = max((len(bound) for bound in bounds), default=1)
+    padded = [(*bound, *[_LEAST] * (width - len(bound))) for bound in bounds]
+    array = f"array({', '.join(_tuple_sql([long_sql(part) for part in bound]) for bound in padded)})"
+    row = _tuple_sql([f"CAST(ord.{name} AS bigint)" for name in parts[:width]])
 
     def reached(low: int, high: int) -> str:
         if low == high:
             return str(low)
         middle = (low + high) // 2
         bound = f"element_at({array}, ord.place * 0 + {middle + 1})"
-        return f"IF({bound} <= unix_millis(ord.time), {reached(middle + 1, high)}, {reached(low, middle)})"
+        return f"IF({bound} <= {row}, {reached(middle + 1, high)}, {reached(low, middle)})"
 
     return reached(0, len(bounds))
+
+
+def _tuple_sql(values: Sequence[str]) -> str:
+    """Several numbers that Spark compares as a tuple; a single one stays a number."""
+    return (
+        values[0]
+        if len(values) == 1
+        else f"struct({', '.join(f'{value} AS v{at}' for at, value in enumerate(values))})"
+    )
 
 
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
@@ -251,7 +248,25 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         fields[topic].add(path)
     null = {topic: frozenset(paths) for topic, paths in fields.items()}
     known = {**head.joins, **outcome.joins}
-    return Head(head.batch + 1, inputs, positions, dict(counts), dict(waiting), schemas, replayed, null, known)
+    reached = {name: part.reached for name, part in plan.cuts.items() if part.reached is not None}
+    late = {**head.late}
+    for part in plan.cuts.values():
+        for place, item in part.late.items():
+            late[place] = replace(item, records=item.records + (late[place].records if place in late else 0))
+    return replace(
+        head,
+        batch=head.batch + 1,
+        inputs=inputs,
+        outputs=positions,
+        counts=dict(counts),
+        waiting=dict(waiting),
+        schemas=schemas,
+        replayed=replayed,
+        nullable=null,
+        joins=known,
+        reached={**head.reached, **reached},
+        late=late,
+    )
 
 
 def _table_id(plan: EtlPlan, topic: str) -> str | None:

@@ -107,6 +107,8 @@ class RawState:
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
     with_ids: bool = field(default=False, kw_only=True)
     """Whether a reader of records wants the registry ids of their schemas, in ``kafka``."""
+    with_order: bool = field(default=False, kw_only=True)
+    """Whether a reader of records wants their source order too."""
 
     @property
     def schema(self) -> pa.Schema:

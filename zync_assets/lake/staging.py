@@ -20,13 +20,15 @@ The account column:
     schema       output                                           rule: the fingerprint, text: the output schema
     join                                                          rule, text: how the rule's waiting records were hashed
     replayed     input, none                                      count: replays of the raw table that were looked at
+    reached                         high, low                     text: the domain whose records ETL took up to this order
+    late         input              the first of the last batch   count: records that came below such an order
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known; of a quarantined
                                                                   one that ETL failed on, rule and text: why
     pending      input              one offset                    rule, hash of the join key (null: a null key)
     completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
 
-All but the first seven are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+All but the first nine are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations
@@ -120,6 +122,17 @@ class OutputPosition:
 
 
 @dataclass(frozen=True)
+class Late:
+    """Records of an input partition that came after records that are later in the source's order.
+
+    ``records``: their number; ``offset``: the first of them in the last batch that had some.
+    """
+
+    records: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class Head:
     """The account's positions, counters and schemas after one batch."""
 
@@ -142,6 +155,10 @@ class Head:
     joins: Mapping[str, str] = field(default_factory=dict)
     """Rule → the definition of the hashes of its pending records (``etl.rules.denorm.join_text``). Tables of older versions
     lack the definition."""
+    reached: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Domain → the highest order of the records that ETL has taken."""
+    late: Mapping[tuple[str, int], Late] = field(default_factory=dict)
+    """(input topic, partition) → its records that came too late for their place in the order."""
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -392,6 +409,11 @@ def _head_rows(head: Head) -> list[dict[str, object]]:
             rows.append({"kind": "nullable", "topic": topic, "text": json.dumps(path)})
     for rule, text in sorted(head.joins.items()):
         rows.append({"kind": "join", "rule": rule, "text": text})
+    for domain, (high, low) in sorted(head.reached.items()):
+        rows.append({"kind": "reached", "first": high, "end": low, "text": domain})
+    for (topic, partition), item in sorted(head.late.items()):
+        place = {"topic": topic, "partition": partition, "first": item.offset}
+        rows.append({"kind": "late", **place, "count": item.records})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -417,4 +439,6 @@ def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
             for topic in {r["topic"] for r in of("nullable")}
         },
         {r["rule"]: r["text"] for r in of("join")},
+        {r["text"]: (r["first"], r["end"]) for r in of("reached")},
+        {(r["topic"], r["partition"]): Late(r["count"], r["first"]) for r in of("late")},
     )

@@ -6,6 +6,7 @@
     <lake>/~decoded/<Pool>/<topic>      the types of a topic whose records are shaped on the way in; no record
     <lake>/~published/<Pool>            how far a staging pool has been published
     <lake>/~checked/<Pool>              the results of a pool's blocking checks
+    <lake>/~readings/<Pool>.json        the last ends of the topics of a raw pool
 
 A tilde is legal neither in a pool's name nor in a topic's, so side tables can't collide with tables. Topic names are
 legal folder names as they are: Kafka allows ``[a-zA-Z0-9._-]`` and refuses ``.`` and ``..``.
@@ -69,6 +70,10 @@ def published_uri(lake: str, pool: str) -> str:
 
 def checked_uri(lake: str, pool: str) -> str:
     return join(lake, "~checked", pool)
+
+
+def readings_uri(lake: str, pool: str) -> str:
+    return join(lake, "~readings", f"{pool}.json")
 
 
 def is_store(uri: str) -> bool:

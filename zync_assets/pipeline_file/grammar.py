@@ -1,7 +1,4 @@
-"""The keys of ``inputs`` and ``outputs``, with their descriptions.
-
-Every key of the pipeline file, as a tree.
-"""
+"""Every key of the pipeline file, as a tree, with its description."""
 
 from __future__ import annotations
 
@@ -393,6 +390,14 @@ FILE: tuple[Key, ...] = (
         " compares the topic with staging.",
         "settle: 90",
         default="45",
+    ),
+    Key(
+        "order-delay",
+        "a number of seconds",
+        "The time that a record may come after records that are later in the order of its source. An idle topic holds the"
+        " other topics of its domain back for this time.",
+        "order-delay: 5",
+        default="1",
     ),
     Key(
         "missing-field",

@@ -207,6 +207,7 @@ def _read(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> tuple[Pa
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
 DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_SETTLE_SECONDS = 45.0
+DEFAULT_ORDER_DELAY = 1.0
 
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
@@ -254,7 +255,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         kafka.setdefault("bootstrap.servers", env.get("KAFKA_BOOTSTRAP_SERVERS") or DEFAULT_BOOTSTRAP_SERVERS)
     lake = read_lake(fields, path, env)
     spark = _spark(fields, env)
-    settle = fields.number("settle")
+    settle, order_delay = fields.number("settle"), fields.number("order-delay")
     parts = _parts(fields)
     inputs, input_lines = read_inputs(fields) if "inputs" in parts else ({}, {})
     outputs = read_outputs(fields, input_lines) if "outputs" in parts else {}
@@ -277,6 +278,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         unavailable_value=_unavailable_value(fields),
         consumer_group=_consumer_group(fields),
         missing_field=_missing_field(fields),
+        order_delay=DEFAULT_ORDER_DELAY if order_delay is None else order_delay,
     )
 
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import listed_frame, spark_schema
 from zync_assets.lake import storage, stores
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw import RawState, raw_files
-from zync_assets.lake.raw_files import carried_times
+from zync_assets.lake.raw import ORDER, RawState, raw_files
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.storage import by_own_types
 from zync_assets.offsets import OffsetRange
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import long_sql, name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -61,7 +61,7 @@ def _cast(frame: DataFrame, kind: StructType) -> DataFrame:
 
 def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRange]) -> DataFrame:
     """The raw records in some offset ranges: ``kafka``, ``key``, ``value``, and ``time``, which is ``kafka.time``. A side
-    that has no type yet is void."""
+    that has no type yet is void. With ``state.with_order``, also the source order: ``order_high`` and ``order_low``."""
     parts = list(ranges)
     files = raw_files(state, parts)
     frame = _timed(spark, state, files)
@@ -123,25 +123,41 @@ def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
 def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition. A side
     that has no type yet, since all of it was null, is a column of nulls."""
-    frame = _with_carried(spark, parquet_frame(spark, state.opened.uri, files, state.schema), state, files)
+    schema = _columns(state)
+    frame = _with_carried(spark, parquet_frame(spark, state.opened.uri, files, schema), state, files, schema)
     if {"key", "value"} <= set(state.schema.names):
         return frame
     sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
-    others = (name for name in state.schema.names if name not in ("kafka", "key", "value"))
+    others = (name_sql(name) for name in schema.names if name not in ("kafka", "key", "value"))
     return frame.selectExpr("kafka", *sides, *others)
 
 
 def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
-    """The records of some files: ``kafka``, ``key``, ``value``, ``time``."""
-    frame = _sides(raw_frame(spark, state, files), state.schema, with_ids=state.with_ids)
+    """The records of some files, with the columns of a ``record_frame``."""
+    orders = _orders(state) if state.with_order else []
+    frame = _sides(raw_frame(spark, state, files), state.schema, orders, with_ids=state.with_ids)
     return frame.selectExpr("*", "kafka.time AS time")
 
 
-def _sides(frame: DataFrame, schema: pa.Schema, *, with_ids: bool) -> DataFrame:
-    """``schema``: the frame's, known here; to ask Spark takes longer. ``with_ids``: ``kafka`` has the writers' schemas too."""
+def _columns(state: RawState) -> pa.Schema:
+    """The columns to read from the raw files."""
+    return state.schema.append(pa.field(ORDER, ORDER_TYPE)) if state.with_order and state.ordered else state.schema
+
+
+def _orders(state: RawState) -> list[str]:
+    """The source order of a record. Files of older versions lack the column."""
+    found = ((name, f"{name_sql(ORDER)}.{name}" if state.ordered else "NULL") for name in ORDER_TYPE.names)
+    return [
+        f"coalesce({own}, {long_sql(least)}) AS order_{name}" for (name, own), least in zip(found, LOWEST, strict=True)
+    ]
+
+
+def _sides(frame: DataFrame, schema: pa.Schema, others: Sequence[str], *, with_ids: bool) -> DataFrame:
+    """``schema``: the frame's, known here; to ask Spark takes longer. ``with_ids``: ``kafka`` has the writers' schemas too.
+    ``others``: further columns."""
     kafka = f"struct(kafka.*, {', '.join(SCHEMA_IDS)}) AS kafka" if with_ids else "kafka"
     sides = (name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
-    return frame.selectExpr(kafka, *sides)
+    return frame.selectExpr(kafka, *sides, *others)
 
 
 def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
@@ -160,7 +176,9 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
     return frame.where(within or "false")
 
 
-def _with_carried(spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+def _with_carried(
+    spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile], schema: pa.Schema
+) -> DataFrame:
     """The frame with carried times for tables of older versions, which have a running maximum within each file only.
 
     If an earlier file of the partition has a higher time, that time replaces lower times in later files.
@@ -183,7 +201,7 @@ def _with_carried(spark: SparkSession, frame: DataFrame, state: RawState, files:
         for item in state.schema.field("kafka").type
     )
     kafka = f"struct({', '.join(fields)}) AS kafka"
-    others = [name_sql(name) for name in state.schema.names if name != "kafka"]
+    others = [name_sql(name) for name in schema.names if name != "kafka"]
     return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *others)
 
 

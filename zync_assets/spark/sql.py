@@ -38,6 +38,11 @@ def text_sql(text: str) -> str:
     return f"'{escaped}'"
 
 
+def long_sql(number: int) -> str:
+    """A bigint. Spark's parser has no literal for the least one in every place: the minus sign is an operator."""
+    return f"{number}L" if number > -(2**63) else f"({number + 1}L - 1L)"
+
+
 def name_sql(name: str) -> str:
     """A column's or field's name, back-quoted."""
     return f"`{name.replace('`', '``')}`"

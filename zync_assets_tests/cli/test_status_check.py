@@ -24,6 +24,7 @@ def test_a_sound_pipeline_has_warnings_at_most(sound_chain: Chain) -> None:
         "exactly_once_done_coverage",
         "contiguous_output_offsets",
         "pending_age",
+        "source_order",
         "staging_equals_topic",
     ]
     assert {row["check"] for row in rows if row["result"] == "warning"} == {
@@ -58,6 +59,7 @@ def test_a_pool_without_its_head_fails_its_checks_and_the_others_go_on(chain: Ch
         "exactly_once_done_coverage",
         "contiguous_output_offsets",
         "pending_age",
+        "source_order",
         "staging_equals_topic",
     }
     assert {rows[name]["result"] for name in ("monotonic_offsets", "no_unexplained_loss")} == {"passed"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from zync_assets.lake import staging
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+PARTS = ("high", "place", "partition", "offset")
 LABELS = Labels(["first", "second"], ["for-a", "for-b"], ["a", "b"])
 OWN = {topic: {f"value:{topic}": pa.string()} for topic in "ab"}
 TOPICS = [StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], ["fa", "fb"], {}, None) for topic in "ab"]
@@ -29,13 +28,13 @@ TOPICS = [StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], ["fa", "fb"], {
 def results(spark: SparkSession) -> DataFrame:
     """Forty outputs of two topics, of which the first was pending on one side, and two records that wait."""
     rows = [
-        ("out", int(number % 3 == 0), (EPOCH + dt.timedelta(milliseconds=number * 7 % 60), 1, 0, number),
+        ("out", int(number % 3 == 0), (number * 7 % 60, 1, 0, number),
          [(1, 0, number), (0, 0, number)], 1, 2 * int(number == 0), None,
          *((None, f"value {number}") if number % 3 == 0 else (f"value {number}", None)))
         for number in range(40)
-    ] + [("pending", 0, (EPOCH, 1, 0, at), [(1, 0, at)], 0, 0, 7, None, None) for at in (100, 101)]  # fmt: skip
+    ] + [("pending", 0, (0, 1, 0, at), [(1, 0, at)], 0, 0, 7, None, None) for at in (100, 101)]  # fmt: skip
     schema = (
-        "kind string, rule int, ord struct<time: timestamp, place: int, partition: int, offset: long>,"
+        "kind string, rule int, ord struct<high: long, place: int, partition: int, offset: long>,"
         " source array<struct<place: int, partition: int, offset: long>>, last int, waited int, hash long,"
         " `value:a` string, `value:b` string"
     )
@@ -44,7 +43,8 @@ def results(spark: SparkSession) -> DataFrame:
 
 def made(spark: SparkSession, bounds: list[int]) -> DataFrame:
     outs = [LABELS.of_topic(topic) for topic in "ab"]
-    return arranged(results(spark), bounds, row_sql(TOPICS, LABELS, "false", None), outs)
+    wanted = row_sql(TOPICS, LABELS, "false", None)
+    return arranged(results(spark), PARTS, [(bound,) for bound in bounds], wanted, outs)
 
 
 @pytest.mark.parametrize("bounds", [[], [30], [10, 30, 31, 90]])
@@ -165,7 +165,7 @@ def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path
     large = spark.range(16_000).selectExpr(
         "'out' AS kind",
         "0 AS rule",
-        "struct(timestamp_millis(id) AS time, 1 AS place, 0 AS partition, id AS offset) AS ord",
+        "struct(id AS high, 1 AS place, 0 AS partition, id AS offset) AS ord",
         f"array({each}) AS source",
         "0 AS last",
         "0 AS waited",
@@ -173,7 +173,7 @@ def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path
         "repeat('x', 60000) AS `value:a`",
         "CAST(NULL AS string) AS `value:b`",
     )
-    rows = arranged(large, [], row_sql(TOPICS, LABELS, "false", None), ["0", "1"])
+    rows = arranged(large, PARTS, [], row_sql(TOPICS, LABELS, "false", None), ["0", "1"])
     found = Results(spark, rows, BucketWriter(str(tmp_path), TOPICS, LABELS), small=small)
     assert sum(item.records for item in found.files) == 16_000
     found.release()

@@ -2,88 +2,84 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.etl import positions
-from zync_assets.etl.positions import BUCKET_RECORDS, TimeSpan, time_bounds
+from zync_assets.etl.frontier import LOWEST, Span
+from zync_assets.etl.positions import BUCKET_RECORDS, bucket_bounds
+from zync_assets.spark.sql import long_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+PARTS = ("high", "place", "partition", "offset")
 spans = st.builds(
-    lambda low, length, records: TimeSpan(low, low + length, records),
-    st.integers(0, 10**13),
-    st.integers(0, 10**9),
-    st.integers(0, 5_000_000),
+    lambda low, length, records: Span((low, 0), (low + length, 0), records),
+    st.integers(0, 10**16),
+    st.integers(0, 10**12),
+    st.integers(1, 5_000_000),
 )
 
 
 @given(st.lists(spans, max_size=12))
-def test_bounds_ascend_and_lie_within_the_times(found: list[TimeSpan]) -> None:
-    bounds = time_bounds(found)
+def test_bounds_ascend_and_lie_within_the_orders(found: list[Span]) -> None:
+    bounds = bucket_bounds([found], PARTS)
     assert all(one < other for one, other in pairwise(bounds))
     if bounds:
-        assert min(span.low for span in found) <= bounds[0]
-        assert bounds[-1] <= max(span.high for span in found)
+        assert min(span.low for span in found)[0] <= bounds[0][0]
+        assert bounds[-1][0] <= max(span.high for span in found)[0]
         assert len(bounds) < sum(span.records for span in found) / BUCKET_RECORDS
-
-
-@given(st.lists(spans, min_size=1, max_size=12))
-def test_what_lies_below_a_time_is_the_sum_over_all_spans(found: list[TimeSpan]) -> None:
-    def below(span: TimeSpan, point: int) -> float:
-        if point >= span.high:
-            return span.records
-        return span.records * (point - span.low) / (span.high - span.low) if point > span.low else 0
-
-    points, reached = positions._reached(found)
-    wanted = [sum(below(span, point) for span in found) for point in points.tolist()]
-    assert points.tolist() == sorted({time for span in found for time in (span.low, span.high)})
-    # Of buckets of 150,000.
-    assert np.allclose(reached, wanted, rtol=1e-6, atol=100.0)
 
 
 @given(st.integers(2, 40), st.integers(10_000, 10**9))
 def test_one_even_span_is_cut_into_equal_parts(count: int, length: int) -> None:
-    bounds = time_bounds([TimeSpan(0, length, count * BUCKET_RECORDS)])
+    bounds = bucket_bounds([[Span((0, 0), (length, 0), count * BUCKET_RECORDS)]], PARTS)
     assert len(bounds) == count - 1
-    edges = [0, *bounds, length]
+    edges = [0, *(bound[0] for bound in bounds), length]
     assert all(abs((other - one) - length / count) <= 2 for one, other in pairwise(edges))
 
 
 def test_little_is_one_bucket() -> None:
-    assert time_bounds([]) == []
-    assert time_bounds([TimeSpan(0, 10**6, 2 * BUCKET_RECORDS - 1)]) == []
+    assert bucket_bounds([[]], PARTS) == []
+    assert bucket_bounds([[Span((0, 0), (10**6, 0), 2 * BUCKET_RECORDS - 1)]], PARTS) == []
 
 
-def test_many_records_of_one_time_are_not_separated() -> None:
-    assert len(time_bounds([TimeSpan(5, 5, 10 * BUCKET_RECORDS)])) <= 1
+def test_many_records_of_one_order_are_separated_by_their_offsets() -> None:
+    snapshot = Span(LOWEST, LOWEST, 3 * BUCKET_RECORDS, 1, 0, 0, 3 * BUCKET_RECORDS)
+    parts = ("high", "low", "place", "partition", "offset")
+    assert bucket_bounds([[snapshot]], parts) == [(*LOWEST, 1, 0, count * BUCKET_RECORDS) for count in (1, 2)]
+
+
+def test_each_group_of_topics_has_buckets_of_its_own() -> None:
+    groups = [[Span((5, 0), (105, 0), 2 * BUCKET_RECORDS)], [Span((0, 0), (10, 0), 2 * BUCKET_RECORDS)]]
+    assert bucket_bounds(groups, ("rank", *PARTS)) == [(0, 55), (1,), (1, 5)]
 
 
 def test_a_bucket_holds_what_lies_from_its_bound_on(spark: SparkSession) -> None:
-    epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-    times = [epoch + dt.timedelta(milliseconds=millis) for millis in (9, 10, 11, 20)]
     frame = spark.createDataFrame(
-        [("out", number % 2, number, (time, 0, 0, 0)) for number, time in enumerate(times)],
-        "kind string, rule int, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
+        [("out", number % 2, number, (high, 0, 0, number)) for number, high in enumerate((9, 10, 11, 20))],
+        "kind string, rule int, number int, ord struct<high: long, place: int, partition: int, offset: long>",
     )
-    rows = positions.arranged(frame, [10, 20], ["number"], ["0", "1"]).collect()
+    rows = positions.arranged(frame, PARTS, [(10,), (20,)], ["number"], ["0", "1"]).collect()
     assert {row.number: row.bucket for row in rows} == {0: 0, 1: 1, 2: 1, 3: 2}
     assert {row.number: row.first for row in rows} == {0: 0, 1: 0, 2: 1, 3: 1}, "how many of its topic come before"
-    whole = positions.arranged(frame, [], ["number"], ["0", "1"], together=True).collect()
+    whole = positions.arranged(frame, PARTS, [], ["number"], ["0", "1"], together=True).collect()
     assert [(row.number, row.bucket, row.first) for row in whole] == [(number, 0, 0) for number in range(4)]
+    # Bounds of several parts, the lowest order among them.
+    least = f"named_struct('high', {long_sql(LOWEST[0])}, 'place', 0, 'partition', 0, 'offset', ord.offset)"
+    frame = frame.selectExpr("* EXCEPT (ord)", f"{least} AS ord")
+    rows = positions.arranged(frame, PARTS, [(LOWEST[0], 0, 0, 1), (LOWEST[0], 1)], ["number"], ["0", "1"]).collect()
+    assert {row.number: row.bucket for row in rows} == {0: 0, 1: 1, 2: 1, 3: 1}
 
 
 def test_rows_without_any_output_topic_are_put_into_buckets(spark: SparkSession) -> None:
-    epoch = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     frame = spark.createDataFrame(
-        [("pending", 0, number, (epoch + dt.timedelta(milliseconds=number), 0, 0, 0)) for number in range(4)],
-        "kind string, rule int, number int, ord struct<time: timestamp, place: int, partition: int, offset: long>",
+        [("pending", 0, number, (number, 0, 0, 0)) for number in range(4)],
+        "kind string, rule int, number int, ord struct<high: long, place: int, partition: int, offset: long>",
     )
-    rows = positions.arranged(frame, [2], ["number"], []).collect()
+    rows = positions.arranged(frame, PARTS, [(2,)], ["number"], []).collect()
     assert sorted((row.number, row.bucket, row.first) for row in rows) == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 1, 0)]

@@ -110,6 +110,7 @@ KEYS_OF_BOTH = {
 def test_defaults_that_are_numbers_and_texts_are_what_a_file_without_the_key_means(tmp_path: Path) -> None:
     found = loaded(tmp_path, base())
     assert found.settle_seconds == float(KEYS["settle"].default)
+    assert found.order_delay == float(KEYS["order-delay"].default)
     assert found.unavailable_value == KEYS["unavailable-value"].default
     created = loaded(tmp_path, with_part("outputs.create", {"create": {}})).outputs[0].create
     assert created is not None

@@ -132,6 +132,7 @@ registry: {url: "https://r", basic.auth.user.info: "u:${PW}"}
 lake: s3://bucket/folder/
 spark: {remote: "sc://h", spark.sql.shuffle.partitions: 4}
 settle: 1.5
+order-delay: 0.5
 unavailable-value: null
 inputs:
   - {topic: shop.a, pool: R, format: json, schema: "ID INT, s STRING", key-format: string, from: latest, unmatched: drop}
@@ -156,6 +157,7 @@ transforms:
     assert pipeline.lake == "s3://bucket/folder"
     assert pipeline.spark == {"remote": "sc://h", "spark.sql.shuffle.partitions": "4"}
     assert pipeline.settle_seconds == 1.5
+    assert pipeline.order_delay == 0.5
     assert pipeline.unavailable_value is None
     a, b, n, *ordered = pipeline.inputs
     assert [item.order for item in (a, *ordered)] == [
@@ -247,6 +249,7 @@ ERRORS = [
     ("inputs:", "settle: soon\ninputs:", 1, "settle", "a number that is not negative"),
     ("inputs:", "unavailable-value: ''\ninputs:", 1, "unavailable-value", "or null where there is none"),
     ("inputs:", "unavailable-value: hex:0\ninputs:", 1, "unavailable-value", "pairs of hexadecimal digits"),
+    ("inputs:", "order-delay: 1s\ninputs:", 1, "order-delay", "a number that is not negative"),
     ("inputs:", "settle: -1\ninputs:", 1, "settle", "a number that is not negative"),
     ("inputs:", "kafka: here\ninputs:", 1, "kafka", "must be a mapping, not text"),
     ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),

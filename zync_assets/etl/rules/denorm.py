@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import Emission, Kind, RuleRecords, Target, order_sql, records_sql, source_sql
+from zync_assets.etl.rules.matching import Emission, Kind, Ordering, RuleRecords, Target, records_sql, source_sql
 from zync_assets.etl.rules.shapes import expression_type, type_sql, wider
 from zync_assets.pipeline import Rule, Side
 from zync_assets.spark.sql import name_sql
@@ -240,26 +240,27 @@ def key_names(rule: Rule) -> list[str]:
 
 
 def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emission, target: Target) -> DataFrame:
-    """Pair the k-th left record of a join key with the k-th right one, by partition and offset.
+    """Pair the k-th left record of a join key with the k-th right one, by the order of their source, partition and offset.
 
     ``frames``: side → new and pending records together, from ``keyed``. New records without a counterpart, and those with a
     null key, are pending. Pending records without a counterpart stay as they are and give no row.
     """
-    rule, places = records.rule, emission.places
+    rule, ordering = records.rule, emission.ordering
     from pyspark.sql import functions as F
 
     names = key_names(rule)
-    sides = {side: _ranked(rule, frame, side) for side, frame in frames.items()}
+    topics = {side.name: side.topic for side in rule.sides}
+    sides = {side: _ranked(rule, frame, side, topics[side], ordering) for side, frame in frames.items()}
     equal = " AND ".join(f"left_{name} = right_{name}" for name in (*names, "lone", "rank"))
     # No expression uses a side's record as a whole; the columns beside the record answer such questions. Spark then reads and
     # joins only the used fields of the records. For the same reason no name is used twice. The join is not by names either:
     # it would merge the keys of both sides into a column with a new name.
     both = "left_old IS NOT NULL AND right_old IS NOT NULL"
-    at = {side.name: places[side.topic] for side in rule.sides}
-    source = {side: source_sql(place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
-    ords = {side: order_sql(f"{side}_time", place, f"{side}_partition", f"{side}_offset") for side, place in at.items()}
+    place = {side: (f"{side}_partition", f"{side}_offset") for side in topics}
+    source = {side: source_sql(ordering.places[topic], *place[side]) for side, topic in topics.items()}
+    ords = {side: ordering.sql(topic, *place[side], f"{side}_") for side, topic in topics.items()}
     hashes = {side: hash_sql([f"{side}_{name}" for name in names], records.key_types) for side in sides}
-    later = f"{both} AND {_is_later(at['left'], at['right'])}"
+    later = f"{both} AND {ordering.is_later(topics['right'], topics['left'], 'right_', 'left_')}"
     return (
         sides["left"]
         .join(sides["right"], F.expr(equal), "full_outer")
@@ -278,26 +279,21 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
     )
 
 
-def _is_later(left: int, right: int) -> str:
-    """Whether the right record comes after the left one, as ``ord`` has it. ``left`` and ``right``: the topics' numbers."""
-    return f"right_time {'>=' if right > left else '>'} left_time"
-
-
-def _ranked(rule: Rule, frame: DataFrame, side: str) -> DataFrame:
+def _ranked(rule: Rule, frame: DataFrame, side: str, topic: str, ordering: Ordering) -> DataFrame:
     """One side with its rank within the join key, its columns under names of their own."""
     keys = [*key_names(rule), "lone"]
-    place = [f"{side}_partition", f"{side}_offset"]
-    window = f"PARTITION BY {', '.join(f'{side}_{key}' for key in keys)} ORDER BY {', '.join(place)}"
+    sequence = ", ".join(ordering.sequence(topic, f"{side}_"))
+    window = f"PARTITION BY {', '.join(f'{side}_{key}' for key in keys)} ORDER BY {sequence}"
     return frame.selectExpr(
         name_sql(side),
-        *(f"{name} AS {side}_{name}" for name in (*keys, "old", "time")),
+        *(f"{name} AS {side}_{name}" for name in (*keys, "old", *ordering.columns)),
         *(f"{side}.kafka.{name} AS {side}_{name}" for name in ("partition", "offset")),
     ).selectExpr("*", f"row_number() OVER ({window}) AS {side}_rank")
 
 
 def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
     """New records of a rule whose other side has no records at all, and so no schema yet: all of them are pending."""
-    place = emission.places[next(each.topic for each in records.rule.sides if each.name == side)]
+    topic = next(each.topic for each in records.rule.sides if each.name == side)
     partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
     return (
         records.frames[side]
@@ -305,8 +301,8 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
         .selectExpr(
             "'pending' AS kind",
             f"{records.index} AS rule",
-            f"{order_sql('time', place, partition, offset)} AS ord",
-            f"array({source_sql(place, partition, offset)}) AS source",
+            f"{emission.ordering.sql(topic, partition, offset)} AS ord",
+            f"array({source_sql(emission.places[topic], partition, offset)}) AS source",
             "0 AS last",
             "0 AS waited",
             "hash",

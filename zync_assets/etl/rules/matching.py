@@ -6,7 +6,7 @@ makes none, with the columns
 
     kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), or untyped (no such batch is committed)
     rule     index of the rule that took the record, if one did
-    ord      struct(time, place, partition, offset) of the completing input: outputs are ordered by it
+    ord      struct of the completing input, by which outputs are ordered: see ``Ordering``
     source   array of struct(place, partition, offset) of the raw records; place: the input's, see ``etl.account``
     last     index in source of the completing input
     waited   a bit for each of source, the lowest for its first: whether it was pending
@@ -24,7 +24,7 @@ batch would spend more time on its plan than on its run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from zync_assets.errors import EtlError
@@ -43,6 +43,73 @@ LACKING = "lacking"
 """The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
 FAILED = -1
 """In place of a rule's index: an expression fails on the record."""
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """The order of a batch's result rows, as SQL.
+
+    Records of one domain follow the order of their source, and other records the order of time. Records of two domains can't be
+    compared by their source, so that the outputs of one domain follow those of another. Outputs in the order of time come last.
+    In a pair that can't be compared by the source, the record with the later time completes the pair. Input, partition and
+    offset break ties, so that two records of one partition never change places.
+
+    ``places``: topic → its number in result rows, for the inputs of the pool; ``domains``: topic → its domain, for inputs with a
+    source order.
+    """
+
+    places: Mapping[str, int]
+    domains: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def groups(self) -> dict[str | None, list[str]]:
+        """Domain → its topics, in the order of their outputs; None: the topics in the order of time."""
+        found: dict[str | None, list[str]] = {}
+        for topic in sorted(self.places, key=lambda topic: (topic not in self.domains, self.places[topic])):
+            found.setdefault(self.domains.get(topic), []).append(topic)
+        return found
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts of ``ord``."""
+        rank, low = ("rank",) if len(self.groups) > 1 else (), ("low",) if self.domains else ()
+        return (*rank, "high", *low, "place", "partition", "offset")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a record carries for its order."""
+        return ("time", "order_high", "order_low") if self.domains else ("time",)
+
+    def carried(self, frame: DataFrame, topic: str) -> DataFrame:
+        """The records of a topic with these columns."""
+        if not self.domains or topic in self.domains:
+            return frame
+        return frame.selectExpr("*", "unix_micros(time) AS order_high", "0L AS order_low")
+
+    def sql(self, topic: str, partition: str, offset: str, prefix: str = "") -> str:
+        """``ord`` of a topic's record, whose columns have a ``prefix``."""
+        values = {
+            "rank": str(list(self.groups).index(self.domains.get(topic))),
+            "high": f"{prefix}order_high" if self.domains else f"unix_micros({prefix}time)",
+            "low": f"{prefix}order_low",
+            "place": str(self.places[topic]),
+            "partition": partition,
+            "offset": offset,
+        }
+        return f"struct({', '.join(f'{values[name]} AS {name}' for name in self.parts)})"
+
+    def is_later(self, topic: str, other: str, prefix: str, other_prefix: str) -> str:
+        """Whether a topic's record comes after the record of another topic."""
+        sign = ">=" if self.places[topic] > self.places[other] else ">"
+        if self.domains.get(topic) is None or self.domains.get(topic) != self.domains.get(other):
+            return f"{prefix}time {sign} {other_prefix}time"
+        high, low = ([f"{side}order_{part}" for side in (prefix, other_prefix)] for part in ("high", "low"))
+        return f"({high[0]} > {high[1]} OR ({high[0]} = {high[1]} AND {low[0]} {sign} {low[1]}))"
+
+    def sequence(self, topic: str, prefix: str) -> list[str]:
+        """The columns that sort the records of one topic."""
+        order = ["order_high", "order_low"] if topic in self.domains else []
+        return [f"{prefix}{name}" for name in (*order, "partition", "offset")]
 
 
 @dataclass(frozen=True)
@@ -84,13 +151,18 @@ class RuleRecords:
 @dataclass(frozen=True)
 class Emission:
     """The outputs of a rule in one batch. ``target``: their columns, None while an input has no schema. ``columns``: as in
-    ``singles``. ``places``: input topic → its number in result rows. ``together``: one Spark task runs the whole batch.
+    ``singles``. ``together``: one Spark task runs the whole batch.
     """
 
     target: Target | None
     columns: Columns
-    places: Mapping[str, int]
+    ordering: Ordering
     together: bool
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Input topic → its number in result rows."""
+        return self.ordering.places
 
 
 class Kind:
@@ -155,7 +227,7 @@ class Assignment:
     """
 
     item: Input
-    place: int
+    ordering: Ordering
     frame: DataFrame
     conditions: Sequence[tuple[int, str]]
 
@@ -174,14 +246,16 @@ class Assignment:
         return self.frame.where(self.choice({index: "true"}, "false", "false"))
 
 
-def assign(item: Input, place: int, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None) -> Assignment:
+def assign(
+    item: Input, ordering: Ordering, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None
+) -> Assignment:
     """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
     ``failed``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
     condition is evaluated for the record.
     """
     known = [] if failed is None else [(FAILED, failed)]
-    return Assignment(item, place, frame, [*known, *conditions(item, frame, rules)])
+    return Assignment(item, ordering, frame, [*known, *conditions(item, frame, rules)])
 
 
 def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
@@ -257,11 +331,13 @@ def singles(
     frame = assignment.frame
     if others:
         frame = frame.where(assignment.choice(dict.fromkeys(others, "false"), "true", "true"))
-    return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", "time").selectExpr(
+    ordering, topic = assignment.ordering, assignment.item.topic
+    names = ("kafka", "key", "value", "struct(kafka, key, value) AS in", *ordering.columns)
+    return frame.selectExpr(*names).selectExpr(
         f"{fates} AS kind",
         f"CAST({known} AS int) AS rule",
-        f"{order_sql('time', assignment.place, 'kafka.partition', 'kafka.offset')} AS ord",
-        f"array({source_sql(assignment.place, 'kafka.partition', 'kafka.offset')}) AS source",
+        f"{ordering.sql(topic, 'kafka.partition', 'kafka.offset')} AS ord",
+        f"array({source_sql(ordering.places[topic], 'kafka.partition', 'kafka.offset')}) AS source",
         "0 AS last",
         "0 AS waited",
         "CAST(NULL AS bigint) AS hash",
@@ -269,9 +345,9 @@ def singles(
     )
 
 
-def in_frame(frame: DataFrame, name: str) -> DataFrame:
+def in_frame(frame: DataFrame, name: str, ordering: Ordering) -> DataFrame:
     """The record under one name, as expressions of a rule see it."""
-    return frame.selectExpr(f"struct(kafka, key, value) AS {name_sql(name)}", "time", "old")
+    return frame.selectExpr(f"struct(kafka, key, value) AS {name_sql(name)}", *ordering.columns, "old")
 
 
 def records_sql(rule: Rule, side: Side) -> str:
@@ -294,10 +370,6 @@ def union(frames: Iterable[DataFrame]) -> DataFrame:
     for frame in others:
         first = first.unionByName(frame, allowMissingColumns=True)
     return first
-
-
-def order_sql(time: str, place: int, partition: str, offset: str) -> str:
-    return f"struct({time} AS time, {place} AS place, {partition} AS partition, {offset} AS offset)"
 
 
 def source_sql(place: int, partition: str, offset: str) -> str:

@@ -15,7 +15,7 @@ from zync_assets.cli.records import pending_rows, trace_rows
 from zync_assets.errors import PipelineFileError
 from zync_assets.etl import positions
 from zync_assets.etl.rules import KINDS, explain_rules
-from zync_assets.etl.rules.matching import Emission, Kind, RuleRecords, order_sql, records_sql, source_sql, union
+from zync_assets.etl.rules.matching import Emission, Kind, RuleRecords, records_sql, source_sql, union
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file.keys import SECTIONS, STATELESS, Key, Section
@@ -47,7 +47,8 @@ class Couple(Kind):
         return RuleRecords(rule, index, keyed, join=json.dumps(rule.sides[0].keys))
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
-        rule, place = records.rule, emission.places[records.rule.topics[0]]
+        rule, topic = records.rule, records.rule.topics[0]
+        place = emission.places[topic]
         frames = [*records.frames.values(), *(_hashed(rule, frame) for frame in pending.values())]
         if not frames or emission.target is None:
             return []
@@ -65,7 +66,7 @@ class Couple(Kind):
             rows.where("second OR (alone AND NOT old)").selectExpr(
                 "IF(second, 'out', 'pending') AS kind",
                 f"{records.index} AS rule",
-                f"{order_sql('time', place, 'in.kafka.partition', 'in.kafka.offset')} AS ord",
+                f"{emission.ordering.sql(topic, 'in.kafka.partition', 'in.kafka.offset')} AS ord",
                 f"IF(second, array(first, {own}), array({own})) AS source",
                 "IF(second, 1, 0) AS last",
                 "IF(second, CAST(first_old AS int) + 2 * CAST(old AS int), 0) AS waited",

@@ -1,0 +1,352 @@
+"""The frontier of a domain, and the end of a batch in the order of the source. Pure, without I/O.
+
+A *stream* is a partition of an input topic. The inputs of a *domain* share one total order, which the source database gave
+the records. Within a stream the order never decreases. A *reading* has the ends of several topics, read together.
+
+The *frontier* is an order. Every record of a lower order is in the raw tables, whatever its topic. A batch takes only
+records below the frontier, so that no topic runs ahead. Each stream of the domain confirms an order, and the frontier is the
+lowest of these orders. A stream confirms an order in two ways:
+
+- The stream has a record of this order. The stream's records of lower orders are all before this record.
+- The stream is ingested up to its end in a reading. An earlier reading found a record of a lower order in some stream. The
+  time between both readings covers records that a producer still had in flight at the earlier reading.
+
+A *key* is a place in the sequence of a domain's records: their order, and the tie-breakers input, partition and offset. A
+batch ends at one key for all streams of the domain. The outputs of the batches, one batch after the other, are therefore
+in the sequence that one sort of all outputs gives, wherever the batches end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from zync_assets.lake.readings import Reading
+
+Order: TypeAlias = tuple[int, int]
+"""The order of a record: two int64, compared as a tuple."""
+LOWEST: Order = (-(2**63), 0)
+"""The order of records that come before all changes: snapshots, and records of raw files that have no order."""
+END: Order = (2**63, 0)
+"""Above every order."""
+_LEAST, _MOST = -(2**63), 2**63 - 1
+
+
+class File(Protocol):
+    """A raw file: the offsets and the number of its records, and bounds of their orders.
+
+    The bounds hold for ``high`` and ``low`` each by itself, as the Delta log keeps them. None: some records, or all, have no
+    order, and therefore LOWEST.
+    """
+
+    @property
+    def first(self) -> int | None: ...
+    @property
+    def last(self) -> int | None: ...
+    @property
+    def records(self) -> int: ...
+    @property
+    def min_order(self) -> Order | None: ...
+    @property
+    def max_order(self) -> Order | None: ...
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One partition of an input topic. ``place``: the topic's place among the inputs of the pipeline."""
+
+    topic: str
+    partition: int
+    place: int
+    seen: int
+    """The next offset that ETL looks at."""
+    next: int
+    """The next offset to ingest."""
+    files: Sequence[File] = ()
+    """The raw files in the sequence of their offsets, without files of replays."""
+    highest: Order | None = None
+    """The highest order of all records that were ingested."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.topic, self.partition
+
+
+class Key(NamedTuple):
+    """A place in the sequence of a domain's records. A key with _LEAST in its last parts is below all that share the rest."""
+
+    high: int
+    low: int = _LEAST
+    place: int = _LEAST
+    partition: int = _LEAST
+    offset: int = _LEAST
+
+
+class Orders(NamedTuple):
+    """The offsets and orders of a file's records, as three arrays of int64."""
+
+    offsets: npt.NDArray[np.int64]
+    highs: npt.NDArray[np.int64]
+    lows: npt.NDArray[np.int64]
+
+
+ReadOrders: TypeAlias = Callable[[Stream, File], Orders]
+"""Reads the columns of one raw file."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """``order``: records of lower orders are all there. ``behind``: the stream that confirms the lowest order, None if
+    nothing holds the frontier back."""
+
+    order: Order
+    behind: Stream | None = None
+
+
+def after(order: Order) -> Order:
+    """The least order above another one."""
+    return (order[0], order[1] + 1) if order[1] < _MOST else (order[0] + 1, _LEAST)
+
+
+def frontier(streams: Sequence[Stream], readings: Iterable[Reading], delay: float) -> Frontier:
+    """The frontier of a domain. A single stream is its own sequence, and has no frontier (END).
+
+    ``delay``: the least seconds between the two readings that confirm an order.
+    """
+    if len(streams) < 2:
+        return Frontier(END)
+    known = [(item, _reached(streams, item)) for item in readings]
+    return min((Frontier(_confirmed(stream, known, delay), stream) for stream in streams), key=lambda item: item.order)
+
+
+def _confirmed(stream: Stream, known: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
+    """The order that a stream confirms. ``known``: each reading with the highest order below its ends."""
+    best = stream.highest or LOWEST
+    for later, _ in known:
+        end = later.end(stream.topic, stream.partition)
+        if end is None or stream.next < end:
+            continue
+        for earlier, order in known:
+            if earlier is not later and order is not None and earlier.ended + delay <= later.began:
+                best = max(best, after(order))
+    return best
+
+
+def _reached(streams: Iterable[Stream], reading: Reading) -> Order | None:
+    """The highest order of the records below the ends of a reading, as far as they were ingested; None if none was."""
+    ends = ((stream, reading.end(stream.topic, stream.partition)) for stream in streams)
+    found = [order for stream, end in ends if end is not None and (order := _order_below(stream, end)) is not None]
+    return max(found, default=None)
+
+
+def _order_below(stream: Stream, end: int) -> Order | None:
+    """The highest order below an offset if all records are below it. Otherwise a bound that the highest order reaches."""
+    at = _file_below(stream, end)
+    if at is None:
+        return None
+    if end >= stream.next:
+        return stream.highest or LOWEST
+    item = stream.files[at]
+    if (item.last or 0) >= end:
+        return item.min_order or LOWEST
+    return ((item.max_order or LOWEST)[0], _LEAST)
+
+
+def _file_below(stream: Stream, end: int) -> int | None:
+    """The place of the stream's last file with a record below an offset."""
+    at = bisect_left(stream.files, end, key=lambda item: item.first or 0) - 1
+    return None if at < 0 else at
+
+
+def offset_at(stream: Stream, key: Key, read: ReadOrders) -> int:
+    """The offset at which the stream's records reach a key, at least ``seen``; ``next`` if they do not."""
+    order = (key.high, key.low)
+    mine, tie = (stream.place, stream.partition), (key.place, key.partition)
+    if mine < tie:
+        return _offset(stream, after(order), read)
+    if mine > tie:
+        return _offset(stream, order, read)
+    return max(_offset(stream, order, read), min(key.offset, _offset(stream, after(order), read)))
+
+
+def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
+    """The offset of the stream's first record of an order or a higher one."""
+    if (stream.highest or LOWEST) < order:
+        return stream.next
+    at = bisect_left(stream.files, order[0], key=lambda item: (item.max_order or LOWEST)[0])
+    for item in stream.files[at:]:
+        if (item.max_order or LOWEST) < order or (item.last or 0) < stream.seen:
+            continue
+        if (item.min_order or LOWEST) >= order:
+            return max(stream.seen, item.first or 0)
+        found = read(stream, item)
+        below = np.count_nonzero((found.highs < order[0]) | ((found.highs == order[0]) & (found.lows < order[1])))
+        if below < len(found.offsets):
+            return max(stream.seen, int(found.offsets[below]))
+    return stream.next
+
+
+def highest_below(stream: Stream, end: int, read: ReadOrders) -> Order | None:
+    """The order of the stream's last record below an offset; None if there is no record."""
+    at = _file_below(stream, end)
+    if at is None:
+        return None
+    if end >= stream.next:
+        return stream.highest or LOWEST
+    item = stream.files[at]
+    if item.min_order == item.max_order:
+        return item.max_order or LOWEST
+    found = read(stream, item)
+    last = int(np.searchsorted(found.offsets, end)) - 1
+    return int(found.highs[last]), int(found.lows[last])
+
+
+def late_offsets(stream: Stream, order: Order, end: int, read: ReadOrders) -> tuple[int, int]:
+    """The first offset and the end of the stream's records before ``end`` that come too late: below ``order``.
+
+    Records with the order LOWEST have no place among the changes, and are never late.
+    """
+    first, last = (min(end, _offset(stream, least, read)) for least in (after(LOWEST), order))
+    return first, max(first, last)
+
+
+Ends: TypeAlias = dict[tuple[str, int], int]
+"""(topic, partition) → the end of a batch."""
+
+
+def batch_ends(streams: Sequence[Stream], limit: Order, records: int, read: ReadOrders) -> Ends:
+    """The ends of a batch of about ``records`` records whose orders are below ``limit``.
+
+    All streams end at one key. A batch of which nothing is left to take ends where the streams were seen.
+    """
+    most = _ends(streams, Key(*limit), read)
+    spans = [span for stream in streams for span in spans_of(stream, most[stream.name])]
+    total, wanted = sum(span.records for span in spans), records
+    while wanted < total:
+        # The key is an estimate: files do not say how their orders are spread.
+        for key in keys_at(spans, [wanted]):
+            ends = {name: min(end, most[name]) for name, end in _ends(streams, key, read).items()}
+            if any(ends[stream.name] > stream.seen for stream in streams):
+                return ends
+        wanted *= 2
+    return most
+
+
+def _ends(streams: Iterable[Stream], key: Key, read: ReadOrders) -> Ends:
+    return {stream.name: max(stream.seen, offset_at(stream, key, read)) for stream in streams}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some records of one file, with their lowest and highest order. Their offsets are ``first`` to before ``end``."""
+
+    low: Order
+    high: Order
+    records: float
+    place: int = 0
+    partition: int = 0
+    first: int = 0
+    end: int = 0
+
+
+def spans_of(stream: Stream, end: int) -> list[Span]:
+    """The spans of a stream's records from ``seen`` to ``end``. A part of a file counts as its share of the offsets."""
+    found: list[Span] = []
+    for item in stream.files:
+        low, high = item.first or 0, (item.last or 0) + 1
+        first, last = max(low, stream.seen), min(high, end)
+        if first < last:
+            share = item.records * (last - first) / (high - low)
+            orders = item.min_order or LOWEST, item.max_order or LOWEST
+            found.append(Span(*orders, share, stream.place, stream.partition, first, last))
+    return found
+
+
+def keys_at(spans: Sequence[Span], counts: Sequence[float]) -> list[Key]:
+    """Ascending keys, each with about one of the ``counts`` (ascending) of records below it. Equal keys are one.
+
+    The records of a span count as spread evenly over its orders.
+    """
+    known = [span.high[0] for span in spans if span.high[0] > LOWEST[0]]
+    known += [span.low[0] for span in spans if span.low[0] > LOWEST[0]]
+    # A file may begin with records before all changes. Its other records lie among the changes.
+    least = min(known, default=LOWEST[0])
+    whole = [
+        Span((least, _LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
+        if span.low[0] == LOWEST[0] < span.high[0]
+        else span
+        for span in spans
+    ]
+    return sorted(set(_keys(whole, counts, ())))
+
+
+def _keys(spans: Sequence[Span], counts: Sequence[float], shared: tuple[int, ...]) -> list[Key]:
+    """``shared``: the parts of the key that all spans have in common."""
+    part = len(shared)
+    if part == len(LOWEST):
+        return [_key_in_tie(spans, count, shared) for count in counts]
+    points, below, at = spread([(span.low[part], span.high[part], span.records) for span in spans])
+    found: list[Key] = []
+    for count in counts:
+        index = int(np.searchsorted(below + at, count))
+        if index == len(points):
+            continue
+        if count > below[index]:
+            same = [span for span in spans if span.low[part] == span.high[part] == points[index]]
+            found += _keys(same, [count - float(below[index])], (*shared, points[index]))
+        elif index:
+            start, before = points[index - 1], float(below[index - 1] + at[index - 1])
+            share = (count - before) / (float(below[index]) - before)
+            value = start + max(1, int((points[index] - start) * share))
+            found.append(_key(*shared, min(value, points[index])))
+    return found
+
+
+def _key_in_tie(spans: Sequence[Span], count: float, shared: tuple[int, ...]) -> Key:
+    """The key in a sequence of records that share one order."""
+    ordered = sorted(spans, key=lambda span: (span.place, span.partition, span.first))
+    totals = np.cumsum([span.records for span in ordered])
+    at = min(int(np.searchsorted(totals, count)), len(ordered) - 1)
+    span = ordered[at]
+    share = 1 - (float(totals[at]) - count) / span.records
+    offset = span.first + round((span.end - span.first) * min(1.0, share))
+    return _key(*shared, span.place, span.partition, offset)
+
+
+def _key(*parts: int) -> Key:
+    """The key that begins with some parts."""
+    return Key._make([*parts, *[_LEAST] * (len(Key._fields) - len(parts))])
+
+
+def spread(
+    spans: Sequence[tuple[int, int, float]],
+) -> tuple[list[int], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The values at which spans begin or end, ascending; the records below each value; and the records at each value.
+
+    ``spans``: the lowest value, the highest value, and the number of records. The records of a span with one value are at the
+    value. The records of another span are spread evenly.
+    """
+    points = sorted({value for low, high, _ in spans for value in (low, high)})
+    index = {value: at for at, value in enumerate(points)}
+    rates, under_way, at_once = (np.zeros(len(points)) for _ in range(3))
+    for low, high, records in spans:
+        if low == high:
+            at_once[index[low]] += records
+            continue
+        rate = records / (high - low)
+        rates[index[low]] += rate
+        rates[index[high]] -= rate
+        under_way[index[low]] += 1
+        under_way[index[high]] -= 1
+    widths = np.array([float(high - low) for low, high in pairwise(points)])
+    # Between spans the rate must be zero, but rounding errors of the sums remain.
+    between = np.where(np.cumsum(under_way) > 0, np.cumsum(rates), 0.0)[:-1] * widths
+    spread_below = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, between))])[: len(points)]
+    before = np.concatenate([[0.0], np.cumsum(at_once)])[: len(points)]
+    return points, spread_below + before, at_once

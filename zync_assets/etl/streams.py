@@ -1,0 +1,206 @@
+"""The streams of a staging pool's domains, from the raw tables and the kept readings, and what an ETL batch takes of them.
+
+The I/O around ``etl.frontier``. An input without a source order keeps the order of time, and belongs to no domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.frontier import (
+    Ends,
+    File,
+    Frontier,
+    Orders,
+    ReadOrders,
+    Stream,
+    batch_ends,
+    frontier,
+    highest_below,
+    late_offsets,
+)
+from zync_assets.ingest.order import has_orders
+from zync_assets.lake import raw, storage
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import ORDER, RawState
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders
+from zync_assets.lake.readings import Reading, read_readings
+from zync_assets.lake.rows import Recent
+from zync_assets.lake.staging import Head, Late
+from zync_assets.offsets import OffsetRange, new_ranges
+from zync_assets.pipeline import Input, Pipeline
+
+States = Mapping[str, RawState | None]
+"""Input topic → the state of its raw table, None before the first ingest."""
+Ranges = Mapping[str, Sequence[OffsetRange]]
+"""Input topic → its new offsets."""
+Domains = Mapping[str, Sequence[Input]]
+"""Domain → the inputs that its frontier waits for."""
+
+_orders: Recent[str, Orders] = Recent(4_000_000)
+"""Raw file → the orders of its records. A frontier that waits is compared with the same files again and again."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a domain's new records that a batch takes."""
+
+    frontier: Frontier
+    ranges: Mapping[str, tuple[OffsetRange, ...]]
+    """Input topic → its offsets in the batch. Only topics whose records the domain takes."""
+    reached: Order | None
+    """The highest order of the records that ETL has taken, with those of this batch."""
+    late: Mapping[tuple[str, int], Late]
+    """(topic, partition) → the records of the batch that came below the orders that ETL had taken before."""
+
+
+def may_be_ordered(item: Input, state: RawState | None) -> bool:
+    """Whether an input's records have a source order, or may turn out to have one because no value has come yet."""
+    if item.order is not None and item.order.time:
+        return False
+    if state is None or state.domain is not None or "value" not in state.schema.names:
+        return True
+    # A table of an older version has no domain before its next batch.
+    return has_orders(item.order, state.schema.field("value").type)
+
+
+def domains_of(inputs: Iterable[Input], states: States) -> Domains:
+    """The domains of some inputs. An input that has no value yet may belong to any domain, and is in each."""
+    members = [(item, states[item.topic]) for item in inputs if may_be_ordered(item, states[item.topic])]
+    names = dict.fromkeys(state.domain for _, state in members if state is not None and state.domain is not None)
+    return {name: [item for item, state in members if state is None or state.domain in (name, None)] for name in names}
+
+
+def unseen(states: States, head: Head) -> dict[str, tuple[OffsetRange, ...]]:
+    """Input topic → its offsets that are ingested and new to ETL."""
+    return {
+        topic: () if state is None else tuple(new_ranges({**state.first, **state.kept, **head.seen(topic)}, state.next))
+        for topic, state in states.items()
+    }
+
+
+def owners(domains: Domains) -> dict[str, str]:
+    """Input topic → the domain that takes its records: the first one, for an input that has no value yet."""
+    return {item.topic: name for name, members in reversed(list(domains.items())) for item in members}
+
+
+def cuts(
+    pipeline: Pipeline, domains: Domains, states: States, head: Head, ranges: Ranges, limits: Mapping[str, int]
+) -> dict[str, Cut]:
+    """Domain → its part of a batch. ``ranges``: all new offsets; ``limits``: domain → the number of records, about.
+
+    LakeError if a raw file can't be read.
+    """
+    owner, read, found = owners(domains), partial(_orders_of, states), dict[str, Cut]()
+    for name, members in domains.items():
+        kept = _readings(pipeline, members, states)
+        streams = _streams(pipeline, members, states, ranges, kept)
+        own = [stream for stream in streams if owner[stream.topic] == name]
+        front = frontier(streams, kept, pipeline.order_delay)
+        ends = batch_ends(own, front.order, limits[name], read)
+        new = [stream for stream in own if ends[stream.name] > stream.seen]
+        before = head.reached.get(name)
+        orders = [before, *(highest_below(stream, ends[stream.name], read) for stream in new)]
+        reached = max((order for order in orders if order is not None), default=None)
+        late: dict[tuple[str, int], Late] = {}
+        for stream in new:
+            first, end = late_offsets(stream, before or LOWEST, ends[stream.name], read)
+            if first < end:
+                late[stream.name] = _late(stream, first, end, read)
+        found[name] = Cut(front, _ranges(own, ranges, ends), reached, late)
+    return found
+
+
+def _ranges(streams: Sequence[Stream], ranges: Ranges, ends: Ends) -> dict[str, tuple[OffsetRange, ...]]:
+    return {
+        topic: tuple(
+            replace(part, end=min(part.end, end))
+            for part in ranges[topic]
+            if (end := ends[topic, part.partition]) > part.first
+        )
+        for topic in dict.fromkeys(stream.topic for stream in streams)
+    }
+
+
+def _late(stream: Stream, first: int, end: int, read: ReadOrders) -> Late:
+    """The records of a stream from ``first`` to before ``end``."""
+    count, earliest = 0, end
+    for item in stream.files:
+        low, high = item.first or 0, item.last or 0
+        if high < first or low >= end:
+            continue
+        if first <= low and high < end:
+            count, earliest = count + item.records, min(earliest, low)
+            continue
+        offsets = read(stream, item).offsets
+        offsets = offsets[(offsets >= first) & (offsets < end)]
+        if len(offsets):
+            count, earliest = count + len(offsets), min(earliest, int(offsets[0]))
+    return Late(count, earliest)
+
+
+def _readings(pipeline: Pipeline, members: Sequence[Input], states: States) -> list[Reading]:
+    """The kept readings of the members' raw pools. The ends of another topic of the same name are left out."""
+    found: list[Reading] = []
+    for pool in dict.fromkeys(item.pool for item in members):
+        tables = {item.topic: state for item in members if (state := states[item.topic]) is not None}
+        for reading in read_readings(pipeline.lake, pool):
+            ids = {topic: ends.topic_id for topic, ends in reading.topics.items() if topic in tables}
+            other = [topic for topic, name in ids.items() if name is None or not tables[topic].made_from(name)]
+            found.append(reading.without(other))
+    return found
+
+
+def _streams(
+    pipeline: Pipeline, members: Sequence[Input], states: States, ranges: Ranges, kept: Iterable[Reading]
+) -> list[Stream]:
+    """The streams of some inputs, with the partitions that only a reading knows. A topic that was never there is one stream."""
+    places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
+    found: list[Stream] = []
+    for item in members:
+        topic, state = item.topic, states[item.topic]
+        read = {partition for reading in kept if topic in reading.topics for partition in reading.topics[topic].ends}
+        if state is None:
+            found += [Stream(topic, partition, places[topic], 0, 0) for partition in sorted(read or {0})]
+            continue
+        seen = {part.partition: part.first for part in ranges[topic]}
+        highest, files = highest_orders(state), dict[int, list[DataFile]]()
+        for file in state.files:
+            if not raw.is_replay(file):
+                files.setdefault(file.partition or 0, []).append(file)
+        for partition in sorted({*state.next, *read}):
+            end = state.next.get(partition, 0)
+            first = seen.get(partition, end)
+            own = files.get(partition, [])
+            found.append(Stream(topic, partition, places[topic], first, end, own, highest.get(partition)))
+    return found
+
+
+def _orders_of(states: States, stream: Stream, item: File) -> Orders:
+    """The orders in a raw file; LakeError if the file can't be read."""
+    state = states[stream.topic]
+    assert state is not None and isinstance(item, DataFile)
+    uri = storage.join(state.opened.uri, item.path)
+    known = _orders.get(uri)
+    if known is not None:
+        return known
+    system, path = storage.filesystem(uri)
+    with storage.accessed(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+        table = file.read(columns=["kafka.offset", ORDER])
+    offsets = pc.struct_field(table["kafka"].combine_chunks(), "offset").to_numpy(zero_copy_only=False)
+    columns = [np.full(len(offsets), part) for part in LOWEST]
+    if ORDER in table.column_names:
+        orders = table[ORDER].combine_chunks()
+        parts = zip(ORDER_TYPE.names, LOWEST, strict=True)
+        columns = [
+            pc.fill_null(pc.struct_field(orders, name), part).to_numpy(zero_copy_only=False) for name, part in parts
+        ]
+    found = Orders(offsets, *columns)
+    _orders.put(uri, found, len(offsets))
+    return found

@@ -1,0 +1,123 @@
+"""Readings of the ends of a pipeline's input topics, each reading of all topics together.
+
+ETL compares two readings to learn how far all topics have been read (``etl.frontier``). The lake keeps the last few readings
+of a pipeline's staging pool in one small JSON object. A lost or an old object only delays ETL: a reading is a fact about the
+past and stays true. A topic that was created again is known by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from zync_assets.lake import storage
+
+MOST = 8
+"""Readings that are kept at the most. Some of them are older than any sensible delay."""
+
+
+@dataclass(frozen=True)
+class TopicEnds:
+    """The ends of a topic's partitions. ``topic_id``: None for a topic that was not there."""
+
+    topic_id: str | None
+    ends: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Partition → end. A partition without a leader is missing."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The ends of several topics. ``began`` and ``ended``: when they were read, in seconds since the epoch."""
+
+    began: float
+    ended: float
+    topics: Mapping[str, TopicEnds]
+
+    def end(self, topic: str, partition: int) -> int | None:
+        """The end of a partition; 0 for a topic that was not there; None if the end is unknown."""
+        found = self.topics.get(topic)
+        if found is None:
+            return None
+        return 0 if found.topic_id is None else found.ends.get(partition)
+
+    def without(self, topics: Collection[str]) -> Reading:
+        """The reading without some topics, whose ends are unknown then."""
+        return replace(self, topics={name: ends for name, ends in self.topics.items() if name not in topics})
+
+
+def read_readings(lake: str, pool: str) -> list[Reading]:
+    """The kept readings of a staging pool, the earliest first; none where the object is missing or damaged."""
+    system, path = storage.filesystem(storage.readings_uri(lake, pool))
+    try:
+        with system.open_input_file(path) as file:
+            found = json.loads(file.read())
+        return [_parsed(item) for item in found]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return []
+
+
+def keep_reading(lake: str, pool: str, reading: Reading, delay: float) -> list[Reading]:
+    """Keep a reading beside the earlier ones, and return all. Writes nothing if the newest kept readings say the same.
+
+    ``delay``: seconds between two readings that ETL compares. LakeError if the lake can't be written.
+    """
+    known = read_readings(lake, pool)
+    found = thinned([*known, reading], delay)
+    if found != known:
+        _write(storage.readings_uri(lake, pool), found)
+    return found
+
+
+def thinned(readings: Sequence[Reading], delay: float) -> list[Reading]:
+    """The readings that ETL can use, the earliest first and MOST at the most.
+
+    Of equal readings in a row, the first and the last say everything. If ``delay`` lies between both, no later reading with
+    the same ends says more. The readings of quiet topics therefore stay as they are. Other readings are kept at a distance of
+    a quarter of ``delay``, but for the newest.
+    """
+    found: list[Reading] = []
+    for item in sorted(readings, key=lambda each: each.ended):
+        alike = _alike(found, item)
+        if alike and are_confirmed(found, delay):
+            continue
+        if alike > 1 or (not alike and len(found) > 1 and found[-1].ended < found[-2].ended + delay / 4):
+            found.pop()
+        found.append(item)
+    return found[-MOST:]
+
+
+def are_confirmed(readings: Sequence[Reading], delay: float) -> bool:
+    """Whether the newest ends were read twice, with ``delay`` between both readings."""
+    alike = _alike(readings, readings[-1]) if readings else 0
+    return alike > 1 and readings[-alike].ended + delay <= readings[-1].began
+
+
+def _alike(readings: Sequence[Reading], reading: Reading) -> int:
+    """The number of the last readings with the ends of another one."""
+    return len(list(takewhile(lambda each: each.topics == reading.topics, reversed(readings))))
+
+
+def _write(uri: str, readings: Sequence[Reading]) -> None:
+    system, path = storage.filesystem(uri)
+    storage.make_folder(uri.rsplit("/", 1)[0])
+    with storage.accessed(uri, "can't be written"), system.open_output_stream(path) as file:
+        file.write(json.dumps([_row(item) for item in readings]).encode())
+
+
+def _row(reading: Reading) -> dict[str, object]:
+    topics = {
+        topic: {"id": item.topic_id, "ends": {str(partition): end for partition, end in sorted(item.ends.items())}}
+        for topic, item in sorted(reading.topics.items())
+    }
+    return {"began": reading.began, "ended": reading.ended, "topics": topics}
+
+
+def _parsed(row: Mapping[str, Any]) -> Reading:
+    topics = {
+        topic: TopicEnds(item["id"], {int(partition): end for partition, end in item["ends"].items()})
+        for topic, item in row["topics"].items()
+    }
+    return Reading(row["began"], row["ended"], topics)
