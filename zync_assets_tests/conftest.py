@@ -15,6 +15,8 @@ from zync_assets_tests.tables import print_tables
 
 __all__ = ["chain", "s3", "secured", "services", "sound_chain", "spark", "unique"]
 
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
 settings.register_profile("many", max_examples=2_000, deadline=None)
 
 ORDER = (

@@ -119,7 +119,7 @@ def test_without_a_name_it_is_the_demo_with_its_sensor_on(tmp_path: Path) -> Non
     assert status == "RUNNING"
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_folder_is_a_project_of_dagster_and_of_dg() -> None:

@@ -76,7 +76,7 @@ def settle(it: Mini, retry: Retry = NOTHING) -> None:
         said(it, command)
     looked = facts.gather(it.pipeline)
     assert looked.problems == {}
-    assert list(facts.due(Names(it.pipeline), looked)) == []
+    assert list(facts.due_steps(Names(it.pipeline), looked)) == []
     list(facts.grids(Names(it.pipeline), looked))
     list(sensor.standings(Names(it.pipeline), looked))
 

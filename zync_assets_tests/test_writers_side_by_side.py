@@ -24,6 +24,7 @@ from zync_assets.ingest.plan import plan_ingest
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging, tables
+from zync_assets.lake.log import Opened
 from zync_assets.lake.publication import commit_published, open_published
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
@@ -93,10 +94,10 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
     it.send(it.left, row(1))
     it.step()
     it.publish()
-    opened, others = staging.open_staging, [1]
+    state_of, others = staging.staging_state, [1]
 
-    def open_before_another_is_done(lake: str, pool: str) -> StagingState | None:
-        state = opened(lake, pool)
+    def state_before_another_is_done(table: Opened | None) -> StagingState | None:
+        state = state_of(table)
         if others:
             others.pop()
             it.send(it.left, row(2))
@@ -104,7 +105,7 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
             it.publish()
         return state
 
-    monkeypatch.setattr(staging, "open_staging", open_before_another_is_done)
+    monkeypatch.setattr(staging, "staging_state", state_before_another_is_done)
     plan = plan_publish(it.pipeline, it.out)
     assert (plan.high, plan.end, len(it.staged())) == (1, 1, 2)
 

@@ -321,7 +321,7 @@ def _key_in_tie(spans: Sequence[Span], count: float, shared: tuple[int, ...]) ->
 
 def _key(*parts: int) -> Key:
     """The key that begins with some parts."""
-    return Key._make([*parts, *[_LEAST] * (len(Key._fields) - len(parts))])
+    return Key(*parts)
 
 
 def spread(

@@ -64,8 +64,7 @@ def bucket_bounds(groups: Sequence[Sequence[Span]], parts: Sequence[str]) -> lis
 
 
 def _bound(rank: int, key: Key, parts: Sequence[str]) -> Bound:
-    values = {"rank": rank, **key._asdict()}
-    found = [values[name] for name in parts]
+    found = [rank if name == "rank" else getattr(key, name) for name in parts]
     while len(found) > 1 and found[-1] == _LEAST:
         found.pop()
     return tuple(found)

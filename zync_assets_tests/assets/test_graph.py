@@ -68,7 +68,7 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     assert of_topic["dagster/partition_row_count"] == 2
     assert [column.name for column in of_topic["dagster/column_schema"].columns] == ["key", "value"]
     assert all(check.passed for check in done.get_asset_check_evaluations())
-    assert len(done.get_asset_check_evaluations()) == 2 * 3 + 2
+    assert len(done.get_asset_check_evaluations()) == 2 * 4 + 2
 
     again = rig.stage()
     said = told(again, rig.names.pool_key("Staging", rig.sales))[OPEN]

@@ -49,7 +49,7 @@ def test_topics_that_look_alike_are_assets_of_their_own(tmp_path: Path) -> None:
     keys = {key.to_user_string() for key in definitions.resolve_asset_graph().get_all_asset_keys()}
     assert {"Raw/a.b", "Raw/a_b", "Raw/a-b", "kafka/a.b", "kafka/a_b", "Staging/c.d", "Staging/c_d"} <= keys
     checks = definitions.resolve_asset_graph().asset_check_keys
-    assert len(checks) == 4 * 1 + 4 * 4 + 2 * 3 + 2 * 1
+    assert len(checks) == 4 * 1 + 4 * 4 + 2 * 4 + 2 * 1
 
 
 @pytest.mark.parametrize("topic", ["shop.public.orders", "with_underscore", "with-dash"])

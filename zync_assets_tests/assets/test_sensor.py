@@ -384,7 +384,7 @@ def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, t
     checked = rig.instance.fetch_materializations(rig.names.pool_key("Staging", refunds), limit=1).records[0]
     run = checked.event_log_entry.run_id
     evaluations = rig.instance.get_records_for_run(run, of_type=DagsterEventType.ASSET_CHECK_EVALUATION).records
-    assert len(evaluations) == 2 * 3 + 1
+    assert len(evaluations) == 2 * 4 + 1
 
 
 @pytest.mark.slow

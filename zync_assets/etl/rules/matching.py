@@ -178,7 +178,7 @@ class Kind:
     join: ClassVar[str] = ""
     """The key of the join key in a pipeline file, where the kind has one."""
     summary: ClassVar[str] = ""
-    """The kind in a few words, for ``zync etl --explain``."""
+    """The kind in a few words, for ``--explain``."""
     single: ClassVar[bool] = False
     """Whether each record makes one output by itself. The engine then makes the outputs in one pass over the topic, for all
     rules of such kinds (``singles``), and does not call ``records`` and ``results``."""

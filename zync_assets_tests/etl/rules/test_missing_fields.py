@@ -141,7 +141,7 @@ def test_a_rule_may_be_there_before_the_field(
     failing.send(it.right, {"id": 4, "part": {"a": 1}})
     failing.ingest()
     with pytest.raises(
-        FieldMissing, match=r"rule pair: no record of topic .*right.rows has had the field value.part.b"
+        FieldMissing, match=r"rule pair: no record of topic .*left.rows has had the field value.after.tags"
     ):
         failing.etl()
     empty = it.edited(PIPELINE.replace("value: {id: in.value.after.id}", "value: in.value.after.none"))
