@@ -103,10 +103,6 @@ class Reader:
     side_name: str
     """The prefix of the quarantine files' names."""
 
-    def floor(self, partition: int) -> Order | None:
-        """The order before the batch; None where the raw table has no orders."""
-        return None if self.orders is None else self.orders.get(partition, LOWEST)
-
     def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
         """The decodable records of a part. The bad records go to files of the side table. ``end`` grows on the way, and is
         complete at the end of the iteration."""
@@ -157,10 +153,10 @@ class Reader:
 class Carrier:
     """Gives the records of one part their carried orders, batch by batch. ``first``, ``last``: the orders at both ends."""
 
-    def __init__(self, floor: Order | None) -> None:
-        """``floor``: the order before the part; None where no record had an order."""
+    def __init__(self, orders: Mapping[int, Order] | None, partition: int) -> None:
+        """``orders``: as in ``Reading``. The records begin at the partition's order."""
         self.first: Order | None = None
-        self.last = floor
+        self.last = None if orders is None else orders.get(partition, LOWEST)
 
     def carried(self, records: pa.RecordBatch) -> pa.RecordBatch:
         records, self.last = with_orders(records, self.last)
@@ -172,7 +168,7 @@ class Carrier:
 def write_part(reader: Reader, index: int, uri: str) -> TaskEnd:
     """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
     part, end = reader.parts[index], ReadEnd()
-    orders = Carrier(reader.floor(part.partition))
+    orders = Carrier(reader.orders, part.partition)
     with RangeWriter(uri, part.partition) as data:
         for records in reader.records(part, end):
             data.write(orders.carried(records))
@@ -238,7 +234,7 @@ class Writer:
             if data is None or side is None or orders is None:
                 partition = kafka[0]["partition"].as_py()
                 data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition, self.side_name)
-                orders = Carrier(None if self.orders is None else self.orders.get(partition, LOWEST))
+                orders = Carrier(self.orders, partition)
             rows = orders.carried(rows)
             kept = rows.column(KEPT)
             out = kafka.filter(pc.invert(kept))
