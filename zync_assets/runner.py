@@ -32,10 +32,10 @@ from zync_assets.etl.streams import may_be_ordered
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import Survey, TopicState, survey
-from zync_assets.lake import raw
 from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
@@ -148,17 +148,18 @@ def read_ends(pipeline: Pipeline, patience: float | None = None) -> Survey:
     """
     began = time.time()
     found = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
-    keep_ends(pipeline, found, began, time.time())
+    keep_ends(Snapshot(pipeline), found, began, time.time())
     return found
 
 
-def keep_ends(pipeline: Pipeline, found: Survey, began: float, ended: float) -> None:
+def keep_ends(snapshot: Snapshot, found: Survey, began: float, ended: float) -> None:
     """Keep the ends of the inputs that have a source order, or may have one.
 
-    ``began``, ``ended``: when ``found`` was asked for, in seconds since the epoch. A lake that can't be written keeps nothing,
-    which only delays ETL; a warning says so.
+    ``began``, ``ended``: the times around the request for ``found``, in seconds since the epoch. A lake that can't be written
+    keeps nothing, which only delays ETL; a warning says so.
     """
-    for pool, tables in _ordered_tables(pipeline).items():
+    pipeline = snapshot.pipeline
+    for pool, tables in _ordered_tables(snapshot).items():
         ends = {topic: _ends(found.states.get(topic)) for topic in tables if topic not in found.problems}
         try:
             keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay)
@@ -169,9 +170,10 @@ def keep_ends(pipeline: Pipeline, found: Survey, began: float, ended: float) -> 
 def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> None:
     """Read the ends of the inputs again if they were read but once, ``order-delay`` after the first time. Waits for that long.
 
-    ETL then takes all records below these ends. Without a source order, or with one stream alone, there is nothing to read.
+    After that, ETL transforms every record below these ends. Without a source order, or with one stream alone, there is
+    nothing to read.
     """
-    tables = _ordered_tables(pipeline)
+    tables = _ordered_tables(Snapshot(pipeline))
     states = [state for own in tables.values() for state in own.values()]
     streams = sum(1 if state is None else len(state.next) for state in states)
     if streams < 2 or all(state is None or state.domain is None for state in states):
@@ -183,13 +185,13 @@ def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> None:
         read_ends(pipeline, patience)
 
 
-def _ordered_tables(pipeline: Pipeline) -> dict[str, dict[str, RawState | None]]:
+def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:
     """Raw pool → topic → table, of the inputs that have a source order, or may have one. The step that uses a table reports a
     table that can't be opened."""
     found: dict[str, dict[str, RawState | None]] = {}
-    for item in pipeline.inputs:
+    for item in snapshot.pipeline.inputs:
         try:
-            state = raw.open_raw(pipeline.lake, item.pool, item.topic)
+            state = snapshot.raw(item.topic)
         except LakeUnavailable:
             return {}
         except LakeError:

@@ -20,6 +20,7 @@ from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, Tru
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish
@@ -126,7 +127,6 @@ def _gather(pipeline: Pipeline) -> Facts:
             # Whatever it is, the other topics and tables go on.
             problems[place] = error_line(error)
 
-    keep_ends(pipeline, known, began, ended)
     # Staging before raw before topics would do too: whatever moves meanwhile is seen by the next look.
     for item in pipeline.inputs:
         topic = item.topic
@@ -139,6 +139,8 @@ def _gather(pipeline: Pipeline) -> Facts:
             )
         if topic not in known.problems and topic not in known.states and topic not in ingest:
             unreachable[topic] = problems[pool_path(item.pool, topic)]
+    # Before ETL's plans, which compare the kept ends. The plans of ingest have opened the raw tables.
+    keep_ends(Snapshot(pipeline, {topic: plan.state for topic, plan in ingest.items()}), known, began, ended)
     for pool in pipeline.staging_pools:
         put(etl, pool, pool, lambda pool=pool: plan_etl(pipeline, pool))
     for item in pipeline.outputs:

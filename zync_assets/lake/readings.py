@@ -1,7 +1,7 @@
 """Readings of the ends of a pipeline's input topics, each reading of all topics together.
 
 ETL compares two readings to learn how far all topics have been read (``etl.frontier``). The lake keeps the last few readings
-of a pipeline's staging pool in one small JSON object. A lost or an old object only delays ETL: a reading is a fact about the
+of a raw pool's topics in one small JSON object. A lost or an old object only delays ETL: a reading is a fact about the
 past and stays true. A topic that was created again is known by its id.
 """
 
@@ -49,7 +49,7 @@ class Reading:
 
 
 def read_readings(lake: str, pool: str) -> list[Reading]:
-    """The kept readings of a staging pool, the earliest first; none where the object is missing or damaged."""
+    """The kept readings of a raw pool's topics, the earliest first; none where the object is missing or damaged."""
     system, path = storage.filesystem(storage.readings_uri(lake, pool))
     try:
         with system.open_input_file(path) as file:
