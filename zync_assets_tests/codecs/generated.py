@@ -15,11 +15,18 @@ from typing import Any
 import fastavro
 import numpy as np
 import pyarrow as pa
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 EXAMPLES = max(150, settings.default.max_examples)
 """How many batches of generated records a test tries; ``pytest --hypothesis-profile many`` has it try more."""
+
+QUIET = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+"""The settings of tests over generated records, which take long to generate."""
 
 UTC = datetime.UTC
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=UTC)

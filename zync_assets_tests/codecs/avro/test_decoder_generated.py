@@ -7,23 +7,18 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import Decoded, decode_way
 from zync_assets.codecs.dispatch import make_decoder, make_encoder
 from zync_assets.pipeline import SideFormat
-from zync_assets_tests.codecs.generated import EXAMPLES, Kind, datums, framed, kinds, recursive_kinds, same
+from zync_assets_tests.codecs.generated import QUIET, Kind, datums, framed, kinds, recursive_kinds, same
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 AVRO = SideFormat("avro")
-QUIET = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
 
 
 @st.composite
@@ -99,7 +94,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=EXAMPLES)
+@QUIET
 @given(damaged())
 @example((Kind("long", st.none(), int), [framed(3, b"\0")], [framed(3, b"\xff" * 9 + b"\x7f")]))
 @example(

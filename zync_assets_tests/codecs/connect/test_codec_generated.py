@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.codecs.batches import Decoded
@@ -17,13 +17,7 @@ from zync_assets.codecs.connect.schema import lake_type, parse_connect
 from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.connect_generated import Kind, kinds
-from zync_assets_tests.codecs.generated import EXAMPLES, same
-
-QUIET = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+from zync_assets_tests.codecs.generated import QUIET, same
 
 
 @st.composite
@@ -92,7 +86,7 @@ def damaged(draw: st.DrawFn) -> tuple[Kind, list[bytes], list[bytes]]:
     return kind, whole, broken
 
 
-@settings(QUIET, max_examples=EXAMPLES)
+@QUIET
 @given(damaged())
 def test_damage_costs_only_itself_and_is_told_alike_by_both_ways(
     batch: tuple[Kind, list[bytes], list[bytes]],
