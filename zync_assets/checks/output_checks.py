@@ -86,7 +86,8 @@ SOURCE_ORDER = "source_order"
 def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None) -> CheckResult:
     """Warns where records came after ETL had taken records that are later in the source's order.
 
-    The outputs of such records follow outputs of later changes. The check counts all of them, and names one of each partition.
+    The outputs of such records follow outputs of later changes. The check counts late
+    records, and names one record of each partition.
     """
     try:
         state = (snapshot or Snapshot(pipeline)).staging(pool)

@@ -136,7 +136,7 @@ def publish(
     if first < high or not plan.clean:
         published = target.commit(published, high, high)
         crash_point("publish:verified")
-    # 5. Send the rest window by window, several windows a Spark task. A task announces each window before it sends it.
+    # 5. Send the rest window by window, several windows a Spark task. A task announces a window, then sends the window.
     for at in range(high, plan.end, TASK_RECORDS):
         until = min(plan.end, at + TASK_RECORDS)
         known = (published.window, published.verified)

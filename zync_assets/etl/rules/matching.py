@@ -166,7 +166,7 @@ class Emission:
 
 
 class Kind:
-    """A kind of rule. One module of ``etl.rules`` implements each, and ``etl.rules.KINDS`` names them all.
+    """A kind of rule. Each kind is a module of ``etl.rules``. ``etl.rules.KINDS`` lists the kinds.
 
     A rule's sides say which records the rule takes, and by which names its expressions see them. A record of a side with a
     join key may be pending. The engine finds the pending records that have the hash of a new record on another side. If
