@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zync_assets.etl import positions
 from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.failures import Failures
-from zync_assets.etl.frontier import LOWEST, Span
+from zync_assets.etl.frontier import Span
 from zync_assets.etl.output_types import OutputType, output_types
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
@@ -21,6 +21,7 @@ from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Orderi
 from zync_assets.etl.rules.shapes import learn_types, note_schema
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw_files import LOWEST
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
 

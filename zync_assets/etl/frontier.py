@@ -27,15 +27,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading
 
-Order: TypeAlias = tuple[int, int]
-"""The order of a record: two int64, compared as a tuple."""
-LOWEST: Order = (-(2**63), 0)
-"""The order of records that come before all changes: snapshots, and records of raw files that have no order."""
 END: Order = (2**63, 0)
 """Above every order."""
-_LEAST, _MOST = -(2**63), 2**63 - 1
+LEAST, _MOST = -(2**63), 2**63 - 1
+"""The bounds of an int64. LEAST is below every other part of a key."""
 
 
 class File(Protocol):
@@ -79,13 +78,13 @@ class Stream:
 
 
 class Key(NamedTuple):
-    """A place in the sequence of a domain's records. A key with _LEAST in its last parts is below all that share the rest."""
+    """A place in the sequence of a domain's records. A key with LEAST in its last parts is below all that share the rest."""
 
     high: int
-    low: int = _LEAST
-    place: int = _LEAST
-    partition: int = _LEAST
-    offset: int = _LEAST
+    low: int = LEAST
+    place: int = LEAST
+    partition: int = LEAST
+    offset: int = LEAST
 
 
 class Orders(NamedTuple):
@@ -111,7 +110,7 @@ class Frontier:
 
 def after(order: Order) -> Order:
     """The least order above another one."""
-    return (order[0], order[1] + 1) if order[1] < _MOST else (order[0] + 1, _LEAST)
+    return (order[0], order[1] + 1) if order[1] < _MOST else (order[0] + 1, LEAST)
 
 
 def frontier(streams: Sequence[Stream], readings: Iterable[Reading], delay: float) -> Frontier:
@@ -147,21 +146,20 @@ def _reached(streams: Iterable[Stream], reading: Reading) -> Order | None:
 
 def _order_below(stream: Stream, end: int) -> Order | None:
     """The highest order below an offset if all records are below it. Otherwise a bound that the highest order reaches."""
-    at = _file_below(stream, end)
-    if at is None:
+    item = _file_below(stream, end)
+    if item is None:
         return None
     if end >= stream.next:
         return stream.highest or LOWEST
-    item = stream.files[at]
     if (item.last or 0) >= end:
         return item.min_order or LOWEST
-    return ((item.max_order or LOWEST)[0], _LEAST)
+    return ((item.max_order or LOWEST)[0], LEAST)
 
 
-def _file_below(stream: Stream, end: int) -> int | None:
-    """The place of the stream's last file with a record below an offset."""
-    at = bisect_left(stream.files, end, key=lambda item: item.first or 0) - 1
-    return None if at < 0 else at
+def _file_below(stream: Stream, end: int) -> File | None:
+    """The stream's last file with a record below an offset."""
+    at = bisect_left(stream.files, end, key=lambda item: item.first or 0)
+    return stream.files[at - 1] if at else None
 
 
 def offset_at(stream: Stream, key: Key, read: ReadOrders) -> int:
@@ -194,12 +192,11 @@ def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
 
 def highest_below(stream: Stream, end: int, read: ReadOrders) -> Order | None:
     """The order of the stream's last record below an offset; None if there is no record."""
-    at = _file_below(stream, end)
-    if at is None:
+    item = _file_below(stream, end)
+    if item is None:
         return None
     if end >= stream.next:
         return stream.highest or LOWEST
-    item = stream.files[at]
     if item.min_order == item.max_order:
         return item.max_order or LOWEST
     found = read(stream, item)
@@ -223,7 +220,7 @@ Ends: TypeAlias = dict[tuple[str, int], int]
 def batch_ends(streams: Sequence[Stream], limit: Order, records: int, read: ReadOrders) -> Ends:
     """The ends of a batch of about ``records`` records whose orders are below ``limit``.
 
-    All streams end at one key. A batch of which nothing is left to take ends where the streams were seen.
+    The batch takes from each stream the records below one key. A batch without records ends where the streams were seen.
     """
     most = _ends(streams, Key(*limit), read)
     spans = [span for stream in streams for span in spans_of(stream, most[stream.name])]
@@ -278,7 +275,7 @@ def keys_at(spans: Sequence[Span], counts: Sequence[float]) -> list[Key]:
     # A file may begin with records before all changes. Its other records lie among the changes.
     least = min(known, default=LOWEST[0])
     whole = [
-        Span((least, _LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
+        Span((least, LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
         if span.low[0] == LOWEST[0] < span.high[0]
         else span
         for span in spans
@@ -304,7 +301,7 @@ def _keys(spans: Sequence[Span], counts: Sequence[float], shared: tuple[int, ...
             start, before = points[index - 1], float(below[index - 1] + at[index - 1])
             share = (count - before) / (float(below[index]) - before)
             value = start + max(1, int((points[index] - start) * share))
-            found.append(_key(*shared, min(value, points[index])))
+            found.append(Key(*[*shared, min(value, points[index])]))
     return found
 
 
@@ -316,12 +313,7 @@ def _key_in_tie(spans: Sequence[Span], count: float, shared: tuple[int, ...]) ->
     span = ordered[at]
     share = 1 - (float(totals[at]) - count) / span.records
     offset = span.first + round((span.end - span.first) * min(1.0, share))
-    return _key(*shared, span.place, span.partition, offset)
-
-
-def _key(*parts: int) -> Key:
-    """The key that begins with some parts."""
-    return Key(*parts)
+    return Key(*[*shared, span.place, span.partition, offset])
 
 
 def spread(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,23 +41,6 @@ BATCH_RECORDS = 5_000_000
 """Raw records of a batch, about: a batch ends with the file that reaches it, if not before."""
 
 
-class Span(Protocol):
-    """A raw file: records of one partition, their offsets and times (milliseconds)."""
-
-    @property
-    def partition(self) -> int | None: ...
-    @property
-    def first(self) -> int | None: ...
-    @property
-    def last(self) -> int | None: ...
-    @property
-    def records(self) -> int: ...
-    @property
-    def min_time(self) -> int | None: ...
-    @property
-    def max_time(self) -> int | None: ...
-
-
 class _Next(NamedTuple):
     """A file in the order in which files are taken. ``since``: the time from which on its records are."""
 
@@ -70,7 +53,7 @@ class _Next(NamedTuple):
 
 
 def first_batch(
-    ranges: Mapping[str, Sequence[OffsetRange]], files: Mapping[str, Iterable[Span]], limit: int
+    ranges: Mapping[str, Sequence[OffsetRange]], files: Mapping[str, Iterable[DataFile]], limit: int
 ) -> dict[str, tuple[OffsetRange, ...]]:
     """As much of the new ``ranges`` (topic → one range a partition) as holds about ``limit`` records.
 
@@ -78,9 +61,9 @@ def first_batch(
     no records and are taken whole, as is a range whose files are all taken.
     """
     queue: list[_Next] = []
-    for topic, spans in files.items():
+    for topic, items in files.items():
         reached: dict[int, int] = {}
-        for item in sorted(spans, key=lambda span: (span.partition or 0, span.first or 0)):
+        for item in sorted(items, key=lambda item: (item.partition or 0, item.first or 0)):
             partition = item.partition or 0
             before = reached.get(partition, 0)
             reached[partition] = max(before, item.max_time or 0)

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.etl.account import Fact
-from zync_assets.etl.frontier import Key, Span, keys_at
+from zync_assets.etl.frontier import LEAST, Key, Span, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
@@ -39,8 +39,6 @@ BUCKET_RECORDS = 150_000
 SMALL = 20_000
 """The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
 
-_LEAST = Key(0).offset
-"""Below every part of a key."""
 Bound: TypeAlias = tuple[int, ...]
 """The least values, part by part of ``ord``, of the rows from a bucket on. The last parts may be missing."""
 
@@ -65,7 +63,7 @@ def bucket_bounds(groups: Sequence[Sequence[Span]], parts: Sequence[str]) -> lis
 
 def _bound(rank: int, key: Key, parts: Sequence[str]) -> Bound:
     found = [rank if name == "rank" else getattr(key, name) for name in parts]
-    while len(found) > 1 and found[-1] == _LEAST:
+    while len(found) > 1 and found[-1] == LEAST:
         found.pop()
     return tuple(found)
 
@@ -130,7 +128,7 @@ def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
     compile its own code. Spark does not compile a lambda over the array at all.
     """
     width = max((len(bound) for bound in bounds), default=1)
-    padded = [(*bound, *[_LEAST] * (width - len(bound))) for bound in bounds]
+    padded = [(*bound, *[LEAST] * (width - len(bound))) for bound in bounds]
     array = f"array({', '.join(_tuple_sql([long_sql(part) for part in bound]) for bound in padded)})"
     row = _tuple_sql([f"CAST(ord.{name} AS bigint)" for name in parts[:width]])
 
@@ -186,7 +184,7 @@ def _absent(item: Output) -> OutputPosition:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch did to its records.
+    """The results of a batch for the account's head.
 
     ``ends``: output topic → the first output offset of the next batch. ``undecoded``: (topic, partition) → new records that
     could not be decoded. ``failed``: pending records that go into quarantine. ``joins``: of the rules, as in ``Head``.

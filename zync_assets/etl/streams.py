@@ -29,7 +29,7 @@ from zync_assets.ingest.order import has_orders
 from zync_assets.lake import raw, storage
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER, RawState
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, read_readings
 from zync_assets.lake.rows import Recent
 from zync_assets.lake.staging import Head, Late
@@ -160,7 +160,8 @@ def _readings(pipeline: Pipeline, members: Sequence[Input], states: States) -> l
 def _streams(
     pipeline: Pipeline, members: Sequence[Input], states: States, ranges: Ranges, kept: Iterable[Reading]
 ) -> list[Stream]:
-    """The streams of some inputs, with the partitions that only a reading knows. A topic that was never there is one stream."""
+    """The streams of some inputs, with the partitions that only a reading knows. A topic that does not exist
+    counts as one stream."""
     places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
     found: list[Stream] = []
     for item in members:
@@ -170,7 +171,7 @@ def _streams(
             found += [Stream(topic, partition, places[topic], 0, 0) for partition in sorted(read or {0})]
             continue
         seen = {part.partition: part.first for part in ranges[topic]}
-        highest, files = highest_orders(state), dict[int, list[DataFile]]()
+        highest, files = state.orders, dict[int, list[DataFile]]()
         for file in state.files:
             if not raw.is_replay(file):
                 files.setdefault(file.partition or 0, []).append(file)

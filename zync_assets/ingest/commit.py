@@ -22,7 +22,7 @@ from zync_assets.lake import compaction, quarantine, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
-from zync_assets.lake.raw_files import ORDER_TYPE, highest_orders, highest_times, raw_schema
+from zync_assets.lake.raw_files import ORDER_TYPE, highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
@@ -115,7 +115,7 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> Reading:
     plan = batch.plan
     table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
-    orders = highest_orders(plan.state) if plan.state and plan.state.ordered else None
+    orders = plan.state.orders if plan.state and plan.state.ordered else None
     attempt, now = quarantine.new_attempt(), now_millis()
     return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
 

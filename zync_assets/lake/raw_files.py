@@ -282,14 +282,6 @@ def highest_times(state: RawState | None) -> dict[int, int]:
     return found
 
 
-def highest_orders(state: RawState | None) -> dict[int, Order]:
-    """Partition → the highest order of all records before its next offset. A partition without ordered records is absent.
-
-    Quarantined and left-out records count, and records that retention removed.
-    """
-    return dict(state.orders) if state is not None else {}
-
-
 def _of_files(files: Sequence[DataFile]) -> dict[int, int]:
     found: dict[int, int] = {}
     for item in files:

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from zync_assets.etl.frontier import (
     END,
-    LOWEST,
     File,
     Key,
-    Order,
     Orders,
     Span,
     Stream,
@@ -29,6 +27,8 @@ from zync_assets.etl.frontier import (
     offset_at,
     spread,
 )
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading, TopicEnds
 
 DELAY = 3

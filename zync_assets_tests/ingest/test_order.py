@@ -27,7 +27,7 @@ from zync_assets.ingest.task import ReadEnd, Reader, write_part
 from zync_assets.lake.log import Order
 from zync_assets.lake.quarantine import EVERYTHING
 from zync_assets.lake.raw import ORDER, RawState, open_raw
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, highest_orders, orders_before
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, orders_before
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, SideFormat, SourceOrder
@@ -289,7 +289,7 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     it.pipeline = ordered
     it.send(it.left, change("r", 1, 90, snapshot="true"), change("r", 2, 90, snapshot="last"))
     assert it.ingest(it.left)[it.left].added_fields == ()
-    assert (state_of(it).domain, highest_orders(state_of(it))) == ("shop", {0: LOWEST})
+    assert (state_of(it).domain, state_of(it).orders) == ("shop", {0: LOWEST})
     it.send(
         it.left,
         change("c", 3, 120, commit=100),
@@ -303,7 +303,7 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     it.ingest(it.left)
     changes = [(100, 120), (100, 130), (100, 130), (140, 110), (140, 110), (140, 125)]
     assert stored_orders(it) == [LOWEST] * 4 + changes
-    assert highest_orders(state_of(it)) == {0: (140, 125)}
+    assert state_of(it).orders == {0: (140, 125)}
     bounds = [(None, None), (LOWEST, LOWEST), ((100, 110), (140, 130))]
     assert [(file.min_order, file.max_order) for file in state_of(it).files] == bounds
     assert ORDER not in state_of(it).schema.names
@@ -340,7 +340,7 @@ inputs:
     commit = it.ingest(it.left)[it.left]
     assert (commit.left_out, commit.quarantined) == (2, 1)
     assert stored_orders(it) == [(5, 0), (9, 0), (9, 0), (11, 0)]
-    assert (state_of(it).domain, highest_orders(state_of(it))) == ("mini", {0: (11, 0)})
+    assert (state_of(it).domain, state_of(it).orders) == ("mini", {0: (11, 0)})
     again = it.edited(file.replace("$by", "try_cast(value.v AS BIGINT)"))
     list(replay_all(again.pipeline, lambda: spark, EVERYTHING))
     assert [(each["value"]["id"], each["kafka"]["offset"]) for each in again.raw(it.left)] == [

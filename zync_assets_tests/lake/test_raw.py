@@ -26,7 +26,7 @@ from zync_assets.lake.raw import (
     raw_files,
     replay_name,
 )
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times, highest_orders, order_bounds
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times, order_bounds
 from zync_assets.lake.storage import raw_uri
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -205,14 +205,14 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
 
 def test_a_table_from_before_orders_gets_them_with_the_next_batch(tmp_path: Path) -> None:
     put(tmp_path, None, range(2))
-    assert (state(tmp_path).ordered, state(tmp_path).domain, highest_orders(state(tmp_path))) == (False, None, {})
+    assert (state(tmp_path).ordered, state(tmp_path).domain, state(tmp_path).orders) == (False, None, {})
     columns = state(tmp_path).schema
     put(tmp_path, state(tmp_path), range(2, 4), orders=[LOWEST, (5, 9)], domain="shop")
     put(tmp_path, state(tmp_path), range(4, 6), orders=[(6, 7), (7, 1)], domain="shop")
     put(tmp_path, state(tmp_path), range(3), partition=1, orders=[LOWEST] * 3, domain="shop")
     found = state(tmp_path)
     assert (found.ordered, found.domain, found.schema) == (True, "shop", columns)
-    assert highest_orders(found) == {0: (7, 1), 1: LOWEST}
+    assert found.orders == {0: (7, 1), 1: LOWEST}
     bounds = [(None, None), (LOWEST, (5, 9)), ((6, 1), (7, 7)), (LOWEST, LOWEST)]
     assert [(item.min_order, item.max_order) for item in found.files] == bounds
     listing = sorted(list_files(found.opened), key=lambda item: (item.partition or 0, item.first or 0))
