@@ -46,6 +46,12 @@ def versions():
         return 0
 
 
+def checkpoints():
+    return [name for name in os.listdir(uri + "/_delta_log") if name.endswith(".checkpoint.parquet")]
+
+
+# A machine under load commits slowly. The first writer shows how long six commits and a checkpoint last here.
+span = None
 for _ in range(kills):
     before = versions()
     child = os.fork()
@@ -56,7 +62,12 @@ for _ in range(kills):
             os._exit(1)
     while versions() == before and os.waitpid(child, os.WNOHANG)[0] == 0:
         time.sleep(0.001)
-    time.sleep(dice.uniform(0, 0.1))
+    if span is None:
+        start = time.monotonic()
+        while not checkpoints() and os.waitpid(child, os.WNOHANG)[0] == 0:
+            time.sleep(0.001)
+        span = time.monotonic() - start
+    time.sleep(dice.uniform(0, span / 2))
     os.kill(child, signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "a writer ended before it was killed"
 """
