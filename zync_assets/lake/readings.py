@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+import pyarrow as pa
+
 from zync_assets.lake import storage
 
 MOST = 8
@@ -103,8 +105,13 @@ def _alike(readings: Sequence[Reading], reading: Reading) -> int:
 def _write(uri: str, readings: Sequence[Reading]) -> None:
     system, path = storage.filesystem(uri)
     storage.make_folder(uri.rsplit("/", 1)[0])
-    with storage.accessed(uri, "can't be written"), system.open_output_stream(path) as file:
-        file.write(json.dumps([_row(item) for item in readings]).encode())
+    text = json.dumps([_row(item) for item in readings]).encode()
+    # delta-rs's file takes Python's bytes alone, and Arrow passes it a buffer unless a buffered stream copies the text.
+    with (
+        storage.accessed(uri, "can't be written"),
+        pa.BufferedOutputStream(system.open_output_stream(path), len(text) + 1) as file,
+    ):
+        file.write(text)
 
 
 def _row(reading: Reading) -> dict[str, object]:

@@ -17,6 +17,7 @@ import pytest
 
 from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable
 from zync_assets.lake import compaction, storage, stores, tables
+from zync_assets.lake.readings import Reading, TopicEnds, keep_reading, read_readings
 from zync_assets.local.processes import free_port
 from zync_assets.pipeline import LakeUri
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -62,6 +63,14 @@ def test_of_writers_that_create_or_commit_at_once_one_wins(s3: S3, tmp_path: Pat
     assert found is not None
     assert found.number("next") == 101
     assert sum(item.records for item in found.files) == 2
+
+
+def test_readings_of_ends_are_kept_in_a_bucket(s3: S3, unique: str) -> None:
+    uri = place(s3, f"lakes/{unique}")
+    found = [Reading(at, at, {"a": TopicEnds("id", {0: end})}) for at, end in ((1.0, 7), (5.0, 9))]
+    for item in found:
+        keep_reading(uri, "Raw", item, 1)
+    assert read_readings(uri, "Raw") == found
 
 
 def test_what_no_commit_names_is_cleaned_away_in_a_bucket_too(s3: S3, unique: str) -> None:
