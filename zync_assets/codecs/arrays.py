@@ -38,19 +38,19 @@ ENOUGH = 500_000
 
 _CURE = "set NUMBA_CACHE_DIR to a folder that can be written to"
 
-_handled = 0
+_record_count = 0
 
 
 def pays(records: int) -> bool:
     """Whether compiled code pays for ``records`` more records, in addition to the records that this process has handled."""
-    global _handled
-    _handled += records
+    global _record_count
+    _record_count += records
     return ready()
 
 
 def ready() -> bool:
     """Whether compiled code pays now."""
-    return _handled >= ENOUGH and _possible()
+    return _record_count >= ENOUGH and _possible()
 
 
 @cache
@@ -186,7 +186,7 @@ def isolate(
                 return [convert(pa.nulls(1, array.type))]
         size = -(-count // _PARTS)
         ends = range(first, first + count, size)
-        return [made for at in ends for made in part(at, min(size, first + count - at))]
+        return [chunk for at in ends for chunk in part(at, min(size, first + count - at))]
 
     if len(array) == 0:
         return convert(array), bad
@@ -199,38 +199,38 @@ def python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
     try:
         return rows.to_pylist(maps_as_pydicts="lossy")
     except (OverflowError, ValueError):
-        counted = pa.schema([field.with_type(_counted(field.type)) for field in rows.schema])
-        found = rows.cast(counted).to_pylist(maps_as_pydicts="lossy")
-        return [{field.name: _timed(row[field.name], field.type) for field in rows.schema} for row in found]
+        numeric_schema = pa.schema([field.with_type(_numeric_type(field.type)) for field in rows.schema])
+        numeric_rows = rows.cast(numeric_schema).to_pylist(maps_as_pydicts="lossy")
+        return [{field.name: _with_times(row[field.name], field.type) for field in rows.schema} for row in numeric_rows]
 
 
-def _counted(kind: pa.DataType) -> pa.DataType:
+def _numeric_type(kind: pa.DataType) -> pa.DataType:
     """The type with a number in place of each time and date."""
     if pa.types.is_timestamp(kind):
         return pa.int64()
     if pa.types.is_date32(kind):
         return pa.int32()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_counted(field.type)) for field in kind])
+        return pa.struct([field.with_type(_numeric_type(field.type)) for field in kind])
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_counted(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(_numeric_type(kind.value_type)))
     if pa.types.is_map(kind):
-        return pa.map_(_counted(kind.key_type), _counted(kind.item_type))
+        return pa.map_(_numeric_type(kind.key_type), _numeric_type(kind.item_type))
     return kind
 
 
-def _timed(value: Any, kind: pa.DataType) -> Any:
-    """A value of the type ``_counted(kind)`` as one of ``kind``."""
+def _with_times(value: Any, kind: pa.DataType) -> Any:
+    """A value of the type ``_numeric_type(kind)`` as one of ``kind``."""
     if value is None:
         return None
     if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):
         return _moment(value, kind)
     if pa.types.is_struct(kind):
-        return {field.name: _timed(value[field.name], field.type) for field in kind}
+        return {field.name: _with_times(value[field.name], field.type) for field in kind}
     if pa.types.is_list(kind):
-        return [_timed(item, kind.value_type) for item in value]
+        return [_with_times(item, kind.value_type) for item in value]
     if pa.types.is_map(kind):
-        return {_timed(key, kind.key_type): _timed(item, kind.item_type) for key, item in value.items()}
+        return {_with_times(key, kind.key_type): _with_times(item, kind.item_type) for key, item in value.items()}
     return value
 
 

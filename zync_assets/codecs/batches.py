@@ -39,7 +39,7 @@ class BadRecord:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedBatch:
     """A decoded batch of payloads.
 
     ``values``: as long as the input, of the decoder's type; null for a null or bad payload.
@@ -54,7 +54,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """A batch as payloads.
 
     ``payloads``: binary, as long as the input; null where the value is null (a tombstone) or bad.
@@ -85,20 +85,20 @@ def assemble(type: pa.DataType, groups: list[Group], count: int, errors: dict[in
     """The groups' values at their places, as the column's type; those that don't fit it are null and in ``errors``."""
     parts: list[pa.Array] = []
     place = np.full(count, -1, dtype=np.int64)
-    done = 0
+    total = 0
     for group in groups:
         if pa.types.is_null(type):
             continue
-        values, unfit = isolate(group.values, lambda part: conform(part, type), ValueError)
-        for index, error in unfit.items():
+        values, misfits = isolate(group.values, lambda part: conform(part, type), ValueError)
+        for index, error in misfits.items():
             errors[int(group.rows[index])] = f"does not fit the lake's column: {error}"
-        place[group.rows] = np.arange(done, done + len(values))
-        place[[int(group.rows[index]) for index in unfit]] = -1
+        place[group.rows] = np.arange(total, total + len(values))
+        place[[int(group.rows[index]) for index in misfits]] = -1
         parts.append(values)
-        done += len(values)
+        total += len(values)
     if not parts:
         return pa.nulls(count, type)
-    if len(parts) == 1 and done == count and bool((place == np.arange(count)).all()):
+    if len(parts) == 1 and total == count and bool((place == np.arange(count)).all()):
         return parts[0]
     indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
     return pa.concat_arrays(parts).take(indices)

@@ -2,7 +2,7 @@
 
 Pure: a column of bytes becomes a typed column and errors, and a typed column becomes a column of bytes and errors.
 
-A payload that can't be decoded does not affect other payloads: its value is null, and ``Decoded.bad`` has its error. An
+A payload that can't be decoded does not affect other payloads: its value is null, and ``DecodedBatch.bad`` has its error. An
 outage of the registry is no property of a record, and is raised.
 """
 
@@ -21,7 +21,7 @@ from zync_assets.codecs.avro.decoder import AvroDecoder, header
 from zync_assets.codecs.avro.schema import Node, parse
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import from_lake, row_writer
-from zync_assets.codecs.batches import Decoded, Encoded, bad_records, is_native
+from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, bad_records, is_native
 from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
 from zync_assets.codecs.connect.schema import from_avro
 from zync_assets.codecs.evolution import check_writable, conform, merge_types, project
@@ -39,7 +39,7 @@ class Decoder(Protocol):
         """The lake column's type so far: the one given, with every writer schema seen; null if nothing is known."""
         ...
 
-    def decode(self, payloads: pa.Array) -> Decoded:
+    def decode(self, payloads: pa.Array) -> DecodedBatch:
         """Decode binary ``payloads`` (nulls allowed). May widen ``type``; the values are of the widened type."""
         ...
 
@@ -50,21 +50,21 @@ def make_decoder(
     target: pa.DataType | None,
     *,
     native: bool = True,
-    known: Sequence[int] = (),
-    closed: bool = False,
+    schema_ids: Sequence[int] = (),
+    fixed_schema: bool = False,
 ) -> Decoder:
     """A decoder for one side of a topic.
 
     ``schema_of``: registry id → the Avro schema (one JSON document). If it raises SchemaUnknown or SchemaError, the records
     with the id are bad; any other error, such as an outage, passes through. ``target``: the lake column's present type, None
-    without a column. ``native=False`` reads Avro with fastavro alone. ``known``: the registry ids of the earlier schemas, in
-    order; ``Decoded.arrivals`` reports other schemas. ``closed``: records whose schema changes the known columns are bad,
-    unless no schema is known yet. Raises SchemaError if the format's type can't go into ``target``.
+    without a column. ``native=False`` reads Avro with fastavro alone. ``schema_ids``: the registry ids of the earlier
+    schemas, in order; ``DecodedBatch.arrivals`` reports other schemas. ``fixed_schema``: records whose schema changes the
+    known columns are bad, unless no schema is known yet. Raises SchemaError if the format's type can't go into ``target``.
     """
     if side.format == "avro":
-        return AvroDecoder(schema_of, target, native, known, closed)
+        return AvroDecoder(schema_of, target, native, schema_ids, fixed_schema)
     if side.format == "connect-json":
-        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), closed)
+        return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), fixed_schema)
     if side.format == "json" and side.ddl is not None:
         type = parse_ddl(side.ddl)
         return _PlainDecoder(merge_types(target, type), columns_reader(type))
@@ -80,10 +80,10 @@ class _PlainDecoder:
     type: pa.DataType
     read: Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]
 
-    def decode(self, payloads: pa.Array) -> Decoded:
+    def decode(self, payloads: pa.Array) -> DecodedBatch:
         values, bad = self.read(payloads)
-        values, unfit = isolate(values, lambda part: conform(part, self.type), ValueError)
-        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records({**unfit, **bad}))
+        values, misfits = isolate(values, lambda part: conform(part, self.type), ValueError)
+        return DecodedBatch(values, pa.nulls(len(payloads), pa.int32()), bad_records({**misfits, **bad}))
 
 
 def _text(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
@@ -99,7 +99,7 @@ class Encoder(Protocol):
         """The bytes of a payload that are not its value: the schema id of Avro, or the schema text of Connect JSON."""
         ...
 
-    def encode(self, values: pa.Array) -> Encoded:
+    def encode(self, values: pa.Array) -> EncodedBatch:
         """Encode a column. Nulls stay null. SchemaError if the column's type is not one that the schema can take."""
         ...
 
@@ -126,7 +126,7 @@ def make_encoder(format: Format, schema: str | None, schema_id: int | None, *, n
         if node is not None and node.kind == "record" and not node.fields:
             return _PlainEncoder(lambda values: pc.if_else(values.is_valid(), b"{}", pa.scalar(None, pa.binary())))
         type = None if node is None else lake_type(node)
-        return _PlainEncoder(lambda values: json_texts(values if type is None else _projected(values, type)))
+        return _PlainEncoder(lambda values: json_texts(values if type is None else _projection(values, type)))
     if format == "string":
         return _PlainEncoder(_text_bytes)
     return _PlainEncoder(_raw)
@@ -142,12 +142,12 @@ class _AvroEncoder:
     def overhead(self) -> int:
         return len(self.prefix)
 
-    def encode(self, values: pa.Array) -> Encoded:
+    def encode(self, values: pa.Array) -> EncodedBatch:
         type = lake_type(self.node)
         check_writable(values.type, type)
         write = self._columns if self.native and is_native(self.node) else self._rows
         payloads, bad = isolate(values, lambda part: write(from_lake(self.node, conform(part, type))), ValueError)
-        return Encoded(payloads, bad_records(bad))
+        return EncodedBatch(payloads, bad_records(bad))
 
     def _columns(self, plain: pa.Array) -> pa.Array:
         return encode_columns(self.node, plain, self.prefix)
@@ -155,8 +155,8 @@ class _AvroEncoder:
     def _rows(self, plain: pa.Array) -> pa.Array:
         assert plain.type == plain_type(self.node)
         write = row_writer(self.node)
-        made = [None if value is None else self.prefix + write(value) for value in plain.to_pylist()]
-        return pa.array(made, pa.binary())
+        payloads = [None if value is None else self.prefix + write(value) for value in plain.to_pylist()]
+        return pa.array(payloads, pa.binary())
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class _PlainEncoder:
     write: Callable[[pa.Array], pa.Array]
     overhead: int = 0
 
-    def encode(self, values: pa.Array) -> Encoded:
+    def encode(self, values: pa.Array) -> EncodedBatch:
         payloads, bad = isolate(values, self.write, ValueError)
-        return Encoded(payloads, bad_records(bad))
+        return EncodedBatch(payloads, bad_records(bad))
 
 
-def _projected(values: pa.Array, type: pa.DataType) -> pa.Array:
+def _projection(values: pa.Array, type: pa.DataType) -> pa.Array:
     check_writable(values.type, type)
     return conform(values, project(type, values.type))
 

@@ -46,7 +46,7 @@ from zync_assets.codecs.fields import (
     in_lake,
     lake_type_of,
     maybe_missing,
-    merged_notes,
+    merge_notes,
     original,
     places,
     unit_factor,
@@ -64,26 +64,26 @@ _FIRST, _END = -62_135_596_800_000_000, 253_402_300_800_000_000
 """Microseconds since the epoch at the begin of the years 1 and 10000."""
 
 
-def is_written_as(given: pa.DataType, wanted: pa.DataType) -> bool:
+def has_written_form(source: pa.DataType, target: pa.DataType) -> bool:
     """Whether a column of the first type has a written form of the second."""
     kinds = pa.types
-    if kinds.is_timestamp(given):
-        return kinds.is_string(wanted) or kinds.is_int64(wanted)
-    if kinds.is_date32(given):
-        return kinds.is_int32(wanted)
-    return kinds.is_string(given) and is_variable_decimal(wanted)
+    if kinds.is_timestamp(source):
+        return kinds.is_string(target) or kinds.is_int64(target)
+    if kinds.is_date32(source):
+        return kinds.is_int32(target)
+    return kinds.is_string(source) and is_variable_decimal(target)
 
 
-def written(array: pa.Array, wanted: pa.DataType, unit: str = "") -> pa.Array:
+def written_form(array: pa.Array, target: pa.DataType, unit: str = "") -> pa.Array:
     """The written form of a column; ``unit``: of numbers, ``timestamp-millis`` or microseconds. ValueError if a value has
     none."""
     kinds = pa.types
     if kinds.is_date32(array.type):
         return array.cast(pa.int32())
     if kinds.is_string(array.type):
-        return pa.array([variable_decimal(text) for text in array.to_pylist()], wanted)
+        return pa.array([variable_decimal(text) for text in array.to_pylist()], target)
     micros = array.cast(pa.int64())
-    if kinds.is_int64(wanted):
+    if kinds.is_int64(target):
         # Towards the past, before 1970 too.
         whole = pc.floor_temporal(array, unit="millisecond").cast(pa.int64())
         return pc.divide(whole, 1000) if unit == "timestamp-millis" else micros
@@ -167,14 +167,14 @@ def wider_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
     fields = [maybe_missing(field) for field in fields_of(target)]
-    met = fields_of(target)
+    target_fields = fields_of(target)
     for at, new in zip(places(target, writer), fields_of(writer), strict=True):
         below = f"{path}.{original(new)}"
         if at is not None:
-            old = met[at]
+            old = target_fields[at]
             if unit_factor(old, new) is None:
                 raise SchemaError(f"{below}: {unit_of(new)} can't be held in the lake's {unit_of(old)}")
-            fields[at] = merged_notes(old, new, merge_types(old.type, new.type, below))
+            fields[at] = merge_notes(old, new, merge_types(old.type, new.type, below))
         else:
             fields.append(in_lake(maybe_missing(new), [field.name for field in fields]))
     return pa.struct(fields)
@@ -225,25 +225,25 @@ def conform(array: pa.Array, type: pa.DataType) -> pa.Array:
     if kinds.is_floating(type) and kinds.is_integer(array.type):
         # A long that a double can't hold to the last digit is rounded, as Avro's promotion does.
         return pc.cast(array, type, safe=False)
-    if is_written_as(array.type, type):
-        return written(array, type)
+    if has_written_form(array.type, type):
+        return written_form(array, type)
     return array.cast(type)
 
 
 def _conform_fields(array: pa.Array, type: pa.DataType) -> list[pa.Array]:
-    given = dict(zip(places(type, array.type), zip(fields_of(array.type), array.flatten(), strict=True), strict=True))
+    columns = dict(zip(places(type, array.type), zip(fields_of(array.type), array.flatten(), strict=True), strict=True))
     children: list[pa.Array] = []
     for index, field in enumerate(fields_of(type)):
-        if index not in given:
+        if index not in columns:
             children.append(pa.nulls(len(array), field.type))
             continue
-        theirs, values = given[index]
-        if is_written_as(theirs.type, field.type):
-            children.append(written(values, field.type, unit_of(field)))
+        source, values = columns[index]
+        if has_written_form(source.type, field.type):
+            children.append(written_form(values, field.type, unit_of(field)))
             continue
-        factor = unit_factor(field, theirs)
-        made = conform(values, field.type)
-        children.append(made if factor in (1, None) else pc.multiply_checked(made, pa.scalar(factor, field.type)))
+        factor = unit_factor(field, source)
+        child = conform(values, field.type)
+        children.append(child if factor in (1, None) else pc.multiply_checked(child, pa.scalar(factor, field.type)))
     return children
 
 
@@ -251,38 +251,40 @@ def _is_list(type: pa.DataType) -> bool:
     return pa.types.is_list(type) or pa.types.is_large_list(type)
 
 
-def project(type: pa.DataType, given: pa.DataType) -> pa.DataType:
-    """``type`` with only those struct fields, at any depth of structs, that ``given`` has too."""
-    if not (pa.types.is_struct(type) and pa.types.is_struct(given)):
+def project(type: pa.DataType, source: pa.DataType) -> pa.DataType:
+    """``type`` with only those struct fields, at any depth of structs, that ``source`` has too."""
+    if not (pa.types.is_struct(type) and pa.types.is_struct(source)):
         return type
-    theirs = {given.field(index).name: given.field(index).type for index in range(given.num_fields)}
-    ours = [type.field(index) for index in range(type.num_fields)]
-    return pa.struct([(item.name, project(item.type, theirs[item.name])) for item in ours if item.name in theirs])
+    source_types = {source.field(index).name: source.field(index).type for index in range(source.num_fields)}
+    fields = [type.field(index) for index in range(type.num_fields)]
+    return pa.struct(
+        [(item.name, project(item.type, source_types[item.name])) for item in fields if item.name in source_types]
+    )
 
 
-def check_writable(given: pa.DataType, wanted: pa.DataType, path: str = "value") -> None:
-    """SchemaError unless values of ``given`` can be written as ``wanted`` (single ones may be out of range)."""
+def check_writable(source: pa.DataType, target: pa.DataType, path: str = "value") -> None:
+    """SchemaError unless values of ``source`` can be written as ``target`` (single ones may be out of range)."""
     kinds = pa.types
-    if given == wanted or kinds.is_null(given) or is_written_as(given, wanted):
+    if source == target or kinds.is_null(source) or has_written_form(source, target):
         return
-    if kinds.is_struct(given) and kinds.is_struct(wanted):
-        theirs = {given.field(index).name: given.field(index).type for index in range(given.num_fields)}
-        for field in (wanted.field(index) for index in range(wanted.num_fields)):
-            if field.name in theirs:
-                check_writable(theirs[field.name], field.type, f"{path}.{field.name}")
+    if kinds.is_struct(source) and kinds.is_struct(target):
+        source_types = {source.field(index).name: source.field(index).type for index in range(source.num_fields)}
+        for field in (target.field(index) for index in range(target.num_fields)):
+            if field.name in source_types:
+                check_writable(source_types[field.name], field.type, f"{path}.{field.name}")
         return
-    if _is_list(given) and _is_list(wanted):
-        check_writable(given.value_type, wanted.value_type, f"{path}[]")
+    if _is_list(source) and _is_list(target):
+        check_writable(source.value_type, target.value_type, f"{path}[]")
         return
-    if kinds.is_map(given) and kinds.is_map(wanted):
-        check_writable(given.key_type, wanted.key_type, f"{path} (key)")
-        check_writable(given.item_type, wanted.item_type, f"{path}{{}}")
+    if kinds.is_map(source) and kinds.is_map(target):
+        check_writable(source.key_type, target.key_type, f"{path} (key)")
+        check_writable(source.item_type, target.item_type, f"{path}{{}}")
         return
-    if any(check(given) and check(wanted) for check in _KINDS):
+    if any(check(source) and check(target) for check in _KINDS):
         return
-    if kinds.is_integer(given) and (kinds.is_floating(wanted) or kinds.is_decimal(wanted)):
+    if kinds.is_integer(source) and (kinds.is_floating(target) or kinds.is_decimal(target)):
         return
-    raise SchemaError(f"{path}: a column of type {given} can't be written as {wanted}")
+    raise SchemaError(f"{path}: a column of type {source} can't be written as {target}")
 
 
 def _is_text(type: pa.DataType) -> bool:
@@ -330,7 +332,7 @@ class Arrival:
 
 def is_change(before: tuple[pa.DataType, ...], type: pa.DataType) -> bool:
     form = without_connect(type)
-    return bool(before) and not any(without_connect(known).equals(form, check_metadata=True) for known in before)
+    return bool(before) and not any(without_connect(old_type).equals(form, check_metadata=True) for old_type in before)
 
 
 def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:

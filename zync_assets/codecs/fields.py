@@ -54,7 +54,7 @@ MICRO_TIMESTAMP = "io.debezium.time.MicroTimestamp"
 ZONED_TIMESTAMP = "io.debezium.time.ZonedTimestamp"
 VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
 
-_IMPLIED = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}
+_IMPLIED_NAMES = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}
 """Names that the converters give Avro's logical types."""
 
 
@@ -91,32 +91,32 @@ def connect_note(
 
     A decimal's name and digits are its type's, and no note.
     """
-    given = parameters if isinstance(parameters, Mapping) else {}
-    kept = {str(key): value for key, value in given.items() if isinstance(value, str)}
-    label = name if isinstance(name, str) else _IMPLIED.get(logical, "")
+    entries = parameters if isinstance(parameters, Mapping) else {}
+    texts = {str(key): value for key, value in entries.items() if isinstance(value, str)}
+    label = name if isinstance(name, str) else _IMPLIED_NAMES.get(logical, "")
     if decimal or label == DECIMAL:
-        kept = {key: value for key, value in kept.items() if key not in ("scale", PRECISION)}
+        texts = {key: value for key, value in texts.items() if key not in ("scale", PRECISION)}
         label, version = "", None
     return Note(
         label,
         version if isinstance(version, int) else 1 if label and not isinstance(name, str) else None,
-        tuple(sorted(kept.items())),
+        tuple(sorted(texts.items())),
         doc if isinstance(doc, str) else "",
         logical="" if label else logical if logical == "timestamp-micros" else "",
     )
 
 
-def agreed(one: Note, other: Note, *, same_values: bool = False) -> Note:
+def common_note(first: Note, second: Note, *, same_values: bool = False) -> Note:
     """What both say. ``same_values``: the values of the second become such as the first has, whatever they are called."""
-    named = one.name == other.name
+    same_name = first.name == second.name
     return Note(
-        one.name if named or same_values else "",
-        one.version if (named and one.version == other.version) or same_values else None,
-        tuple(pair for pair in one.parameters if pair in other.parameters),
-        one.doc if one.doc == other.doc else "",
-        one.required and other.required,
-        (agreed(one.item, other.item) or None) if one.item and other.item else None,
-        one.logical if one.logical == other.logical else "",
+        first.name if same_name or same_values else "",
+        first.version if (same_name and first.version == second.version) or same_values else None,
+        tuple(pair for pair in first.parameters if pair in second.parameters),
+        first.doc if first.doc == second.doc else "",
+        first.required and second.required,
+        (common_note(first.item, second.item) or None) if first.item and second.item else None,
+        first.logical if first.logical == second.logical else "",
     )
 
 
@@ -134,7 +134,7 @@ def read_note(text: str) -> Note:
 
 
 def _document(note: Note) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    document: dict[str, Any] = {
         "name": note.name,
         "version": note.version,
         "parameters": dict(note.parameters),
@@ -143,19 +143,19 @@ def _document(note: Note) -> dict[str, Any]:
         "item": _document(note.item) if note.item else None,
         "logical": note.logical,
     }
-    return {key: value for key, value in made.items() if value not in (None, "", False, {})}
+    return {key: value for key, value in document.items() if value not in (None, "", False, {})}
 
 
-def _note(made: Mapping[str, Any]) -> Note:
-    item = made.get("item")
+def _note(document: Mapping[str, Any]) -> Note:
+    item = document.get("item")
     return Note(
-        made.get("name", ""),
-        made.get("version"),
-        tuple(sorted(made.get("parameters", {}).items())),
-        made.get("doc", ""),
-        made.get("required", False),
+        document.get("name", ""),
+        document.get("version"),
+        tuple(sorted(document.get("parameters", {}).items())),
+        document.get("doc", ""),
+        document.get("required", False),
         _note(item) if item else None,
-        made.get("logical", ""),
+        document.get("logical", ""),
     )
 
 
@@ -168,7 +168,7 @@ _LACKING = b"zync.lacking"
 _FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
 
-def noted(
+def field_with_notes(
     name: str,
     type: pa.DataType,
     other_names: Sequence[str] = (),
@@ -192,8 +192,8 @@ def noted(
 
 def original(field: pa.Field) -> str:
     """The field's name in its topic."""
-    found = (field.metadata or {}).get(_ORIGINAL)
-    return field.name if found is None else found.decode()
+    name = (field.metadata or {}).get(_ORIGINAL)
+    return field.name if name is None else name.decode()
 
 
 def in_lake(field: pa.Field, others: Collection[str] = ()) -> pa.Field:
@@ -243,7 +243,7 @@ def topic_type_of(type: pa.DataType) -> pa.DataType:
     if kinds.is_struct(type):
         return pa.struct(
             [
-                noted(original_name(field.name), topic_type_of(field.type), connect=connect_note_of(field))
+                field_with_notes(original_name(field.name), topic_type_of(field.type), connect=connect_note_of(field))
                 for field in fields_of(type)
             ]
         )
@@ -255,8 +255,8 @@ def topic_type_of(type: pa.DataType) -> pa.DataType:
 
 
 def other_names(field: pa.Field) -> tuple[str, ...]:
-    found = (field.metadata or {}).get(_NAMES, b"").decode()
-    return tuple(found.split(",")) if found else ()
+    names = (field.metadata or {}).get(_NAMES, b"").decode()
+    return tuple(names.split(",")) if names else ()
 
 
 def unit_of(field: pa.Field) -> str:
@@ -306,9 +306,9 @@ def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.Da
     fields: list[pa.Field] = []
     for index, item in enumerate(fields_of(type)):
         own = {
-            number: fields_of(writers[number])[found.index(index)].type
-            for number, found in at.items()
-            if index in found
+            number: fields_of(writers[number])[indices.index(index)].type
+            for number, indices in at.items()
+            if index in indices
         }
         other = {*lacking(item)} - writers.keys()
         fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other))
@@ -321,7 +321,7 @@ def without_connect(type: pa.DataType) -> pa.DataType:
     if kinds.is_struct(type):
         return pa.struct(
             [
-                noted(
+                field_with_notes(
                     item.name,
                     without_connect(item.type),
                     other_names(item),
@@ -343,8 +343,10 @@ def maybe_missing(field: pa.Field) -> pa.Field:
     note = connect_note_of(field)
     if not note.required:
         return field
-    made = noted(field.name, field.type, other_names(field), unit_of(field), optional(note), original(field))
-    return lacked_by(made, lacking(field))
+    nullable = field_with_notes(
+        field.name, field.type, other_names(field), unit_of(field), optional(note), original(field)
+    )
+    return lacked_by(nullable, lacking(field))
 
 
 def fields_of(type: pa.DataType) -> list[pa.Field]:
@@ -352,43 +354,45 @@ def fields_of(type: pa.DataType) -> list[pa.Field]:
     return [type.field(index) for index in range(type.num_fields)]
 
 
-def places(target: pa.DataType, given: pa.DataType) -> list[int | None]:
-    """For each field of the struct ``given`` the index of the field of ``target`` that it goes into; None: a new one.
+def places(target: pa.DataType, source: pa.DataType) -> list[int | None]:
+    """For each field of the struct ``source`` the index of the field of ``target`` that it goes into; None: a new one.
 
-    Names come first: an alias takes only a field that no other field of ``given`` has by name.
+    Names come first: an alias takes only a field that no other field of ``source`` has by name.
     """
-    ours, theirs = fields_of(target), fields_of(given)
-    by_name = {original(field): index for index, field in enumerate(ours)}
-    found: list[int | None] = [by_name.get(original(field)) for field in theirs]
-    taken = {index for index in found if index is not None}
-    if len(taken) == len(theirs):
-        return found
-    known = {name: index for index, field in enumerate(ours) for name in (*other_names(field), field.name)} | by_name
-    for place, field in enumerate(theirs):
-        if found[place] is None:
+    target_fields, source_fields = fields_of(target), fields_of(source)
+    by_name = {original(field): index for index, field in enumerate(target_fields)}
+    indices: list[int | None] = [by_name.get(original(field)) for field in source_fields]
+    claims = {index for index in indices if index is not None}
+    if len(claims) == len(source_fields):
+        return indices
+    index_by_name = {
+        name: index for index, field in enumerate(target_fields) for name in (*other_names(field), field.name)
+    } | by_name
+    for place, field in enumerate(source_fields):
+        if indices[place] is None:
             for name in (original(field), *other_names(field)):
-                index = known.get(name)
-                if index is not None and index not in taken:
-                    found[place] = index
-                    taken.add(index)
+                index = index_by_name.get(name)
+                if index is not None and index not in claims:
+                    indices[place] = index
+                    claims.add(index)
                     break
-    return found
+    return indices
 
 
-def merged_notes(target: pa.Field, given: pa.Field, type: pa.DataType) -> pa.Field:
-    """The column's field with the type ``type``, with the names and unit of ``given`` added. Connect's note keeps the
+def merge_notes(target: pa.Field, source: pa.Field, type: pa.DataType) -> pa.Field:
+    """The column's field with the type ``type``, with the names and unit of ``source`` added. Connect's note keeps the
     properties that both fields have."""
-    names = [*other_names(target), original(given), *other_names(given)]
-    kept = [name for name in dict.fromkeys(names) if name not in (target.name, original(target))]
-    converted = bool(unit_of(target) and unit_of(given))
-    note = agreed(connect_note_of(target), connect_note_of(given), same_values=converted)
-    made = noted(target.name, type, kept, unit_of(target) or unit_of(given), note, original(target))
-    return lacked_by(made, {*lacking(target), *lacking(given)})
+    names = [*other_names(target), original(source), *other_names(source)]
+    aliases = [name for name in dict.fromkeys(names) if name not in (target.name, original(target))]
+    same_values = bool(unit_of(target) and unit_of(source))
+    note = common_note(connect_note_of(target), connect_note_of(source), same_values=same_values)
+    field = field_with_notes(target.name, type, aliases, unit_of(target) or unit_of(source), note, original(target))
+    return lacked_by(field, {*lacking(target), *lacking(source)})
 
 
-def unit_factor(target: pa.Field, given: pa.Field) -> int | None:
-    """The factor from numbers of ``given`` to ``target``'s unit; None if no whole factor exists."""
-    to, of = unit_of(target), unit_of(given)
+def unit_factor(target: pa.Field, source: pa.Field) -> int | None:
+    """The factor from numbers of ``source`` to ``target``'s unit; None if no whole factor exists."""
+    to, of = unit_of(target), unit_of(source)
     if not to or not of or to == of:
         return 1
     (kind, _, fine), (other, _, coarse) = to.rpartition("-"), of.rpartition("-")

@@ -35,29 +35,30 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 _FORBIDDEN = re.compile(r"[ ,;{}()=\x00-\x1f\x7f]")
-_ESCAPED = re.compile(rf"{_FORBIDDEN.pattern}|%(?=[0-9A-Fa-f]{{2}})")
-_ENCODED = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
+_ESCAPE_PATTERN = re.compile(rf"{_FORBIDDEN.pattern}|%(?=[0-9A-Fa-f]{{2}})")
+_CODE_PATTERN = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
 
 def lake_name(name: str, others: Collection[str] = ()) -> str:
     """The name of a field in the lake, beside ``others``: the lake's names of the fields before it in its struct."""
-    used = {other.lower() for other in others}
-    made = escaped(name)
-    cased = [at for at, letter in enumerate(name) if letter.lower() != letter.upper()]
-    for count in range(1, len(cased) + 1):
-        if made.lower() not in used:
+    names = {other.lower() for other in others}
+    candidate = escape(name)
+    letter_places = [at for at, letter in enumerate(name) if letter.lower() != letter.upper()]
+    for count in range(1, len(letter_places) + 1):
+        if candidate.lower() not in names:
             break
-        last = cased[count - 1] + 1
-        made = "".join(
-            _percent(one) if one == "%" or one.lower() != one.upper() else escaped(one) for one in name[:last]
+        last = letter_places[count - 1] + 1
+        candidate = "".join(
+            _percent(character) if character == "%" or character.lower() != character.upper() else escape(character)
+            for character in name[:last]
         )
-        made += escaped(name[last:])
-    return made
+        candidate += escape(name[last:])
+    return candidate
 
 
-def escaped(name: str) -> str:
+def escape(name: str) -> str:
     """The name with each forbidden character encoded."""
-    return _ESCAPED.sub(lambda found: _percent(found[0]), name)
+    return _ESCAPE_PATTERN.sub(lambda match: _percent(match[0]), name)
 
 
 def has_forbidden(name: str) -> bool:
@@ -67,7 +68,7 @@ def has_forbidden(name: str) -> bool:
 
 def original_name(name: str) -> str:
     """The name that a field of the lake has in its topic."""
-    return _ENCODED.sub(lambda found: bytes.fromhex(found[0].replace("%", "")).decode(errors="replace"), name)
+    return _CODE_PATTERN.sub(lambda match: bytes.fromhex(match[0].replace("%", "")).decode(errors="replace"), name)
 
 
 def _percent(letter: str) -> str:
@@ -98,7 +99,7 @@ _SIMPLE: dict[str, pa.DataType] = {
 MAX_DEPTH = 100
 """Levels of a type, as of an Avro schema."""
 MAX_TYPES = 50_000
-_SHOWN = 200
+_EXCERPT_LENGTH = 200
 """Characters of a DDL text that a message repeats."""
 _SPACE = re.compile(r"\s*")
 
@@ -115,13 +116,13 @@ def parse_ddl(ddl: str) -> pa.DataType:
 
 
 def _end_of_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
 
 
 class _Parser:
     def __init__(self, ddl: str) -> None:
-        self.ddl = ddl if len(ddl) <= _SHOWN else f"{ddl[:_SHOWN]}…"
+        self.ddl = ddl if len(ddl) <= _EXCERPT_LENGTH else f"{ddl[:_EXCERPT_LENGTH]}…"
         self.size = len(ddl)
         self.depth = 0
         self.types = 0
@@ -214,9 +215,9 @@ class _Parser:
             raise self.error(f"more than {MAX_TYPES} types")
         self.types += 1
         self.depth += 1
-        found = self.one_type()
+        kind = self.one_type()
         self.depth -= 1
-        return found
+        return kind
 
     def one_type(self) -> pa.DataType:
         word = self.peek()
@@ -255,25 +256,25 @@ class _Parser:
         return _SIMPLE[word]
 
     def decimal(self) -> pa.DataType:
-        given = self.numbers(2) if self.peek() == "(" else []
-        precision, scale = [*given, *[10, 0][len(given) :]]
+        arguments = self.numbers(2) if self.peek() == "(" else []
+        precision, scale = [*arguments, *[10, 0][len(arguments) :]]
         if not 1 <= precision <= 38 or not 0 <= scale <= precision:
             raise self.error(f"decimal({precision},{scale}) is out of range; a precision up to 38 and a scale up to it")
         return pa.decimal128(precision, scale)
 
     def numbers(self, most: int) -> list[int]:
         self.take("(")
-        found: list[int] = []
+        numbers: list[int] = []
         while True:
-            if not re.fullmatch("[0-9]{1,9}", self.peek()) or len(found) == most:
-                raise self.error("a number expected" if len(found) < most else "')' expected")
-            found.append(int(self.peek()))
+            if not re.fullmatch("[0-9]{1,9}", self.peek()) or len(numbers) == most:
+                raise self.error("a number expected" if len(numbers) < most else "')' expected")
+            numbers.append(int(self.peek()))
             self.at += 1
             if self.peek() != ",":
                 break
             self.at += 1
         self.take(")")
-        return found
+        return numbers
 
 
 _NAMES: tuple[tuple[pa.DataType, str], ...] = (
@@ -298,7 +299,7 @@ def spark_ddl(type: pa.DataType) -> str:
     kinds = pa.types
     if kinds.is_struct(type):
         fields = [type.field(index) for index in range(type.num_fields)]
-        return "struct<" + ",".join(f"{_quoted(field.name)}:{spark_ddl(field.type)}" for field in fields) + ">"
+        return "struct<" + ",".join(f"{_quote(field.name)}:{spark_ddl(field.type)}" for field in fields) + ">"
     if kinds.is_list(type) or kinds.is_large_list(type):
         return f"array<{spark_ddl(type.value_type)}>"
     if kinds.is_map(type):
@@ -307,8 +308,8 @@ def spark_ddl(type: pa.DataType) -> str:
         return f"decimal({type.precision},{type.scale})"
     if kinds.is_timestamp(type):
         return "timestamp" if type.tz else "timestamp_ntz"
-    for known, name in _NAMES:
-        if type == known:
+    for simple_type, name in _NAMES:
+        if type == simple_type:
             return name
     raise SchemaError(f"Spark has no type for {type}")
 
@@ -349,7 +350,7 @@ def spark_type(type: pa.DataType) -> DataType:
         return spark.MapType(spark_type(type.key_type), spark_type(type.item_type))
     if kinds.is_decimal128(type):
         return spark.DecimalType(type.precision, type.scale)
-    made: dict[str, DataType] = {
+    simple_types: dict[str, DataType] = {
         "boolean": spark.BooleanType(),
         "tinyint": spark.ByteType(),
         "smallint": spark.ShortType(),
@@ -364,7 +365,7 @@ def spark_type(type: pa.DataType) -> DataType:
         "timestamp_ntz": spark.TimestampNTZType(),
         "void": spark.NullType(),
     }
-    return made[spark_ddl(type)]
+    return simple_types[spark_ddl(type)]
 
 
 def arrow_type(kind: DataType) -> pa.DataType:
@@ -374,11 +375,11 @@ def arrow_type(kind: DataType) -> pa.DataType:
 
     nullable = _nullable(kind)
     try:
-        made = to_arrow_type(nullable)
-        spark_ddl(made)
+        column_type = to_arrow_type(nullable)
+        spark_ddl(column_type)
     except (PySparkException, SchemaError):
         raise SchemaError(f"the lake has no type for Spark's {kind.simpleString()}; CAST it to another") from None
-    return made
+    return column_type
 
 
 def _nullable(kind: DataType) -> DataType:
@@ -393,5 +394,5 @@ def _nullable(kind: DataType) -> DataType:
     return kind
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"

@@ -23,10 +23,10 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.batches import BadRecord, Decoded
+from zync_assets.codecs.batches import BadRecord, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
-from zync_assets.codecs.fields import Note, agreed, connect_note_of, optional, with_connect_note, with_lacking
+from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.ingest.order import own_orders
 from zync_assets.kafka.reader import read_range
@@ -106,7 +106,7 @@ def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
 
     def decoder(side: str, form: SideFormat, type: pa.DataType | None, known: tuple[int, ...]) -> Decoder:
         try:
-            return make_decoder(form, schema_of, type, known=known, closed=source.closed)
+            return make_decoder(form, schema_of, type, schema_ids=known, fixed_schema=source.closed)
         except SchemaError as error:
             raise SchemaError(
                 f"topic {source.topic}: the pipeline file's format and schema of the {side} do not fit the raw table that is"
@@ -174,7 +174,7 @@ def _decode(
     return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, found)
 
 
-def new_schemas(partition: int, offsets: pa.Array, keys: Decoded, values: Decoded) -> tuple[NewSchema, ...]:
+def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> tuple[NewSchema, ...]:
     """The writer schemas that came for the first time, with their places."""
     return tuple(
         NewSchema(side, partition, offsets[found.index].as_py(), found)
@@ -183,12 +183,12 @@ def new_schemas(partition: int, offsets: pa.Array, keys: Decoded, values: Decode
     )
 
 
-def bad_sides(keys: Decoded, values: Decoded) -> dict[int, tuple[str, BadRecord]]:
+def bad_sides(keys: DecodedBatch, values: DecodedBatch) -> dict[int, tuple[str, BadRecord]]:
     """Row index → the side that could not be decoded, and the error. Only the key is named if both sides fail."""
     return {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
 
 
-def record_batch(kafka: pa.Array, keys: Decoded, values: Decoded) -> pa.RecordBatch:
+def record_batch(kafka: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> pa.RecordBatch:
     """The columns of ``lake.raw_files.raw_schema``, bad records among them."""
     schema = raw_schema(keys.values.type, values.values.type)
     columns = {
@@ -337,7 +337,7 @@ def notes_of(schemas: Sequence[NewSchema]) -> dict[str, Note]:
     found: dict[str, Note] = {}
     for each in schemas:
         note = optional(each.schema.note)
-        found[each.side] = agreed(found[each.side], note) if each.side in found else note
+        found[each.side] = common_note(found[each.side], note) if each.side in found else note
     return found
 
 
@@ -354,7 +354,7 @@ def with_side_notes(schema: pa.Schema, known: pa.Schema | None, notes: Mapping[s
                 column = column.with_metadata(known.field(side).metadata)
                 own.append(connect_note_of(column))
             if own:
-                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(agreed, own)))
+                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(common_note, own)))
     return schema
 
 

@@ -27,7 +27,7 @@ from sqlglot.tokenizer_core import Token, TokenType
 
 from zync_assets.codecs.dispatch import check_fits
 from zync_assets.codecs.fields import fields_of, has_other_names, lake_type_of, original, topic_type_of
-from zync_assets.codecs.spark_types import escaped, lake_name, original_name, parse_ddl
+from zync_assets.codecs.spark_types import escape, lake_name, original_name, parse_ddl
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
@@ -213,14 +213,14 @@ class _References:
         alike = same or [one for one in fields if original(one).lower() == name.lower()]
         if len(alike) > 1:
             raise _ambiguous(name, [original(one) for one in alike])
-        return (alike[0].name, alike[0].type) if alike else (escaped(name), None)
+        return (alike[0].name, alike[0].type) if alike else (escape(name), None)
 
     def _loose(self, name: str) -> str:
         """The lake's name of a field of something whose type is not known here."""
         alike = {other for type in self.roots.values() if type is not None for other in _twins(type, name)}
         if len(alike) > 1:
             raise _ambiguous(name, sorted(alike))
-        return escaped(name)
+        return escape(name)
 
     def _bound(self, arrow: int) -> list[_Variable]:
         """The variables of the lambda function whose arrow stands there."""

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import list_of, pc, with_type
 from zync_assets.codecs.avro.decoder import HEADER
-from zync_assets.codecs.batches import Encoded
+from zync_assets.codecs.batches import EncodedBatch
 from zync_assets.codecs.dispatch import Encoder, make_encoder
 from zync_assets.codecs.fields import topic_type_of
 from zync_assets.errors import LakeError, RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
@@ -368,9 +368,9 @@ def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:
     return Payloads(keys.payloads, values.payloads, sent_headers(own, source, rows.num_rows), errors)
 
 
-def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> Encoded:
+def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> EncodedBatch:
     if side.schema is None or column not in rows.schema.names:
-        return Encoded(pa.nulls(rows.num_rows, pa.binary()), ())
+        return EncodedBatch(pa.nulls(rows.num_rows, pa.binary()), ())
     values = rows.column(column)
     if side.renamed:
         values = with_type(values, topic_type_of(values.type))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.codecs import dispatch
-from zync_assets.codecs.batches import Decoded
+from zync_assets.codecs.batches import DecodedBatch
 from zync_assets.codecs.connect import codec
 from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.codecs.evolution import holds
@@ -90,7 +90,7 @@ def check(payloads: list[bytes], good: list[bool], by_column: Any, by_record: An
     # An altered record may be valid, and may be the first record to give the column a type.
     assume(holds(target, by_column(column.take(pa.array(kept, pa.int64())), None).values.type))
     assert not {item.index for item in one.bad} & set(kept)
-    alone: Decoded = by_column(column.take(pa.array(kept, pa.int64())), target)
+    alone: DecodedBatch = by_column(column.take(pa.array(kept, pa.int64())), target)
     assert same(one.values.take(pa.array(kept, pa.int64())), alone.values)
 
 
@@ -164,10 +164,10 @@ def connect_batches(draw: st.DrawFn) -> tuple[list[bytes], list[bool]]:
 @example(([b'{"schema":null,"payload":1e99999999999999999999}', b"1e99999999999999999999"], [False, False]))
 @example(([b'{"schema":{"type":"double"},"payload":1e99999999999999999999}'], [False]))
 def test_connect_json(batch: tuple[list[bytes], list[bool]]) -> None:
-    def by_column(column: pa.Array, target: pa.DataType | None) -> Decoded:
+    def by_column(column: pa.Array, target: pa.DataType | None) -> DecodedBatch:
         return make_decoder(SideFormat("connect-json"), str, target).decode(column)
 
-    def by_record(column: pa.Array, target: pa.DataType | None) -> Decoded:
+    def by_record(column: pa.Array, target: pa.DataType | None) -> DecodedBatch:
         with patch.object(codec, "has_columns", lambda _: False):
             return by_column(column, target)
 
@@ -230,10 +230,10 @@ def json_batches(draw: st.DrawFn) -> tuple[str, list[bytes], list[bool]]:
 def test_json(batch: tuple[str, list[bytes], list[bool]]) -> None:
     ddl, payloads, good = batch
 
-    def by_column(column: pa.Array, target: pa.DataType | None) -> Decoded:
+    def by_column(column: pa.Array, target: pa.DataType | None) -> DecodedBatch:
         return make_decoder(SideFormat("json", ddl), str, target).decode(column)
 
-    def by_record(column: pa.Array, target: pa.DataType | None) -> Decoded:
+    def by_record(column: pa.Array, target: pa.DataType | None) -> DecodedBatch:
         with patch.object(dispatch, "columns_reader", json_reader):
             return by_column(column, target)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zync_assets.codecs.avro.types import avro_schema
 from zync_assets.codecs.dispatch import make_decoder
 from zync_assets.codecs.evolution import conform, holds, merge_types
-from zync_assets.codecs.fields import Note, connect_note_of, noted, original, topic_type_of
+from zync_assets.codecs.fields import Note, connect_note_of, field_with_notes, original, topic_type_of
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed
@@ -224,9 +224,9 @@ def test_a_writer_s_field_that_was_removed_is_null_and_its_default_is_not_filled
 
 
 def test_a_field_keeps_its_name_in_the_topic_through_changes_of_its_schema() -> None:
-    required = noted("a b", pa.int32(), connect=Note(required=True))
+    required = field_with_notes("a b", pa.int32(), connect=Note(required=True))
     column = merge_types(None, pa.struct([required]))
-    more = merge_types(column, pa.struct([noted("a b", pa.int64()), ("A b", pa.int32())]))
+    more = merge_types(column, pa.struct([field_with_notes("a b", pa.int64()), ("A b", pa.int32())]))
     without = merge_types(column, pa.struct([("c", pa.int32())]))
     assert [(item.name, original(item)) for item in more] == [("a%20b", "a b"), ("%41%20b", "A b")]
     assert [(item.name, original(item)) for item in without] == [("a%20b", "a b"), ("c", "c")]

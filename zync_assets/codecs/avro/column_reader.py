@@ -133,8 +133,8 @@ def _loops() -> ModuleType | None:
 
 def _varints(loops: ModuleType, span: Span, valid: Mask | None, lengths: bool) -> Ints:
     values, odd = np.empty(len(span.pos), np.int64), np.zeros(len(span.pos), np.bool_)
-    given = _ALL if valid is None else valid
-    if loops.read_varints(span.source.bytes, span.pos, span.end, given, values, odd, lengths):
+    mask = _ALL if valid is None else valid
+    if loops.read_varints(span.source.bytes, span.pos, span.end, mask, values, odd, lengths):
         span.flag(odd)
     return values
 
@@ -160,9 +160,9 @@ def _long(span: Span, valid: Mask | None) -> Ints:
         for size, high, shift in _JOINS:
             if longest > size:
                 # The higher half of each pair moves down to the lower one, over the bits between them.
-                moved = raw & high
-                moved -= moved >> shift
-                raw -= moved
+                upper = raw & high
+                upper -= upper >> shift
+                raw -= upper
         if longer is not None:
             _long_tail(span, longer if valid is None else longer & valid, raw, length)
     sign = raw & np.uint64(1)
@@ -255,9 +255,9 @@ def _take_bytes(span: Span, length: Ints) -> pa.Array:
     if span.source.loops is not None:
         ends = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(length, out=ends[1:])
-        taken = np.empty(ends[-1], np.uint8)
-        span.source.loops.take_bytes(span.source.bytes, span.pos, length, ends, taken)
-        return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(taken)])
+        content = np.empty(ends[-1], np.uint8)
+        span.source.loops.take_bytes(span.source.bytes, span.pos, length, ends, content)
+        return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(content)])
     offsets = np.empty(2 * count + 1, dtype=np.int32)
     offsets[0:-1:2] = span.pos
     offsets[1::2] = span.pos + length
@@ -301,27 +301,27 @@ def _read_enum(node: Node, span: Span, valid: Mask | None) -> pa.Array:
 
 
 def _read_option(node: Node, span: Span, valid: Mask | None) -> pa.Array:
-    there = _there(node, span, valid)
-    return _read(node.child, span, None if there.all() else there)
+    present = _option_mask(node, span, valid)
+    return _read(node.child, span, None if present.all() else present)
 
 
-def _there(node: Node, span: Span, valid: Mask | None) -> Mask:
+def _option_mask(node: Node, span: Span, valid: Mask | None) -> Mask:
     """Which records have the option's value, by its tag."""
     if span.source.loops is not None:
-        there, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
-        given = _ALL if valid is None else valid
-        if span.source.loops.read_tags(span.source.bytes, span.pos, span.end, given, node.null_index, there, odd):
+        present, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
+        mask = _ALL if valid is None else valid
+        if span.source.loops.read_tags(span.source.bytes, span.pos, span.end, mask, node.null_index, present, odd):
             span.flag(odd)
-        return there
+        return present
     tag = span.source.bytes[span.pos]
-    there = tag == 2 * (1 - node.null_index)
-    wrong = ~there & (tag != 2 * node.null_index)
+    present = tag == 2 * (1 - node.null_index)
+    wrong = ~present & (tag != 2 * node.null_index)
     if valid is not None:
-        there &= valid
+        present &= valid
         wrong &= valid
     span.flag(wrong)
     span.move(span.pos + (1 if valid is None else valid.astype(np.int64)))
-    return there
+    return present
 
 
 def _read_null(node: Node, span: Span, valid: Mask | None) -> pa.Array:
@@ -344,16 +344,16 @@ def _read_union(node: Node, span: Span) -> pa.Array:
     index = _long(span, None)
     wrong = (index < 0) | (index >= len(node.branches))
     span.flag(wrong)
-    there = np.zeros(len(index), dtype=np.bool_)
+    present = np.zeros(len(index), dtype=np.bool_)
     children: list[pa.Array] = []
     for number, branch in enumerate(node.branches):
         if branch.kind != "null":
-            chosen = index == number
-            there |= chosen
-            children.append(_read(branch, span, chosen))
+            in_branch = index == number
+            present |= in_branch
+            children.append(_read(branch, span, in_branch))
     if not children:
         return pa.nulls(len(index), pa.bool_())
-    return struct_of(plain_type(node), children, len(index), there)
+    return struct_of(plain_type(node), children, len(index), present)
 
 
 def _read_items(node: Node, span: Span) -> pa.Array:
@@ -394,9 +394,9 @@ def _gather(
     if not owners:
         return list_of(type, offsets, _values(node, type, keys, items), None)
     owner = np.concatenate(owners)
-    kept = np.flatnonzero(count[owner] > 0)
-    order = pa.array(kept[np.argsort(owner[kept], kind="stable")])
-    np.cumsum(np.bincount(owner[kept], minlength=len(count)), out=offsets[1:])
+    valid_items = np.flatnonzero(count[owner] > 0)
+    order = pa.array(valid_items[np.argsort(owner[valid_items], kind="stable")])
+    np.cumsum(np.bincount(owner[valid_items], minlength=len(count)), out=offsets[1:])
     keys = [pa.concat_arrays(keys).take(order)] if keys else []
     values = _values(node, type, keys, [pa.concat_arrays(items).take(order)])
     if keys and len(owners) > 1:
@@ -412,8 +412,8 @@ def _values(node: Node, type: pa.DataType, keys: list[pa.Array], items: list[pa.
 
 
 def _flag_double_keys(keys: pa.Array, owner: Ints, span: Span) -> None:
-    coded = keys.dictionary_encode()
-    code = coded.indices.to_numpy().astype(np.int64) + owner * np.int64(len(coded.dictionary))
+    encoding = keys.dictionary_encode()
+    code = encoding.indices.to_numpy().astype(np.int64) + owner * np.int64(len(encoding.dictionary))
     values, first, times = np.unique(code, return_index=True, return_counts=True)
     if len(values) < len(code):
         double = np.zeros(len(span.pos), dtype=np.bool_)

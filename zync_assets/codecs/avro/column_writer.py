@@ -77,8 +77,8 @@ def _flat(narrow: list[Narrow]) -> pa.Array:
     every = keep.ravel()
     offsets = np.zeros(len(data) + 1, dtype=np.int32)
     offsets[1:] = np.cumsum(every, dtype=np.int32)[keep.shape[1] - 1 :: keep.shape[1]]
-    kept = np.compress(every, data.ravel())
-    return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(kept)])
+    content = np.compress(every, data.ravel())
+    return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(content)])
 
 
 def _pieces(node: Node, array: pa.Array, path: str) -> list[Piece]:
@@ -107,12 +107,12 @@ def _option(node: Node, array: pa.Array, path: str) -> list[Piece]:
         return [tag]
     leaf = _LEAVES.get(node.child.kind)
     if leaf is not None and node.child.kind not in ("fixed", "enum"):
-        filled = leaf(node.child, _filled(array), path)
-        return [tag, *(_only(piece, valid) for piece in filled)]
-    return [tag, _scattered(_pieces(node.child, array.filter(pa.array(valid)), path), valid)]
+        pieces = leaf(node.child, _fill_nulls(array), path)
+        return [tag, *(_only(piece, valid) for piece in pieces)]
+    return [tag, _scatter(_pieces(node.child, array.filter(pa.array(valid)), path), valid)]
 
 
-def _filled(array: pa.Array) -> pa.Array:
+def _fill_nulls(array: pa.Array) -> pa.Array:
     zero = b"" if pa.types.is_binary(array.type) else "" if pa.types.is_string(array.type) else 0
     return array.fill_null(pa.scalar(zero if array.type != pa.bool_() else False, array.type))
 
@@ -122,10 +122,10 @@ def _only(piece: Piece, valid: Mask) -> Piece:
     return Narrow(piece.bytes, piece.keep & valid[:, None]) if isinstance(piece, Narrow) else piece
 
 
-def _scattered(pieces: list[Piece], valid: Mask) -> pa.Array:
+def _scatter(pieces: list[Piece], valid: Mask) -> pa.Array:
     """Pieces of the valid records only, as one for all: empty at the others."""
-    joined = _join(pieces, int(valid.sum()))
-    return spread(joined, valid).fill_null(b"")
+    column = _join(pieces, int(valid.sum()))
+    return spread(column, valid).fill_null(b"")
 
 
 def _constant(count: int, value: int) -> Narrow:
@@ -143,16 +143,16 @@ def _varint(values: npt.NDArray[np.int64]) -> Narrow:
     raw = ((values << 1) ^ (values >> 63)).astype(np.uint64)
     top = int(raw.max()) if len(raw) else 0
     width = max(1, -(-top.bit_length() // 7))
-    made = np.empty((len(raw), width), dtype=np.uint8)
+    data = np.empty((len(raw), width), dtype=np.uint8)
     keep = np.ones((len(raw), width), dtype=np.bool_)
     for at in range(width):
         rest = raw >> np.uint64(7)
         goes_on = rest > 0
-        made[:, at] = (raw & np.uint64(0x7F)).astype(np.uint8) | (goes_on.astype(np.uint8) << 7)
+        data[:, at] = (raw & np.uint64(0x7F)).astype(np.uint8) | (goes_on.astype(np.uint8) << 7)
         if at + 1 < width:
             np.logical_and(keep[:, at], goes_on, out=keep[:, at + 1])
         raw = rest
-    return Narrow(made, keep)
+    return Narrow(data, keep)
 
 
 def _integer(node: Node, array: pa.Array, path: str) -> list[Piece]:
@@ -162,13 +162,13 @@ def _integer(node: Node, array: pa.Array, path: str) -> list[Piece]:
 def _real(node: Node, array: pa.Array, path: str) -> list[Piece]:
     kind = "<f8" if node.kind == "double" else "<f4"
     values = np.ascontiguousarray(array.to_numpy(zero_copy_only=False), dtype=kind)
-    made = values.view(np.uint8).reshape(len(values), values.itemsize)
-    return [Narrow(made, np.ones_like(made, dtype=np.bool_))]
+    data = values.view(np.uint8).reshape(len(values), values.itemsize)
+    return [Narrow(data, np.ones_like(data, dtype=np.bool_))]
 
 
 def _boolean(node: Node, array: pa.Array, path: str) -> list[Piece]:
-    made = array.to_numpy(zero_copy_only=False).astype(np.uint8).reshape(-1, 1)
-    return [Narrow(made, np.ones_like(made, dtype=np.bool_))]
+    data = array.to_numpy(zero_copy_only=False).astype(np.uint8).reshape(-1, 1)
+    return [Narrow(data, np.ones_like(data, dtype=np.bool_))]
 
 
 def _bytes(node: Node, array: pa.Array, path: str) -> list[Piece]:
@@ -216,7 +216,7 @@ def _union(node: Node, array: pa.Array, path: str) -> list[Piece]:
             raise ValueError(f"{path} has values in more than one branch; a union holds one")
         numbers[valid] = number
         if valid.any():
-            parts.append(_scattered(_pieces(branch, column.filter(pa.array(valid)), f"{path}.{name}"), valid))
+            parts.append(_scatter(_pieces(branch, column.filter(pa.array(valid)), f"{path}.{name}"), valid))
     if (numbers < 0).any():
         kinds = [branch.kind for branch in node.branches]
         if "null" not in kinds:

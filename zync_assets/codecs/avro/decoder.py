@@ -18,7 +18,7 @@ from zync_assets.codecs.avro.column_reader import Source, decode_columns
 from zync_assets.codecs.avro.schema import Node, is_hollow, note_of, parse
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import TrailingBytes, row_reader, to_lake
-from zync_assets.codecs.batches import Decoded, Group, assemble, bad_records, is_native
+from zync_assets.codecs.batches import DecodedBatch, Group, assemble, bad_records, is_native
 from zync_assets.codecs.evolution import Arrival, differences, merge_types
 from zync_assets.errors import SchemaError, SchemaUnknown
 
@@ -28,21 +28,21 @@ PADDING = 32
 
 
 @dataclass(frozen=True)
-class Framed:
+class Frames:
     """A batch of payloads taken apart: all their bytes (and padding), and where in them each datum starts and ends.
 
-    ``ids`` are schema ids. ``there``: the payload is not null and has a header; ``error``: what is wrong, by index.
+    ``ids`` are schema ids. ``valid``: the payload is not null and has a header; ``error``: what is wrong, by index.
     """
 
     data: npt.NDArray[np.uint8]
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int32]
-    there: Mask
+    valid: Mask
     errors: dict[int, str]
 
 
-def unframe(payloads: pa.Array) -> Framed:
+def unframe(payloads: pa.Array) -> Frames:
     """The header of each payload, checked. ``payloads``: binary or large binary, nulls and slices allowed."""
     count = len(payloads)
     wide = pa.types.is_large_binary(payloads.type)
@@ -53,19 +53,19 @@ def unframe(payloads: pa.Array) -> Framed:
     base, last = int(offsets[0]), int(offsets[-1])
     offsets -= base
     starts, ends = offsets[:-1], offsets[1:]
-    given = payloads.is_valid().to_numpy(zero_copy_only=False)
+    present = payloads.is_valid().to_numpy(zero_copy_only=False)
     long_enough = ends - starts >= HEADER
-    padded = np.zeros(last - base + PADDING, np.uint8)
-    padded[: last - base] = data[base:last]
-    magic = padded[starts] == 0
-    words = np.ndarray((len(padded) - 3,), dtype=">i4", buffer=padded.data, strides=(1,))
+    padded_data = np.zeros(last - base + PADDING, np.uint8)
+    padded_data[: last - base] = data[base:last]
+    magic = padded_data[starts] == 0
+    words = np.ndarray((len(padded_data) - 3,), dtype=">i4", buffer=padded_data.data, strides=(1,))
     ids = words[starts + 1].astype(np.int32)
-    there = given & long_enough & magic
+    valid = present & long_enough & magic
     errors = {
-        int(index): _error(bool(long_enough[index]), int(ends[index] - starts[index]), int(padded[starts[index]]))
-        for index in np.flatnonzero(given & ~there)
+        int(index): _error(bool(long_enough[index]), int(ends[index] - starts[index]), int(padded_data[starts[index]]))
+        for index in np.flatnonzero(present & ~valid)
     }
-    return Framed(padded, starts + HEADER, ends, ids, there, errors)
+    return Frames(padded_data, starts + HEADER, ends, ids, valid, errors)
 
 
 def _error(long_enough: bool, length: int, first: int) -> str:
@@ -90,14 +90,14 @@ class AvroDecoder:
         schema_of: Callable[[int], str],
         target: pa.DataType | None,
         native: bool,
-        known: Sequence[int] = (),
-        closed: bool = False,
+        schema_ids: Sequence[int] = (),
+        fixed_schema: bool = False,
     ) -> None:
         self._schema_of = schema_of
         self._native = native
-        self._known = dict.fromkeys(known)
-        self._closed = closed and bool(known)
-        self._known_types: tuple[pa.DataType, ...] | None = None
+        self._schema_ids = dict.fromkeys(schema_ids)
+        self._fixed_schema = fixed_schema and bool(schema_ids)
+        self._schema_types: tuple[pa.DataType, ...] | None = None
         self._refused: dict[int, str] = {}
         self._arrivals: list[Arrival] = []
         self._type = pa.null() if target is None else target
@@ -108,48 +108,48 @@ class AvroDecoder:
     def type(self) -> pa.DataType:
         return self._type
 
-    def decode(self, payloads: pa.Array) -> Decoded:
-        framed = unframe(payloads)
-        errors = dict(framed.errors)
+    def decode(self, payloads: pa.Array) -> DecodedBatch:
+        frames = unframe(payloads)
+        errors = dict(frames.errors)
         groups: list[Group] = []
         self._arrivals = []
-        for schema_id in _distinct(framed.ids[framed.there]):
-            rows = np.flatnonzero(framed.there & (framed.ids == schema_id))
-            group = self._decode_group(schema_id, framed, rows, errors)
+        for schema_id in _distinct_ids(frames.ids[frames.valid]):
+            rows = np.flatnonzero(frames.valid & (frames.ids == schema_id))
+            group = self._decode_group(schema_id, frames, rows, errors)
             if group is not None:
                 groups.append(group)
         values = assemble(self._type, groups, len(payloads), errors)
-        return Decoded(
-            values, numbers(framed.ids, pa.int32(), framed.there), bad_records(errors), tuple(self._arrivals)
+        return DecodedBatch(
+            values, numbers(frames.ids, pa.int32(), frames.valid), bad_records(errors), tuple(self._arrivals)
         )
 
     def _writer(self, schema_id: int) -> Node | str:
         """The writer's schema, or what is wrong with it."""
-        known = self._writers.get(schema_id)
-        if known is None:
+        writer = self._writers.get(schema_id)
+        if writer is None:
             try:
-                known = parse(self._schema_of(schema_id))
+                writer = parse(self._schema_of(schema_id))
             except SchemaUnknown as error:
                 # Not kept: a schema may be registered later.
                 return f"unknown schema id {schema_id}: {error}"
             except SchemaError as error:
-                known = f"schema id {schema_id}: {error}"
-            self._writers[schema_id] = known
-        return known
+                writer = f"schema id {schema_id}: {error}"
+            self._writers[schema_id] = writer
+        return writer
 
-    def _decode_group(self, schema_id: int, framed: Framed, rows: Ints, errors: dict[int, str]) -> Group | None:
+    def _decode_group(self, schema_id: int, frames: Frames, rows: Ints, errors: dict[int, str]) -> Group | None:
         writer = self._writer(schema_id)
         if isinstance(writer, str):
             errors.update(dict.fromkeys(rows.tolist(), writer))
             return None
-        starts, ends = framed.starts[rows], framed.ends[rows]
-        values, wrong = decode_datums(writer, framed.data, starts, ends, native=self._native)
+        starts, ends = frames.starts[rows], frames.ends[rows]
+        values, wrong = decode_datums(writer, frames.data, starts, ends, native=self._native)
         for index, error in wrong.items():
             errors[int(rows[index])] = f"schema id {schema_id}: {error}"
         if len(wrong) == len(rows):
             # Nothing fits the schema: it has no say in the column's type.
             return None
-        if schema_id not in self._known and not is_hollow(writer):
+        if schema_id not in self._schema_ids and not is_hollow(writer):
             first = next(row for index, row in enumerate(rows.tolist()) if index not in wrong)
             self._arrive(schema_id, first, writer)
         if schema_id in self._refused:
@@ -170,25 +170,25 @@ class AvroDecoder:
 
     def _arrive(self, schema_id: int, index: int, writer: Node) -> None:
         """Note a schema that came for the first time; refuse it where only the known ones' columns are wanted."""
-        if self._known_types is None:
-            nodes = [self._writer(number) for number in self._known]
-            self._known_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
+        if self._schema_types is None:
+            nodes = [self._writer(number) for number in self._schema_ids]
+            self._schema_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
         type = lake_type(writer)
-        arrival = Arrival(index, schema_id, type, self._known_types, note_of(writer))
+        arrival = Arrival(index, schema_id, type, self._schema_types, note_of(writer))
         self._arrivals.append(arrival)
-        self._known[schema_id] = None
-        if self._closed and arrival.changes:
-            self._refused[schema_id] = "; ".join(differences(self._known_types[-1], type, "value"))
+        self._schema_ids[schema_id] = None
+        if self._fixed_schema and arrival.changes:
+            self._refused[schema_id] = "; ".join(differences(self._schema_types[-1], type, "value"))
         else:
-            self._known_types = (*self._known_types, type)
+            self._schema_types = (*self._schema_types, type)
 
 
-def _distinct(ids: npt.NDArray[np.int32]) -> list[int]:
+def _distinct_ids(ids: npt.NDArray[np.int32]) -> list[int]:
     """Each id once, in the order in which they come: the column has its fields by the names of the first."""
     if len(ids) and (ids == ids[0]).all():
         return [int(ids[0])]
-    found, first = np.unique(ids, return_index=True)
-    return found[np.argsort(first)].tolist()
+    unique_ids, first = np.unique(ids, return_index=True)
+    return unique_ids[np.argsort(first)].tolist()
 
 
 def decode_datums(
@@ -212,8 +212,8 @@ def decode_datums(
             place = np.arange(len(starts))
             place[odd] = np.arange(len(starts), len(starts) + len(odd))
             values = pa.concat_arrays([values, again]).take(pa.array(place))
-    values, unfit = isolate(values, lambda part: to_lake(node, part), ValueError)
-    return values, {**{index: f"out of range: {error}" for index, error in unfit.items()}, **errors}
+    values, misfits = isolate(values, lambda part: to_lake(node, part), ValueError)
+    return values, {**{index: f"out of range: {error}" for index, error in misfits.items()}, **errors}
 
 
 def _read_rows(

@@ -18,14 +18,14 @@ from numba import njit, types
 _Bytes = types.Array(types.uint8, 1, "C", readonly=True)
 _Longs, _Ends, _Flags = types.int64[::1], types.int32[::1], types.boolean[::1]
 
-_READ = types.boolean(_Bytes, _Longs, _Longs, _Flags, _Longs, _Flags, types.boolean)
+_VARINTS_SIGNATURE = types.boolean(_Bytes, _Longs, _Longs, _Flags, _Longs, _Flags, types.boolean)
 
 
-@njit(_READ, cache=True, nogil=True)
+@njit(_VARINTS_SIGNATURE, cache=True, nogil=True)
 def read_varints(data: Any, pos: Any, end: Any, valid: Any, values: Any, odd: Any, lengths: bool) -> bool:
     """``lengths``: what is read are lengths, of bytes that the record must have. A function of its own for one value would
     cost more than the reading: numba counts references to each array that it is given."""
-    found = False
+    any_odd = False
     all_ = len(valid) == 0
     for index in range(len(pos)):
         if not all_ and not valid[index]:
@@ -55,34 +55,34 @@ def read_varints(data: Any, pos: Any, end: Any, valid: Any, values: Any, odd: An
         values[index] = value
         pos[index] = after
         if not good:
-            odd[index] = found = True
-    return found
+            odd[index] = any_odd = True
+    return any_odd
 
 
 @njit(types.void(_Bytes, _Longs, _Longs, _Ends, types.uint8[::1]), cache=True, nogil=True)
-def take_bytes(data: Any, pos: Any, lengths: Any, ends: Any, taken: Any) -> None:
+def take_bytes(data: Any, pos: Any, lengths: Any, ends: Any, content: Any) -> None:
     """``ends``: Arrow's offsets of what is taken."""
     for index in range(len(pos)):
         place, at = np.uintp(ends[index]), np.uintp(pos[index])
         for step in range(np.uintp(lengths[index])):
-            taken[place + step] = data[at + step]
+            content[place + step] = data[at + step]
         pos[index] += lengths[index]
 
 
 @njit(types.boolean(_Bytes, _Longs, _Longs, _Flags, types.int64, _Flags, _Flags), cache=True, nogil=True)
-def read_tags(data: Any, pos: Any, end: Any, valid: Any, null_index: int, there: Any, odd: Any) -> bool:
-    """``there``: the value's branch, not the null's, by a tag of one byte."""
-    found = False
+def read_tags(data: Any, pos: Any, end: Any, valid: Any, null_index: int, present: Any, odd: Any) -> bool:
+    """``present``: the value's branch, not the null's, by a tag of one byte."""
+    any_odd = False
     for index in range(len(pos)):
         if len(valid) and not valid[index]:
-            there[index] = False
+            present[index] = False
             continue
         tag = np.int64(data[np.uintp(pos[index])])
-        there[index] = tag == 2 * (1 - null_index)
+        present[index] = tag == 2 * (1 - null_index)
         if pos[index] >= end[index]:
-            odd[index] = found = True
+            odd[index] = any_odd = True
             continue
-        if not there[index] and tag != 2 * null_index:
-            odd[index] = found = True
+        if not present[index] and tag != 2 * null_index:
+            odd[index] = any_odd = True
         pos[index] += 1
-    return found
+    return any_odd

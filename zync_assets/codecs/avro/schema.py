@@ -98,11 +98,11 @@ def visible_fields(node: Node) -> tuple[tuple[str, Node], ...]:
 def branch_names(node: Node) -> tuple[str, ...]:
     """Column names of a union's branches, "" for null: the type's name, or where two are alike the full one."""
     short = [branch.name.rpartition(".")[2] or branch.kind for branch in node.branches]
-    lowered = [name.lower() for name in short]
+    lowercase = [name.lower() for name in short]
     return tuple(
         ""
         if branch.kind == "null"
-        else (branch.name.replace(".", "_") if branch.name and lowered.count(name.lower()) > 1 else name)
+        else (branch.name.replace(".", "_") if branch.name and lowercase.count(name.lower()) > 1 else name)
         for branch, name in zip(node.branches, short, strict=True)
     )
 
@@ -151,9 +151,9 @@ class _Parser:
         """Identity of a node → the node, its depth and its number of types. A node's hash would visit the whole subtree."""
 
     def node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
-        found = self._node(schema, namespace, path, open_records)
-        if id(found) not in self.extents:
-            inner = [*found.branches, *(child for _, child in found.fields), *([found.items] if found.items else [])]
+        node = self._node(schema, namespace, path, open_records)
+        if id(node) not in self.extents:
+            inner = [*node.branches, *(child for _, child in node.fields), *([node.items] if node.items else [])]
             extents = [self.extents.get(id(child), (child, 1, 1)) for child in inner]
             depth = 1 + max((each[1] for each in extents), default=0)
             count = 1 + sum(each[2] for each in extents)
@@ -161,8 +161,8 @@ class _Parser:
                 raise SchemaError(f"{path[:100]}: the schema is nested deeper than {MAX_DEPTH} levels")
             if count > MAX_NODES:
                 raise SchemaError(f"{path[:100]}: the schema has more than {MAX_NODES} types")
-            self.extents[id(found)] = (found, depth, count)
-        return found
+            self.extents[id(node)] = (node, depth, count)
+        return node
 
     def _node(self, schema: Any, namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
         if isinstance(schema, str):
@@ -269,8 +269,8 @@ def _is_symbol(symbol: object) -> bool:
 
 def _aliases(schema: Mapping[str, Any], namespace: str) -> tuple[str, ...]:
     """The other names of a type (full ones) or of a field; anything else that stands there is ignored."""
-    found = schema.get("aliases")
-    names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    aliases = schema.get("aliases")
+    names = [name for name in aliases if isinstance(name, str)] if isinstance(aliases, list) else []
     return tuple(f"{namespace}.{name}" if namespace and "." not in name else name for name in names)
 
 

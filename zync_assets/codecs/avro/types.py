@@ -54,7 +54,7 @@ from zync_assets.codecs.fields import (
     ZONED_TIMESTAMP,
     Note,
     connect_note_of,
-    noted,
+    field_with_notes,
 )
 from zync_assets.codecs.fields import TIMESTAMP as CONNECT_TIMESTAMP
 from zync_assets.errors import SchemaError
@@ -123,14 +123,14 @@ def _noted_members(node: Node) -> list[pa.Field]:
     if node.kind == "record":
         names = dict(zip((name for name, _ in node.fields), node.field_aliases, strict=False))
         return [
-            noted(name, lake_type(child), names.get(name, ()), _unit(child), note_of(child))
+            field_with_notes(name, lake_type(child), names.get(name, ()), _unit(child), note_of(child))
             for name, child in members(node)
         ]
     if node.kind != "union":
         return []
     own = {name for name, _ in members(node)}
     return [
-        noted(
+        field_with_notes(
             name, lake_type(child), [short for full in child.aliases if (short := full.rpartition(".")[2]) not in own]
         )
         for name, child in members(node)
@@ -145,8 +145,8 @@ def members(node: Node) -> tuple[tuple[str, Node], ...]:
     """Names and types of the struct that a record or a union becomes."""
     if node.kind == "record":
         return visible_fields(node)
-    named = zip(branch_names(node), node.branches, strict=True)
-    return tuple((name, branch) for name, branch in named if name)
+    pairs = zip(branch_names(node), node.branches, strict=True)
+    return tuple((name, branch) for name, branch in pairs if name)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
     if not outer.notes:
         note = PLAIN
     if kinds.is_struct(type):
-        name = next(free for free in _numbered(name) if free not in records)
+        name = next(free for free in _name_candidates(name) if free not in records)
         records.add(name)
         fields = [type.field(index) for index in range(type.num_fields)]
         for field in fields:
@@ -194,8 +194,8 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
                 raise SchemaError(
                     f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
                 )
-        made = [_field(field, name, path, records, outer) for field in fields]
-        return {"type": "record", "name": name, "fields": made, **_properties(note)}
+        avro_fields = [_field(field, name, path, records, outer) for field in fields]
+        return {"type": "record", "name": name, "fields": avro_fields, **_properties(note)}
     if kinds.is_list(type) or kinds.is_large_list(type):
         items = _to_avro(type.value_type, f"{name}_item", f"{path}[]", records, outer, note.of_items)
         return {"type": "array", "items": ["null", items], **_properties(note)}
@@ -208,24 +208,24 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
         values = _to_avro(type.item_type, f"{name}_value", f"{path}{{}}", records, outer, note.of_items)
         return {"type": "map", "values": ["null", values], **_properties(note)}
     if kinds.is_decimal(type):
-        made = {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
-        return made | _properties(note)
+        avro_type = {"type": "bytes", "logicalType": "decimal", "precision": type.precision, "scale": type.scale}
+        return avro_type | _properties(note)
     if outer.notes and (of_connect := _of_connect(type, name, path, records, outer, note)) is not None:
         return of_connect
     if kinds.is_timestamp(type):
         return {"type": "long", "logicalType": "timestamp-micros"}
-    for check, made in _SCALARS:
+    for check, avro_type in _SCALARS:
         if check(type):
-            return _with_properties(made, note)
+            return _with_properties(avro_type, note)
     raise SchemaError(f"{path}: there is no Avro type for {type}; cast it to another one in the pipeline file")
 
 
 def _field(field: pa.Field, name: str, path: str, records: set[str], outer: Outer) -> dict[str, Any]:
     note, below = connect_note_of(field), f"{path}.{field.name}"
-    made = _to_avro(field.type, f"{name}_{_record_part(field.name)}", below, records, outer, note)
+    avro_type = _to_avro(field.type, f"{name}_{_record_part(field.name)}", below, records, outer, note)
     if outer.notes and note.required:
-        return {"name": field.name, "type": made}
-    return {"name": field.name, "type": ["null", made], "default": None}
+        return {"name": field.name, "type": avro_type}
+    return {"name": field.name, "type": ["null", avro_type], "default": None}
 
 
 def _record_part(field: str) -> str:
@@ -253,7 +253,12 @@ def _of_connect(
         return {"type": "int", "logicalType": "time-millis", **_properties(note)}
     variable = note.name == VARIABLE_DECIMAL
     if kinds.is_string(type) and (form == "record" or (variable and form != "string")):
-        own = pa.struct([noted("scale", pa.int32(), connect=_REQUIRED), noted("value", pa.binary(), connect=_REQUIRED)])
+        own = pa.struct(
+            [
+                field_with_notes("scale", pa.int32(), connect=_REQUIRED_NOTE),
+                field_with_notes("value", pa.binary(), connect=_REQUIRED_NOTE),
+            ]
+        )
         return _to_avro(own, name, path, records, outer, note if variable else Note(VARIABLE_DECIMAL, 1))
     if kinds.is_string(type) and variable:
         return {"type": "string"}
@@ -262,40 +267,40 @@ def _of_connect(
     if type.tz is None:
         return {"type": "long", **_properties(Note(MICRO_TIMESTAMP, 1))}
     if form == "string":
-        return _ZONED
+        return _ZONED_STRING
     if note.name == CONNECT_TIMESTAMP:
         return {"type": "long", "logicalType": "timestamp-millis", **_properties(note)}
     if note.name in (DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP):
         return {"type": "long", **_properties(note)}
     if (outer.micros and note.logical == "timestamp-micros") or form == "long":
         return {"type": "long", "logicalType": "timestamp-micros"}
-    return _ZONED
+    return _ZONED_STRING
 
 
-_REQUIRED = Note(required=True)
+_REQUIRED_NOTE = Note(required=True)
 
 
-def _with_properties(made: Any, note: Note) -> Any:
+def _with_properties(avro_type: Any, note: Note) -> Any:
     properties = _properties(note)
     if not properties:
-        return made
-    return {**(made if isinstance(made, dict) else {"type": made}), **properties}
+        return avro_type
+    return {**(avro_type if isinstance(avro_type, dict) else {"type": avro_type}), **properties}
 
 
 def _properties(note: Note) -> dict[str, Any]:
-    found = {
+    properties = {
         "connect.doc": note.doc or None,
         "connect.version": note.version,
         "connect.name": note.name or None,
         "connect.parameters": dict(note.parameters) or None,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in properties.items() if value is not None}
 
 
-_ZONED = {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
+_ZONED_STRING = {"type": "string", **_properties(Note(ZONED_TIMESTAMP, 1))}
 
 
-def _numbered(name: str) -> Iterator[str]:
+def _name_candidates(name: str) -> Iterator[str]:
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
 
@@ -323,27 +328,27 @@ def fastavro_schema(node: Node) -> Any:
     return fastavro.parse_schema(_plain(node, set()))
 
 
-def _plain(node: Node, defined: set[str]) -> Any:
+def _plain(node: Node, names: set[str]) -> Any:
     if node.kind == "option":
-        child = _plain(node.child, defined)
+        child = _plain(node.child, names)
         return ["null", child] if node.null_index == 0 else [child, "null"]
     if node.kind == "union":
-        named = zip(branch_names(node), node.branches, strict=True)
-        return [_wrapped(node, name, branch, defined) if name else "null" for name, branch in named]
+        pairs = zip(branch_names(node), node.branches, strict=True)
+        return [_wrapper_record(node, name, branch, names) if name else "null" for name, branch in pairs]
     if node.kind in ("array", "map"):
         key = "items" if node.kind == "array" else "values"
-        return {"type": node.kind, key: _plain(node.child, defined)}
+        return {"type": node.kind, key: _plain(node.child, names)}
     if not node.name:
         return node.kind
     name = own_name(node.name)
-    if name in defined:
+    if name in names:
         return name
-    defined.add(name)
+    names.add(name)
     if node.kind == "fixed":
         return {"type": "fixed", "name": name, "size": node.size}
     if node.kind == "enum":
         return {"type": "enum", "name": name, "symbols": list(node.symbols)}
-    fields = [{"name": field, "type": _plain(child, defined)} for field, child in node.fields]
+    fields = [{"name": field, "type": _plain(child, names)} for field, child in node.fields]
     return {"type": "record", "name": name, "fields": fields}
 
 
@@ -352,12 +357,12 @@ def own_name(name: str) -> str:
     return f"named.{name}"
 
 
-def _wrapped(union: Node, name: str, branch: Node, defined: set[str]) -> Any:
+def _wrapper_record(union: Node, name: str, branch: Node, names: set[str]) -> Any:
     wrapper = wrapper_name(union, name)
-    if wrapper in defined:
+    if wrapper in names:
         return wrapper
-    defined.add(wrapper)
-    return {"type": "record", "name": wrapper, "fields": [{"name": name, "type": _plain(branch, defined)}]}
+    names.add(wrapper)
+    return {"type": "record", "name": wrapper, "fields": [{"name": name, "type": _plain(branch, names)}]}
 
 
 @lru_cache(maxsize=512)

@@ -107,8 +107,8 @@ def _shaper(node: Node, definitions: Mapping[str, Node]) -> Callable[[Any], Any]
     if node.kind == "record" and not visible_fields(node):
         return lambda value: True
     if node.kind in ("record", "union"):
-        named = node.fields if node.kind == "record" else zip(branch_names(node), node.branches, strict=True)
-        inner = [(name, shape) for name, child in named if (shape := _shaper(child, definitions)) is not None]
+        pairs = node.fields if node.kind == "record" else zip(branch_names(node), node.branches, strict=True)
+        inner = [(name, shape) for name, child in pairs if (shape := _shaper(child, definitions)) is not None]
         return _field_shaper(inner) if inner else None
     if node.items is None:
         return None
@@ -185,16 +185,16 @@ def _for_writer(node: Node, value: Any, path: str, definitions: Mapping[str, Nod
 
 
 def _branch_for_writer(node: Node, value: Any, path: str, definitions: Mapping[str, Node], in_json: bool) -> Any:
-    given = [name for name, item in value.items() if item is not None] if value else []
-    if len(given) > 1:
-        raise ValueError(f"{path} has values in {', '.join(given)}; a union holds one")
-    if not given:
+    names = [name for name, item in value.items() if item is not None] if value else []
+    if len(names) > 1:
+        raise ValueError(f"{path} has values in {', '.join(names)}; a union holds one")
+    if not names:
         if any(branch.kind == "null" for branch in node.branches):
             return None
         raise ValueError(f"{path} is null, and its schema has no null")
-    position = branch_names(node).index(given[0])
-    inner = _for_writer(node.branches[position], value[given[0]], f"{path}.{given[0]}", definitions, in_json)
-    return (wrapper_name(node, given[0]), {given[0]: inner})
+    position = branch_names(node).index(names[0])
+    inner = _for_writer(node.branches[position], value[names[0]], f"{path}.{names[0]}", definitions, in_json)
+    return (wrapper_name(node, names[0]), {names[0]: inner})
 
 
 _RANGES = {"int": 1 << 31, "long": 1 << 63}
@@ -275,10 +275,10 @@ def _decimal_to_lake(node: Node, array: pa.Array) -> pa.Array:
         return _decimal_to_lake(node, short)
     data = array.buffers()[2]
     raw = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]] if data else np.zeros(0, np.uint8)
-    padded = np.zeros(len(raw) + 16, dtype=np.uint8)
-    padded[16:] = raw
+    padded_data = np.zeros(len(raw) + 16, dtype=np.uint8)
+    padded_data[16:] = raw
     # The 16 bytes that end where a value ends, as two big-endian words; what is before the value becomes its sign.
-    words = np.ndarray((len(padded) - 7,), dtype=">i8", buffer=padded.data, strides=(1,))
+    words = np.ndarray((len(padded_data) - 7,), dtype=">i8", buffer=padded_data.data, strides=(1,))
     at = (offsets[:-1] - offsets[0]).astype(np.int64) + lengths
     pairs = np.empty((len(array), 2), dtype=np.int64)
     low, high = pairs[:, 0], pairs[:, 1]
@@ -294,20 +294,20 @@ def _decimal_to_lake(node: Node, array: pa.Array) -> pa.Array:
         _extend(part, lengths[short])
         low[short] = part
         high[short] = part >> 63
-    made = pa.Array.from_buffers(type, len(array), [validity_buffer(valid), pa.py_buffer(pairs)])
+    decimals = pa.Array.from_buffers(type, len(array), [validity_buffer(valid), pa.py_buffer(pairs)])
     limit = 10 ** min(node.precision, 18)
     if longest > 8 or low.max() >= limit or low.min() <= -limit:
-        made.validate(full=True)
-    return made
+        decimals.validate(full=True)
+    return decimals
 
 
 def _extend(words: Any, count: Any) -> None:
     """Keep only the lowest ``count`` bytes of each signed word (0 where there are none), with the sign of the highest of
     them."""
-    unused = (8 - np.clip(count, 0, 8)).astype(np.int64) * 8
+    spare_bits = (8 - np.clip(count, 0, 8)).astype(np.int64) * 8
     # numpy shifts by a word's whole width to 0.
-    words <<= unused
-    words >>= unused
+    words <<= spare_bits
+    words >>= spare_bits
 
 
 def _decimal_from_lake(node: Node, array: pa.Array) -> pa.Array:
@@ -315,10 +315,10 @@ def _decimal_from_lake(node: Node, array: pa.Array) -> pa.Array:
         return _short_bytes(array)
 
     def raw(value: Any) -> bytes:
-        unscaled = _unscaled(value, node)
-        size = node.size if node.kind == "fixed" else (unscaled + (unscaled < 0)).bit_length() // 8 + 1
+        number = _unscaled_number(value, node)
+        size = node.size if node.kind == "fixed" else (number + (number < 0)).bit_length() // 8 + 1
         try:
-            return unscaled.to_bytes(size, "big", signed=True)
+            return number.to_bytes(size, "big", signed=True)
         except OverflowError:
             raise ValueError(f"the decimal {value} does not fit into {size} bytes") from None
 
@@ -337,10 +337,10 @@ def _short_bytes(array: pa.Array) -> pa.Array:
     # A leading byte goes if it is all sign and the next one says the same.
     spare = (matrix[:, :-1] == sign) & ((matrix[:, 1:] >= 0x80) == (sign == 0xFF))
     leading = np.logical_and.accumulate(spare, axis=1).sum(axis=1)
-    kept = np.arange(16) >= leading[:, None]
+    mask = np.arange(16) >= leading[:, None]
     offsets = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(16 - leading, out=offsets[1:])
-    buffers = [validity_buffer(is_valid(array)), pa.py_buffer(offsets), pa.py_buffer(matrix[kept])]
+    buffers = [validity_buffer(is_valid(array)), pa.py_buffer(offsets), pa.py_buffer(matrix[mask])]
     return pa.Array.from_buffers(pa.binary(), count, buffers)
 
 
@@ -359,13 +359,13 @@ def _digits(raw: bytes, node: Node) -> str:
     return format(decimal.Decimal(_number(raw, node)).scaleb(-node.scale, _WIDE), "f")
 
 
-def _unscaled(value: decimal.Decimal | str, node: Node) -> int:
+def _unscaled_number(value: decimal.Decimal | str, node: Node) -> int:
     try:
-        scaled = decimal.Decimal(value).scaleb(node.scale, _WIDE)
-        number = int(scaled)
+        exact = decimal.Decimal(value).scaleb(node.scale, _WIDE)
+        number = int(exact)
     except (decimal.DecimalException, ValueError, OverflowError):
-        number, scaled = 0, None
-    if number != scaled or abs(number) >= 10**node.precision:
+        number, exact = 0, None
+    if number != exact or abs(number) >= 10**node.precision:
         raise ValueError(f"{value} is no decimal of {node.precision} digits with {node.scale} after the point")
     return number
 

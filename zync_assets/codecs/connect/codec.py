@@ -26,7 +26,7 @@ from zync_assets.codecs.arrays import isolate, pc
 from zync_assets.codecs.avro.schema import Node
 from zync_assets.codecs.avro.types import lake_type as avro_lake_type
 from zync_assets.codecs.avro.values import from_lake as from_avro_lake
-from zync_assets.codecs.batches import Decoded, Encoded, Group, assemble, bad_records
+from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, Group, assemble, bad_records
 from zync_assets.codecs.connect.payloads import has_columns, parse_at, parse_json, read_columns, row_reader, write_row
 from zync_assets.codecs.connect.schema import Connect, from_lake, lake_type, note_of, parse_connect, plain_type, to_lake
 from zync_assets.codecs.evolution import Arrival, check_writable, conform, differences, merge_types
@@ -65,75 +65,77 @@ class _Text:
 class ConnectDecoder:
     """See ``codecs.dispatch.Decoder``. Keeps the schemas that it has seen, and the column's type."""
 
-    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None, closed: bool = False) -> None:
-        """``plain``: the type of records without a schema; None: their text. ``closed``: see ``make_decoder``."""
+    def __init__(self, target: pa.DataType | None, plain: pa.DataType | None, fixed_schema: bool = False) -> None:
+        """``plain``: the type of records without a schema; None: their text. ``fixed_schema``: see ``make_decoder``."""
         self._plain = plain
-        self._closed = closed and target is not None
+        self._fixed_schema = fixed_schema and target is not None
         self._arrivals: list[Arrival] = []
         self._type = merge_types(target, pa.null() if plain is None else plain)
         self._schemas: dict[str, Connect | str] = {}
         self._types: dict[str, Connect] = {}
         self._heads: dict[bytes, _Head] = {}
         self._lengths: tuple[int, ...] = ()
-        self._merged: set[Connect] = set()
+        self._merged_nodes: set[Connect] = set()
 
     @property
     def type(self) -> pa.DataType:
         return self._type
 
-    def decode(self, payloads: pa.Array) -> Decoded:
+    def decode(self, payloads: pa.Array) -> DecodedBatch:
         errors: dict[int, str] = {}
         self._arrivals = []
         by_schema: dict[Connect, list[Group]] = {}
-        heads, which = self._sorted_by_head(payloads)
-        odd = which == _NO_HEAD
+        heads, head_indices = self._sort_by_head(payloads)
+        odd = head_indices == _NO_HEAD
         for node, of_node in _by_node(heads).items():
-            rows = np.flatnonzero(np.isin(which, of_node))
+            rows = np.flatnonzero(np.isin(head_indices, of_node))
             odd[rows] = True
             if has_columns(node):
-                skip = np.array([len(head.data) for head in heads])[which[rows]]
-                texts, closed = _after(payloads, rows, skip)
+                skip = np.array([len(head.data) for head in heads])[head_indices[rows]]
+                texts, whole = _after(payloads, rows, skip)
                 values, wrong = read_columns(node, texts)
-                good = closed & ~wrong
+                good = whole & ~wrong
                 by_schema[node] = [Group(rows[good], values.filter(pa.array(good)))]
                 odd[rows[good]] = False
-        rest = {row: heads[which[row]] if which[row] >= 0 else None for row in np.flatnonzero(odd).tolist()}
+        rest = {
+            row: heads[head_indices[row]] if head_indices[row] >= 0 else None for row in np.flatnonzero(odd).tolist()
+        }
         texts = self._read_rows(payloads, rest, by_schema, errors)
-        groups = [made for node, found in by_schema.items() if (made := self._of_schema(node, found, errors))]
+        groups = [group for node, parts in by_schema.items() if (group := self._of_schema(node, parts, errors))]
         if texts:
             groups += self._of_texts(texts, errors)
         values = assemble(self._type, groups, len(payloads), errors)
-        return Decoded(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors), tuple(self._arrivals))
+        return DecodedBatch(values, pa.nulls(len(payloads), pa.int32()), bad_records(errors), tuple(self._arrivals))
 
-    def _sorted_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
+    def _sort_by_head(self, payloads: pa.Array) -> tuple[list[_Head], Ints]:
         """The distinct beginnings, and for each record the index of its beginning, _NO_HEAD or _NOTHING."""
         lengths = pc.binary_length(payloads).fill_null(0).to_numpy(zero_copy_only=False)
-        which = np.where(lengths > 0, _NO_HEAD, _NOTHING)
-        left = np.flatnonzero(lengths > 0)
+        head_indices = np.where(lengths > 0, _NO_HEAD, _NOTHING)
+        rows = np.flatnonzero(lengths > 0)
         heads: list[_Head] = []
-        while len(left) and len(heads) < _SWEEPS:
-            head = self._head(payloads[int(left[0])].as_py())
+        while len(rows) and len(heads) < _SWEEPS:
+            head = self._head(payloads[int(rows[0])].as_py())
             if head is None:
-                left = left[1:]
+                rows = rows[1:]
                 continue
-            alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[left]
-            which[left[alike]] = len(heads)
+            alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[rows]
+            head_indices[rows[alike]] = len(heads)
             heads.append(head)
-            left = left[~alike]
-        known = {head: index for index, head in enumerate(heads)}
-        for row in left.tolist():
+            rows = rows[~alike]
+        index_by_head = {head: index for index, head in enumerate(heads)}
+        for row in rows.tolist():
             head = self._head(payloads[row].as_py())
             if head is not None:
-                which[row] = known.setdefault(head, len(known))
-        return list(known), which
+                head_indices[row] = index_by_head.setdefault(head, len(index_by_head))
+        return list(index_by_head), head_indices
 
     def _head(self, payload: bytes) -> _Head | None:
         """How the record begins, up to its payload; None if it is not written as JsonConverter does, or its schema is
         wrong."""
         for length in self._lengths:
-            known = self._heads.get(payload[:length])
-            if known is not None:
-                return known
+            head = self._heads.get(payload[:length])
+            if head is not None:
+                return head
         try:
             text = payload.decode()
             begin = _HEAD.match(text)
@@ -160,19 +162,19 @@ class ConnectDecoder:
         if document is None:
             return None
         text = json.dumps(document, sort_keys=True, default=float)
-        known = self._schemas.get(text)
-        if known is None:
+        schema = self._schemas.get(text)
+        if schema is None:
             try:
-                known = parse_connect(text)
+                schema = parse_connect(text)
                 # Schemas that differ only in names and comments are the same object.
-                known = self._types.setdefault(repr(known), known)
+                schema = self._types.setdefault(repr(schema), schema)
             except SchemaError as error:
-                known = str(error)
+                schema = str(error)
             if len(self._schemas) >= _MOST_HEADS:
                 self._schemas.clear()
                 self._types.clear()
-            self._schemas[text] = known
-        return known
+            self._schemas[text] = schema
+        return schema
 
     def _read_rows(
         self,
@@ -200,8 +202,8 @@ class ConnectDecoder:
                 errors[row] = f"no JSON: {error}"
             except ValueError as error:
                 errors[row] = str(error)
-        for node, found in rows.items():
-            by_schema.setdefault(node, []).append(_group(found, plain_type(node), errors))
+        for node, values in rows.items():
+            by_schema.setdefault(node, []).append(_group(values, plain_type(node), errors))
         return texts
 
     def _record(self, text: str, head: _Head | None) -> tuple[Connect | None, Any]:
@@ -226,36 +228,36 @@ class ConnectDecoder:
             return None, None if payload is None else _Text(json.dumps(json.loads(text)["payload"], ensure_ascii=False))
         return node, payload
 
-    def _of_schema(self, node: Connect, found: list[Group], errors: dict[int, str]) -> Group | None:
+    def _of_schema(self, node: Connect, groups: list[Group], errors: dict[int, str]) -> Group | None:
         """Merge the groups of one schema, in the lake's type. Omits records whose values are out of the type's range."""
-        rows = np.concatenate([group.rows for group in found])
+        rows = np.concatenate([group.rows for group in groups])
         if len(rows) == 0:
             return None
-        plain = pa.concat_arrays([group.values for group in found])
-        values, unfit = isolate(plain, lambda part: to_lake(node, part), ValueError)
-        errors.update({int(rows[index]): f"payload: out of range: {error}" for index, error in unfit.items()})
-        if len(unfit) == len(rows) or not self._merge(node, rows, errors):
+        plain = pa.concat_arrays([group.values for group in groups])
+        values, misfits = isolate(plain, lambda part: to_lake(node, part), ValueError)
+        errors.update({int(rows[index]): f"payload: out of range: {error}" for index, error in misfits.items()})
+        if len(misfits) == len(rows) or not self._merge(node, rows, errors):
             return None
         good = np.ones(len(rows), np.bool_)
-        good[list(unfit)] = False
+        good[list(misfits)] = False
         return Group(rows[good], values.filter(pa.array(good)))
 
     def _merge(self, node: Connect, rows: Ints, errors: dict[int, str]) -> bool:
-        if node not in self._merged:
+        if node not in self._merged_nodes:
             try:
-                merged = merge_types(self._type, lake_type(node), "payload")
+                merged_type = merge_types(self._type, lake_type(node), "payload")
             except SchemaError as error:
                 errors.update({int(row): str(error) for row in rows})
                 return False
             before = () if pa.types.is_null(self._type) else (self._type,)
-            arrival = Arrival(int(rows.min()), None, merged, before, note_of(node))
+            arrival = Arrival(int(rows.min()), None, merged_type, before, note_of(node))
             self._arrivals.append(arrival)
-            if arrival.changes and self._closed:
-                why = "; ".join(differences(self._type, merged, "payload"))
+            if arrival.changes and self._fixed_schema:
+                why = "; ".join(differences(self._type, merged_type, "payload"))
                 errors.update({int(row): f"the schema is new: {why}" for row in rows})
                 return False
-            self._type = merged
-            self._merged.add(node)
+            self._type = merged_type
+            self._merged_nodes.add(node)
         return True
 
     def _of_texts(self, texts: dict[int, str], errors: dict[int, str]) -> list[Group]:
@@ -277,10 +279,10 @@ class ConnectDecoder:
 
 
 def _by_node(heads: list[_Head]) -> dict[Connect, list[int]]:
-    made: dict[Connect, list[int]] = {}
+    indices: dict[Connect, list[int]] = {}
     for index, head in enumerate(heads):
-        made.setdefault(head.node, []).append(index)
-    return made
+        indices.setdefault(head.node, []).append(index)
+    return indices
 
 
 def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
@@ -298,15 +300,15 @@ def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.ND
     return texts, np.frombuffer(data, np.uint8)[inner[1::2] - 1] == ord("}")
 
 
-def _group(found: dict[int, Any], type: pa.DataType, errors: dict[int, str]) -> Group:
-    rows = np.array(list(found), np.int64)
+def _group(values: dict[int, Any], type: pa.DataType, errors: dict[int, str]) -> Group:
+    rows = np.array(list(values), np.int64)
     try:
-        return Group(rows, pa.array(list(found.values()), type))
+        return Group(rows, pa.array(list(values.values()), type))
     except (ValueError, OverflowError, TypeError):
         pass
     parts: list[pa.Array] = []
     good: list[int] = []
-    for row, value in found.items():
+    for row, value in values.items():
         try:
             parts.append(pa.array([value], type))
             good.append(row)
@@ -336,7 +338,7 @@ class ConnectEncoder:
     def _head(self) -> bytes:
         return b'{"schema":' + self.schema.encode() + b',"payload":'
 
-    def encode(self, values: pa.Array) -> Encoded:
+    def encode(self, values: pa.Array) -> EncodedBatch:
         node, avro = parse_connect(self.schema), self.avro
         type = lake_type(node) if avro is None else avro_lake_type(avro)
         check_writable(values.type, type)
@@ -346,7 +348,7 @@ class ConnectEncoder:
             return _payloads(node, from_lake(node, own) if avro is None else from_avro_lake(avro, own))
 
         texts, bad = isolate(values, payloads, ValueError)
-        return Encoded(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
+        return EncodedBatch(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
 
 
 def _payloads(node: Connect, plain: pa.Array) -> pa.Array:
@@ -357,8 +359,8 @@ def _payloads(node: Connect, plain: pa.Array) -> pa.Array:
         except ValueError:
             # NaN and infinities: JsonConverter writes them as strings.
             pass
-    made = [None if value is None else _text(node, value).encode() for value in plain.to_pylist()]
-    return pa.array(made, pa.binary())
+    payloads = [None if value is None else _text(node, value).encode() for value in plain.to_pylist()]
+    return pa.array(payloads, pa.binary())
 
 
 def _text(node: Connect, value: object) -> str:

@@ -31,7 +31,7 @@ import pyarrow.json as pj
 
 from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of, validity_buffer
 from zync_assets.codecs.connect.schema import Connect, nested_type, plain_type
-from zync_assets.codecs.json.values import Read, checked, fraction, integer_reader
+from zync_assets.codecs.json.values import Read, expect, fraction, integer_reader
 
 _FEW = 64
 """A block of so many records that fails is left over whole."""
@@ -94,13 +94,13 @@ def _plain(node: Connect, array: pa.Array) -> tuple[pa.Array, Mask]:
     """The plain values of what pyarrow read, and which of them are odd."""
     count, valid = len(array), is_valid(array)
     if node.kind in ("struct", "variable-decimal"):
-        made: list[pa.Array] = []
+        children: list[pa.Array] = []
         odd = np.zeros(count, np.bool_)
         for (_, child), column in zip(node.fields, array.flatten(), strict=True):
             part, wrong = _plain(child, column)
-            made.append(part)
+            children.append(part)
             odd |= wrong | _says_more(child, column, valid)
-        return struct_of(plain_type(node), made, count, valid), odd
+        return struct_of(plain_type(node), children, count, valid), odd
     if node.kind == "array":
         offsets, values = list_parts(array)
         items, wrong = _plain(node.item, values)
@@ -140,16 +140,16 @@ def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tup
     odd = there & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
     lengths[odd] = 0
     # A truncated text would shift the texts after it. It is read as empty.
-    kept = pc.if_else(pa.array(there & ~odd), array, "").cast(pa.binary())
-    letters = np.frombuffer(kept.buffers()[2] or b"", np.uint8)[: lengths.sum()]
+    texts = pc.if_else(pa.array(there & ~odd), array, "").cast(pa.binary())
+    letters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[: lengths.sum()]
     ends = np.cumsum(lengths)
     padding = np.zeros(count, np.int64)
     some = lengths > 0
     one = letters[ends[some] - 1] == _PADDING
     padding[some] = one.astype(np.int64) + (one & (letters[ends[some] - 2] == _PADDING))
     sextets = _SEXTETS[letters]
-    unused = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
-    sextets[unused] = 0
+    padding_places = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
+    sextets[padding_places] = 0
     unknown = np.concatenate([[0], np.cumsum(sextets == _UNKNOWN)])
     odd |= unknown[ends] > unknown[ends - lengths]
     quads = sextets.reshape(-1, 4).astype(np.uint32)
@@ -193,12 +193,12 @@ def row_reader(node: Connect) -> Callable[[Any], Any]:
 
     A null payload is null whatever the schema says: a tombstone.
     """
-    read = _known(node)
+    read = _value_reader(node)
     return lambda payload: None if payload is None else read(payload, "payload")
 
 
 def _reader(node: Connect) -> Read:
-    read = _known(node)
+    read = _value_reader(node)
 
     def check(value: Any, path: str) -> Any:
         if value is not None and value is not _MISSING:
@@ -214,13 +214,13 @@ def _reader(node: Connect) -> Read:
     return check
 
 
-def _known(node: Connect) -> Read:
+def _value_reader(node: Connect) -> Read:
     if node.kind in ("struct", "variable-decimal"):
         return _struct_reader(node)
     if node.kind == "array":
         item = _reader(node.item)
         return lambda value, path: [
-            item(one, f"{path}[{at}]") for at, one in enumerate(checked(value, list, "an array", path))
+            item(one, f"{path}[{at}]") for at, one in enumerate(expect(value, list, "an array", path))
         ]
     if node.kind == "map":
         return _map_reader(node)
@@ -237,8 +237,10 @@ def _struct_reader(node: Connect) -> Read:
     fields = [(name, _reader(child)) for name, child in node.fields]
 
     def read(value: Any, path: str) -> Any:
-        given = checked(value, dict, "an object", path)
-        return {name: inner(given.get(name, _MISSING), f"{path}.{name}") for name, inner in fields} if fields else True
+        entries = expect(value, dict, "an object", path)
+        return (
+            {name: inner(entries.get(name, _MISSING), f"{path}.{name}") for name, inner in fields} if fields else True
+        )
 
     return read
 
@@ -253,10 +255,10 @@ def _map_reader(node: Connect) -> Read:
         return name, item(other, f"{path}[{json.dumps(one, default=str)[:40]}]")
 
     def by_name(value: Any, path: str) -> Any:
-        return [entry(one, other, path) for one, other in checked(value, dict, "an object", path).items()]
+        return [entry(one, other, path) for one, other in expect(value, dict, "an object", path).items()]
 
     def by_pair(value: Any, path: str) -> Any:
-        pairs = checked(value, list, "an array of pairs", path)
+        pairs = expect(value, list, "an array of pairs", path)
         if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"{path}: the entries of a map are arrays of a key and a value")
         return [entry(one, other, path) for one, other in pairs]
@@ -268,13 +270,13 @@ def _float_reader(limit: float) -> Read:
     def read(value: Any, path: str) -> float:
         if isinstance(value, str) and value in _ODD_FLOATS:
             return _ODD_FLOATS[value]
-        given = checked(value, (int, decimal.Decimal), "a number", path)
+        literal = expect(value, (int, decimal.Decimal), "a number", path)
         try:
-            number = float(given)
+            number = float(literal)
         except OverflowError:
             number = math.inf
         if abs(number) >= limit:
-            raise ValueError(f"{path}: {str(given)[:40]} is out of range")
+            raise ValueError(f"{path}: {str(literal)[:40]} is out of range")
         return number
 
     return read
@@ -289,21 +291,23 @@ def _decimal_reader(scale: int) -> Read:
             if not raw:
                 raise ValueError(f"{path}: a decimal of no bytes")
             return raw
-        given = checked(value, (int, decimal.Decimal), "a decimal", path)
+        literal = expect(value, (int, decimal.Decimal), "a decimal", path)
         try:
-            unscaled = decimal.Decimal(given).scaleb(scale, _EXACT)
-            number = int(unscaled.to_integral_exact(context=_EXACT)) if unscaled.adjusted() < 2000 else None
+            unscaled_decimal = decimal.Decimal(literal).scaleb(scale, _EXACT)
+            number = (
+                int(unscaled_decimal.to_integral_exact(context=_EXACT)) if unscaled_decimal.adjusted() < 2000 else None
+            )
         except decimal.DecimalException:
             number = None
         if number is None:
-            raise ValueError(f"{path}: {str(given)[:40]} is no decimal with {scale} digits after the point")
+            raise ValueError(f"{path}: {str(literal)[:40]} is no decimal with {scale} digits after the point")
         return number.to_bytes((number + (number < 0)).bit_length() // 8 + 1, "big", signed=True)
 
     return read
 
 
 def _bytes(value: Any, path: str) -> bytes:
-    text = checked(value, str, "base64", path)
+    text = expect(value, str, "base64", path)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -311,11 +315,11 @@ def _bytes(value: Any, path: str) -> bytes:
 
 
 def _boolean(value: Any, path: str) -> bool:
-    return checked(value, bool, "true or false", path)
+    return expect(value, bool, "true or false", path)
 
 
 def _string(value: Any, path: str) -> str:
-    text = checked(value, str, "a string", path)
+    text = expect(value, str, "a string", path)
     if not text.isascii():
         try:
             text.encode()

@@ -69,7 +69,7 @@ from zync_assets.codecs.fields import (
     VARIABLE_DECIMAL,
     Note,
     connect_note,
-    noted,
+    field_with_notes,
 )
 from zync_assets.errors import SchemaError
 
@@ -172,11 +172,11 @@ def _parse(schema: Any, path: str, depth: int = 1) -> Connect:
     return Connect(kind, optional, text, _logical(kind, schema, path), note=note)
 
 
-def _fields(given: Any, path: str, depth: int) -> tuple[tuple[str, Connect], ...]:
-    if not isinstance(given, list):
+def _fields(documents: Any, path: str, depth: int) -> tuple[tuple[str, Connect], ...]:
+    if not isinstance(documents, list):
         raise SchemaError(f"{path}: a struct without 'fields'")
     fields: list[tuple[str, Connect]] = []
-    for field in given:
+    for field in documents:
         name = field.get("field") if isinstance(field, dict) else None
         if not isinstance(name, str):
             raise SchemaError(f"{path}: a struct's field without its name ('field')")
@@ -197,12 +197,12 @@ def _logical(kind: str, schema: Mapping[str, Any], path: str) -> Node | None:
     if kind != "bytes" or name != DECIMAL:
         return _LOGICAL.get((kind, name)) if isinstance(name, str) else None
     parameters = schema.get("parameters")
-    given = parameters if isinstance(parameters, dict) else {}
+    settings = parameters if isinstance(parameters, dict) else {}
     try:
-        scale = int(given["scale"])
-        precision = int(given[PRECISION]) if PRECISION in given else None
+        scale = int(settings["scale"])
+        precision = int(settings[PRECISION]) if PRECISION in settings else None
     except (KeyError, TypeError, ValueError):
-        raise SchemaError(f"{path}: a Decimal needs the parameter scale, a whole number, not {given}") from None
+        raise SchemaError(f"{path}: a Decimal needs the parameter scale, a whole number, not {settings}") from None
     if not -_ANY_PRECISION <= scale <= _ANY_PRECISION or not 0 < (precision or 1) <= _ANY_PRECISION:
         raise SchemaError(f"{path}: a Decimal of scale {scale} and precision {precision} is out of range")
     digits = max(precision or MAX_DECIMAL, scale)
@@ -217,7 +217,9 @@ def lake_type(node: Connect) -> pa.DataType:
     if node.kind == "variable-decimal":
         return pa.string()
     if node.kind == "struct" and node.fields:
-        return pa.struct([noted(name, lake_type(child), connect=note_of(child)) for name, child in node.fields])
+        return pa.struct(
+            [field_with_notes(name, lake_type(child), connect=note_of(child)) for name, child in node.fields]
+        )
     return avro_lake_type(node.logical) if node.logical else nested_type(node, lake_type)
 
 
@@ -257,23 +259,23 @@ def _from_avro(node: Node, optional: bool) -> dict[str, Any]:
     if node.kind == "option":
         return _from_avro(node.child, True)
     # The order of the parts stays as it is: records are compared with those that were published before.
-    made = {**_own_schema(node), "optional": optional}
+    document = {**_own_schema(node), "optional": optional}
     if node.kind == "record":
-        made["name"] = node.name
+        document["name"] = node.name
     kind, name = _NAMES.get(node.logical, ("", ""))
     if kind:
-        made |= {"type": kind, "name": name, "version": 1}
+        document |= {"type": kind, "name": name, "version": 1}
     digits = {"scale": str(node.scale), PRECISION: str(node.precision)} if name == DECIMAL else {}
     note = node.note
     if note.name:
-        made["name"] = note.name
+        document["name"] = note.name
     if note.version is not None:
-        made["version"] = note.version
+        document["version"] = note.version
     if note.parameters or digits:
-        made["parameters"] = {**digits, **dict(note.parameters)}
+        document["parameters"] = {**digits, **dict(note.parameters)}
     if note.doc:
-        made["doc"] = note.doc
-    return made
+        document["doc"] = note.doc
+    return document
 
 
 def _own_schema(node: Node) -> dict[str, Any]:

@@ -64,17 +64,17 @@ def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, di
         payloads = payloads.cast(pa.binary())
         plain = np.flatnonzero(_is_plain(payloads, decimals))
         values, odd = _read_texts(type, payloads.take(pa.array(plain)))
-        left = np.ones(len(payloads), np.bool_)
-        left[plain[~odd]] = False
-        rest = np.flatnonzero(left)
-        if not len(rest):
+        slow_mask = np.ones(len(payloads), np.bool_)
+        slow_mask[plain[~odd]] = False
+        slow_rows = np.flatnonzero(slow_mask)
+        if not len(slow_rows):
             return values, {}
-        read, errors = judge(payloads.take(pa.array(rest)))
+        slow_values, errors = judge(payloads.take(pa.array(slow_rows)))
         place = np.empty(len(payloads), np.int64)
         place[plain] = np.arange(len(plain))
-        place[rest] = len(plain) + np.arange(len(rest))
-        whole = pa.concat_arrays([values, read]).take(pa.array(place))
-        return whole, {int(rest[index]): error for index, error in errors.items()}
+        place[slow_rows] = len(plain) + np.arange(len(slow_rows))
+        whole = pa.concat_arrays([values, slow_values]).take(pa.array(place))
+        return whole, {int(slow_rows[index]): error for index, error in errors.items()}
 
     return convert
 
@@ -100,7 +100,7 @@ def _read_texts(type: pa.DataType, texts: pa.Array) -> tuple[pa.Array, Mask]:
     if len(texts) == 0:
         return pa.nulls(0, type), np.zeros(0, np.bool_)
     try:
-        return _typed(type, _read(type, texts))
+        return _typed_column(type, _read(type, texts))
     except ValueError:
         pass
     if len(texts) <= _FEW:
@@ -140,21 +140,21 @@ def _json_type(type: pa.DataType) -> pa.DataType:
     return pa.float64() if kinds.is_floating(type) else type
 
 
-def _typed(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
+def _typed_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
     """pyarrow's column converted to ``type``, and a mask of the odd rows, which ``values`` must read."""
     kinds = pa.types
     count, valid = len(array), is_valid(array)
     odd: Mask = np.zeros(count, np.bool_)
     if kinds.is_struct(type):
-        made: list[pa.Array] = []
+        children: list[pa.Array] = []
         for field, column in zip(type, array.flatten(), strict=True):
-            part, wrong = _typed(field.type, column)
-            made.append(part)
+            part, wrong = _typed_column(field.type, column)
+            children.append(part)
             odd |= wrong
-        return struct_of(type, made, count, valid), odd
+        return struct_of(type, children, count, valid), odd
     if kinds.is_list(type):
         offsets, values = list_parts(array)
-        items, wrong = _typed(type.value_type, values)
+        items, wrong = _typed_column(type.value_type, values)
         before = np.concatenate([[0], np.cumsum(wrong)])
         return list_of(type, offsets, items, valid), before[offsets[1:]] > before[offsets[:-1]]
     if kinds.is_floating(type):
@@ -165,24 +165,24 @@ def _typed(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
         array.validate(full=True)
         return array, odd
     if kinds.is_binary(type) or kinds.is_date(type) or kinds.is_timestamp(type):
-        return _converted(type, array)
+        return _scalar_column(type, array)
     return array, odd
 
 
-def _converted(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
+def _scalar_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
     """Strings converted to ``type``, and a mask of the odd rows. Converts equal texts only once."""
-    coded = array.dictionary_encode()
-    read, made, wrong = scalar_reader(type), [], []
-    for text in coded.dictionary.to_pylist():
+    encoding = array.dictionary_encode()
+    read, entries, wrong = scalar_reader(type), [], []
+    for text in encoding.dictionary.to_pylist():
         value: Any = None
         try:
             value = read(text, "value")
             wrong.append(False)
         except ValueError:
             wrong.append(True)
-        made.append(value)
-    values = pa.array(made, type).take(coded.indices)
-    marks = pa.array(wrong, pa.bool_()).take(coded.indices).fill_null(False)
+        entries.append(value)
+    values = pa.array(entries, type).take(encoding.indices)
+    marks = pa.array(wrong, pa.bool_()).take(encoding.indices).fill_null(False)
     return values, marks.to_numpy(zero_copy_only=False)
 
 
@@ -202,35 +202,35 @@ def _texts(array: pa.Array) -> pa.Array:
     if kinds.is_null(array.type):
         return pa.array(["null"] * len(array), pa.string())
     if kinds.is_struct(array.type):
-        made = _struct(array)
+        texts = _struct(array)
     elif kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_map(array.type):
-        made = _items(array)
+        texts = _items(array)
     elif kinds.is_boolean(array.type) or kinds.is_integer(array.type) or kinds.is_decimal(array.type):
-        made = array.cast(pa.string())
+        texts = array.cast(pa.string())
     elif kinds.is_floating(array.type):
         if not pc.all(pc.is_finite(array), min_count=0).as_py():
             raise ValueError("NaN and infinities have no form in JSON")
-        made = array.cast(pa.string())
+        texts = array.cast(pa.string())
     elif kinds.is_string(array.type) or kinds.is_large_string(array.type):
-        made = _quoted(array.cast(pa.string()))
+        texts = _quote(array.cast(pa.string()))
     elif kinds.is_timestamp(array.type):
-        made = _between('"', pc.strftime(array.cast(pa.timestamp("us", tz="UTC")), "%Y-%m-%dT%H:%M:%SZ"), '"')
+        texts = _between('"', pc.strftime(array.cast(pa.timestamp("us", tz="UTC")), "%Y-%m-%dT%H:%M:%SZ"), '"')
     elif kinds.is_date(array.type):
-        made = _between('"', array.cast(pa.string()), '"')
+        texts = _between('"', array.cast(pa.string()), '"')
     elif kinds.is_binary(array.type) or kinds.is_large_binary(array.type):
-        made = pa.array(
+        texts = pa.array(
             [None if one is None else f'"{base64.b64encode(one).decode()}"' for one in array.to_pylist()], pa.string()
         )
     else:
         raise ValueError(f"JSON has no form for {array.type}")
-    return made.fill_null("null")
+    return texts.fill_null("null")
 
 
 def _between(before: str, array: pa.Array, after: str) -> pa.Array:
     return pc.binary_join_element_wise(before, array, after, "")
 
 
-def _quoted(array: pa.Array) -> pa.Array:
+def _quote(array: pa.Array) -> pa.Array:
     if pc.any(pc.match_substring_regex(array, r'[\x00-\x1f"\\]'), min_count=0).as_py():
         array = pc.replace_substring(array, "\\", "\\\\")
         array = pc.replace_substring(array, '"', '\\"')
@@ -245,8 +245,8 @@ def _struct(array: pa.Array) -> pa.Array:
     parts: list[Any] = []
     for at, (name, column) in enumerate(zip(fields, array.flatten(), strict=True)):
         parts += [("," if at else "{") + json.dumps(name, ensure_ascii=False) + ":", _texts(column)]
-    made = pc.binary_join_element_wise(*parts, "}", "") if parts else pa.array(["{}"] * len(array), pa.string())
-    return made if array.null_count == 0 else pc.if_else(array.is_valid(), made, pa.scalar(None, pa.string()))
+    texts = pc.binary_join_element_wise(*parts, "}", "") if parts else pa.array(["{}"] * len(array), pa.string())
+    return texts if array.null_count == 0 else pc.if_else(array.is_valid(), texts, pa.scalar(None, pa.string()))
 
 
 def _items(array: pa.Array) -> pa.Array:
@@ -255,22 +255,22 @@ def _items(array: pa.Array) -> pa.Array:
         keys, items = values.flatten()
         if not pa.types.is_string(keys.type):
             keys = keys.cast(pa.string())
-        texts = pc.binary_join_element_wise(",", _quoted(keys), ":", _texts(items), "")
+        parts = pc.binary_join_element_wise(",", _quote(keys), ":", _texts(items), "")
         before, after = "{", "}"
     else:
-        texts = pc.binary_join_element_wise(",", _texts(values), "")
+        parts = pc.binary_join_element_wise(",", _texts(values), "")
         before, after = "[", "]"
     count = len(array)
     if len(values) == 0:
-        made = pa.array([before + after] * count, pa.string())
+        texts = pa.array([before + after] * count, pa.string())
     else:
         # The items' texts stand one after the other: a list's text is a part of them, without the first comma.
-        _, starts, data = texts.buffers()
-        bounds = np.frombuffer(starts, np.int32, len(texts) + 1, texts.offset * 4)[offsets]
+        _, starts, data = parts.buffers()
+        bounds = np.frombuffer(starts, np.int32, len(parts) + 1, parts.offset * 4)[offsets]
         inner = np.empty(2 * count + 1, dtype=np.int32)
         inner[0:-1:2] = bounds[:-1] + (np.diff(offsets) > 0)
         inner[1::2] = bounds[1:]
         inner[-1] = bounds[-1]
-        both = pa.Array.from_buffers(pa.string(), 2 * count, [None, pa.py_buffer(inner), data])
-        made = _between(before, both.take(pa.array(np.arange(0, 2 * count, 2))), after)
-    return made if array.null_count == 0 else pc.if_else(array.is_valid(), made, pa.scalar(None, pa.string()))
+        pairs = pa.Array.from_buffers(pa.string(), 2 * count, [None, pa.py_buffer(inner), data])
+        texts = _between(before, pairs.take(pa.array(np.arange(0, 2 * count, 2))), after)
+    return texts if array.null_count == 0 else pc.if_else(array.is_valid(), texts, pa.scalar(None, pa.string()))

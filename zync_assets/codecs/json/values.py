@@ -75,7 +75,7 @@ def _array(values: list[Any], type: pa.DataType, errors: dict[int, str]) -> pa.A
 
 
 def _reader(type: pa.DataType) -> Read:
-    inner = _reader_of_known(type)
+    inner = _value_reader(type)
 
     def read(value: Any, path: str) -> Any:
         return None if value is None else inner(value, path)
@@ -83,13 +83,13 @@ def _reader(type: pa.DataType) -> Read:
     return read
 
 
-def _reader_of_known(type: pa.DataType) -> Read:
+def _value_reader(type: pa.DataType) -> Read:
     kinds = pa.types
     if kinds.is_struct(type):
         return _struct_reader(type)
     if kinds.is_list(type):
         item = _reader(type.value_type)
-        return lambda value, path: [item(one, f"{path}[]") for one in checked(value, list, "an array", path)]
+        return lambda value, path: [item(one, f"{path}[]") for one in expect(value, list, "an array", path)]
     if kinds.is_map(type):
         return _map_reader(type)
     if kinds.is_integer(type):
@@ -107,11 +107,11 @@ def scalar_reader(type: pa.DataType) -> Read:
     raise ValueError(f"JSON has no form for {type}")
 
 
-def checked(value: Any, wanted: type | tuple[type, ...], what: str, path: str) -> Any:
-    """The value itself. ValueError if its type is another; true and false are no numbers. ``what``: the type, for a person."""
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        shown = json.dumps(value, default=str)
-        raise ValueError(f"{path}: {shown if len(shown) <= 40 else shown[:40] + '…'} is not {what}")
+def expect(value: Any, kind: type | tuple[type, ...], label: str, path: str) -> Any:
+    """The value itself. ValueError if its type is another; true and false are no numbers. ``label``: the type, for a person."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        text = json.dumps(value, default=str)
+        raise ValueError(f"{path}: {text if len(text) <= 40 else text[:40] + '…'} is not {label}")
     return value
 
 
@@ -119,8 +119,8 @@ def _struct_reader(type: Any) -> Read:
     fields = [(type.field(at).name, _reader(type.field(at).type)) for at in range(type.num_fields)]
 
     def read(value: Any, path: str) -> Any:
-        given = checked(value, dict, "an object", path)
-        return {name: inner(given.get(name), f"{path}.{name}") for name, inner in fields}
+        entries = expect(value, dict, "an object", path)
+        return {name: inner(entries.get(name), f"{path}.{name}") for name, inner in fields}
 
     return read
 
@@ -130,7 +130,7 @@ def _map_reader(type: Any) -> Read:
     text_keys = pa.types.is_string(type.key_type)
 
     def read(value: Any, path: str) -> Any:
-        pairs = checked(value, dict, "an object", path).items()
+        pairs = expect(value, dict, "an object", path).items()
         return [
             (one if text_keys else key(json.loads(one), f"{path} (key)"), item(other, f"{path}[{one!r}]"))
             for one, other in pairs
@@ -144,7 +144,7 @@ def integer_reader(type: Any) -> Read:
     limit = 1 << (type.bit_width - 1)
 
     def read(value: Any, path: str) -> int:
-        number = checked(value, int, f"a whole number ({type})", path)
+        number = expect(value, int, f"a whole number ({type})", path)
         if not -limit <= number < limit:
             raise ValueError(f"{path}: {str(number)[:40]} is out of the range of {type}")
         return number
@@ -157,36 +157,36 @@ def _decimal_reader(type: Any) -> Read:
     unit = decimal.Decimal(1).scaleb(-type.scale)
 
     def read(value: Any, path: str) -> decimal.Decimal:
-        given = checked(value, (int, decimal.Decimal, str), "a decimal", path)
+        literal = expect(value, (int, decimal.Decimal, str), "a decimal", path)
         try:
-            number = decimal.Decimal(given).quantize(unit, context=context)
+            number = decimal.Decimal(literal).quantize(unit, context=context)
         except decimal.DecimalException:
             number = None
         if number is None or not number.is_finite():
-            raise ValueError(f"{path}: {given} does not fit into decimal({type.precision},{type.scale})")
+            raise ValueError(f"{path}: {literal} does not fit into decimal({type.precision},{type.scale})")
         return number
 
     return read
 
 
 def _float(value: Any, path: str) -> float:
-    given = checked(value, (int, decimal.Decimal), "a number", path)
+    literal = expect(value, (int, decimal.Decimal), "a number", path)
     try:
-        return float(given)
+        return float(literal)
     except OverflowError:
-        raise ValueError(f"{path}: a number of {len(str(given))} digits is out of the range of double") from None
+        raise ValueError(f"{path}: a number of {len(str(literal))} digits is out of the range of double") from None
 
 
 def _date(value: Any, path: str) -> datetime.date:
     try:
-        return datetime.date.fromisoformat(checked(value, str, "a date", path))
+        return datetime.date.fromisoformat(expect(value, str, "a date", path))
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not a date such as 2026-01-31") from None
 
 
 def _timestamp(value: Any, path: str) -> datetime.datetime:
     try:
-        moment = datetime.datetime.fromisoformat(checked(value, str, "a timestamp", path))
+        moment = datetime.datetime.fromisoformat(expect(value, str, "a timestamp", path))
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not a timestamp such as 2026-01-31T12:00:00Z") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
@@ -194,13 +194,13 @@ def _timestamp(value: Any, path: str) -> datetime.datetime:
 
 def _binary(value: Any, path: str) -> bytes:
     try:
-        return base64.b64decode(checked(value, str, "base64", path), validate=True)
+        return base64.b64decode(expect(value, str, "base64", path), validate=True)
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not base64") from None
 
 
 def _string(value: Any, path: str) -> str:
-    text = checked(value, str, "a string", path)
+    text = expect(value, str, "a string", path)
     if not text.isascii():
         # A lone surrogate ("\\ud800") is JSON, but no text.
         text.encode()
@@ -208,7 +208,7 @@ def _string(value: Any, path: str) -> str:
 
 
 _SCALARS: tuple[tuple[Callable[[pa.DataType], bool], Read], ...] = (
-    (pa.types.is_boolean, lambda value, path: checked(value, bool, "true or false", path)),
+    (pa.types.is_boolean, lambda value, path: expect(value, bool, "true or false", path)),
     (pa.types.is_floating, _float),
     (pa.types.is_string, _string),
     (pa.types.is_binary, _binary),

@@ -22,7 +22,16 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import Mask, pc
-from zync_assets.codecs.fields import PLAIN, Note, agreed, connect_note_of, fields_of, lacking, noted, original
+from zync_assets.codecs.fields import (
+    PLAIN,
+    Note,
+    common_note,
+    connect_note_of,
+    field_with_notes,
+    fields_of,
+    lacking,
+    original,
+)
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.pipeline import Shape
 from zync_assets.spark.sql import dotted, name_sql, text_sql
@@ -170,7 +179,7 @@ def topic_notes(
     found: dict[FieldPath, Note] = {}
     for path in dict.fromkeys(path for part in parts for path in part):
         notes = [note for part in parts if (note := part.get(path)) is not None]
-        note = reduce(agreed, notes) if notes else PLAIN
+        note = reduce(common_note, notes) if notes else PLAIN
         sure = whole and len(notes) == len(parts) and not {"[]", "{}"} & set(path)
         if not sure or (required is not None and path not in required):
             note = replace(note, required=False)
@@ -186,7 +195,11 @@ def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.Data
         for item in fields_of(kind):
             inner = (*path, item.name)
             note = notes.get(inner) or PLAIN
-            made.append(noted(item.name, with_notes(item.type, notes, inner), connect=note, topic_name=original(item)))
+            made.append(
+                field_with_notes(
+                    item.name, with_notes(item.type, notes, inner), connect=note, topic_name=original(item)
+                )
+            )
         return pa.struct(made)
     if kinds.is_list(kind):
         return pa.list_(with_notes(kind.value_type, notes, (*path, "[]")))

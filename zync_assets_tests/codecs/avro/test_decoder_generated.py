@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.batches import Decoded, decode_way
+from zync_assets.codecs.batches import DecodedBatch, decode_way
 from zync_assets.codecs.dispatch import make_decoder, make_encoder
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import QUIET, Kind, datums, framed, kinds, recursive_kinds, same
@@ -27,7 +27,7 @@ def batches(draw: st.DrawFn) -> tuple[Kind, list[Any]]:
     return kind, draw(st.lists(kind.data, min_size=1, max_size=8))
 
 
-def decode(schema: Any, payloads: pa.Array, *, native: bool) -> Decoded:
+def decode(schema: Any, payloads: pa.Array, *, native: bool) -> DecodedBatch:
     decoded = make_decoder(AVRO, lambda _: json.dumps(schema), None, native=native).decode(payloads)
     decoded.values.validate(full=True)
     return decoded

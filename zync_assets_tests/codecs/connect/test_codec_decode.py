@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.codecs.batches import BadRecord, Decoded
+from zync_assets.codecs.batches import BadRecord, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
@@ -36,7 +36,7 @@ def decoder(ddl: str | None = None, target: pa.DataType | None = None) -> Decode
     return make_decoder(SideFormat("connect-json", ddl), str, target)
 
 
-def decode(*payloads: bytes | None, by: Decoder | None = None) -> Decoded:
+def decode(*payloads: bytes | None, by: Decoder | None = None) -> DecodedBatch:
     decoded = (by or decoder()).decode(pa.array(payloads, pa.binary()))
     decoded.values.validate(full=True)
     return decoded

@@ -10,7 +10,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.codecs.batches import Decoded
+from zync_assets.codecs.batches import DecodedBatch
 from zync_assets.codecs.connect import codec
 from zync_assets.codecs.connect.codec import ConnectEncoder
 from zync_assets.codecs.connect.schema import lake_type, parse_connect
@@ -26,7 +26,7 @@ def batches(draw: st.DrawFn) -> tuple[Kind, list[Any]]:
     return kind, draw(st.lists(kind.data, min_size=1, max_size=8))
 
 
-def decode(payloads: list[bytes], target: pa.DataType | None = None) -> Decoded:
+def decode(payloads: list[bytes], target: pa.DataType | None = None) -> DecodedBatch:
     decoded = make_decoder(SideFormat("connect-json"), str, target).decode(pa.array(payloads, pa.binary()))
     decoded.values.validate(full=True)
     return decoded

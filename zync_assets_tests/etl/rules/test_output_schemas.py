@@ -17,8 +17,8 @@ from zync_assets.codecs.fields import (
     TIMESTAMP,
     VARIABLE_DECIMAL,
     Note,
+    field_with_notes,
     lacked_by,
-    noted,
 )
 from zync_assets.etl.rules.output_schemas import lacking_sql, written_forms
 
@@ -62,7 +62,7 @@ def test_a_field_keeps_the_form_of_earlier_records(kind: pa.DataType, before: No
     """A registry refuses a string where earlier records have a long."""
 
     def schema(note: Note, outer: Outer) -> dict[str, str]:
-        field = noted("at", kind, connect=note)
+        field = field_with_notes("at", kind, connect=note)
         type = pa.struct([field, pa.field("more", pa.list_(pa.struct([field])))])
         return json.loads(avro_schema(type, "Value", None, outer))
 
