@@ -115,10 +115,26 @@ def ingest_all(
 
     A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
     partition's leader, by default as long as for a broker. ``again``: whether to read the ends again after the ingest, for a
-    caller that does not ingest again soon (see ``confirm_ends``).
+    caller that does not ingest again soon (see ``confirm_ends``). Ingest then goes on to the later ends, since a record that
+    came meanwhile holds back the records that follow it in the source's order.
     """
-    known = read_ends(pipeline, patience)
-    troubles: list[ZyncError] = [error for topic, error in known.errors.items() if topic in topics]
+    troubles: list[ZyncError] = []
+    yield from _ingest_to(read_ends(pipeline, patience), pipeline, session, topics, progress, troubles)
+    if again and (later := confirm_ends(pipeline, patience)) is not None:
+        yield from _ingest_to(later, pipeline, session, topics, progress, troubles)
+    _raise_first(troubles)
+
+
+def _ingest_to(
+    known: Survey,
+    pipeline: Pipeline,
+    session: Session,
+    topics: Sequence[str],
+    progress: Progress,
+    troubles: list[ZyncError],
+) -> Iterator[RawCommit]:
+    """Ingest each topic up to its known end. Errors of topics are added to ``troubles``."""
+    troubles += [error for topic, error in known.errors.items() if topic in topics]
     for topic in topics:
         if topic in known.problems:
             continue
@@ -136,9 +152,6 @@ def ingest_all(
             raise
         except ZyncError as error:
             troubles.append(error)
-    if again:
-        confirm_ends(pipeline, patience)
-    _raise_first(troubles)
 
 
 def read_ends(pipeline: Pipeline, patience: float | None = None) -> Survey:
@@ -167,22 +180,23 @@ def keep_ends(snapshot: Snapshot, found: Survey, began: float, ended: float) -> 
             _log.warning("the ends of the topics of %s are not kept: %s", pool, error)
 
 
-def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> None:
+def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | None:
     """Read the ends of the inputs again if they were read but once, ``order-delay`` after the first time. Waits for that long.
 
-    After that, ETL transforms every record below these ends. Without a source order, or with one stream alone, there is
-    nothing to read.
+    Returns the later ends, None if nothing was read. When the inputs are ingested up to the later ends, ETL transforms every
+    record below the earlier ends. Without a source order, or with one stream alone, there is nothing to read.
     """
     tables = _ordered_tables(Snapshot(pipeline))
     states = [state for own in tables.values() for state in own.values()]
     streams = sum(1 if state is None else len(state.next) for state in states)
     if streams < 2 or all(state is None or state.domain is None for state in states):
-        return
+        return None
     kept = [read_readings(pipeline.lake, pool) for pool in tables]
-    if not all(are_confirmed(found, pipeline.order_delay) for found in kept):
-        since = time.time() - max((found[-1].ended for found in kept if found), default=0.0)
-        time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
-        read_ends(pipeline, patience)
+    if all(are_confirmed(found, pipeline.order_delay) for found in kept):
+        return None
+    since = time.time() - max((found[-1].ended for found in kept if found), default=0.0)
+    time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
+    return read_ends(pipeline, patience)
 
 
 def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:

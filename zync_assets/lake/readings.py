@@ -78,14 +78,15 @@ def thinned(readings: Sequence[Reading], delay: float) -> list[Reading]:
 
     Of equal readings in a row, the first and the last say everything. If ``delay`` lies between both, no later reading with
     the same ends says more. The readings of quiet topics therefore stay as they are. Other readings are kept at a distance of
-    a quarter of ``delay``, but for the newest.
+    a quarter of ``delay``, but for the newest, and for a reading that the next one confirms.
     """
     found: list[Reading] = []
     for item in sorted(readings, key=lambda each: each.ended):
         alike = _alike(found, item)
         if alike and are_confirmed(found, delay):
             continue
-        if alike > 1 or (not alike and len(found) > 1 and found[-1].ended < found[-2].ended + delay / 4):
+        close = len(found) > 1 and found[-1].ended < found[-2].ended + delay / 4
+        if alike > 1 or (not alike and close and item.began < found[-1].ended + delay):
             found.pop()
         found.append(item)
     return found[-MOST:]

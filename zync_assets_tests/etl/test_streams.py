@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
+from zync_assets import runner
 from zync_assets.checks.output_checks import source_order
 from zync_assets.cli.main import main
 from zync_assets.etl import plan as etl_plan
@@ -22,6 +23,7 @@ from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
+from zync_assets.kafka.topics import Survey
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER, RawAdvance, open_raw
 from zync_assets.lake.raw import commit_raw as commit_table
@@ -208,6 +210,26 @@ def test_an_update_between_the_ingests_of_two_topics_waits_for_the_creation(make
     etl(it)
     assert target(it) == {"1": {"l": "a", "r": "paid"}}
     assert status(it)["waiting"] == 0
+
+
+def test_a_record_that_comes_before_the_second_reading_of_the_ends_holds_no_record_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``zync run --until-idle`` would otherwise end while records wait for the frontier."""
+    it, readings, survey = make(), list[int](), runner.survey
+
+    def later(*arguments: Any, **options: Any) -> Survey:
+        readings.append(len(readings))
+        if readings == [0, 1]:
+            send(it, ("left", "c", 2, "b"), lsn=300)
+        return survey(*arguments, **options)
+
+    monkeypatch.setattr(runner, "survey", later)
+    send(it, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
+    ingest(it)
+    etl(it)
+    assert target(it) == {"1": {"l": "a", "r": "new"}}
+    assert len(readings) == 2
 
 
 def test_a_record_below_the_frontier_is_processed_counted_and_named(make: Make) -> None:

@@ -59,6 +59,13 @@ def test_the_first_of_equal_readings_stays_however_close_it_is_to_the_one_before
     assert are_confirmed(found, 1)
 
 
+def test_a_reading_stays_until_a_later_one_can_confirm_its_ends() -> None:
+    """However close it is to the one before, and though records came meanwhile."""
+    found = thinned([reading(0, 6), reading(0.1, 7), reading(1.2, 8)], 1)
+    assert [item.began for item in found] == [0, 0.1, 1.2]
+    assert [item.began for item in thinned([reading(0, 6), reading(0.1, 7), reading(1, 8)], 1)] == [0, 1]
+
+
 def test_however_often_ends_are_read_two_readings_are_a_delay_apart() -> None:
     """A loop of a tenth of the delay would otherwise never keep a reading for as long as the delay."""
     found: list[Reading] = []
