@@ -324,7 +324,7 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
     """Why rows can't be sent, by index. ``rows``: as they are staged, their texts UTF-8; ``texts``: output schemas by
     fingerprint; ``limit``: bytes of a record batch, if known."""
     # Here: nearly every batch does without the Kafka client.
-    from zync_assets.kafka.writer import oversized
+    from zync_assets.kafka.writer import oversize_records
 
     def schema_of(group: str) -> RowSchema:
         name, paths = parse_group(group)
@@ -334,7 +334,7 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
     errors = dict(made.errors)
     if limit is not None:
         sent = pa.RecordBatch.from_arrays(made.columns, names=["key", "value", "headers"])
-        for index, size in oversized(sent, limit):
+        for index, size in oversize_records(sent, limit):
             errors.setdefault(index, f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)")
     return errors
 

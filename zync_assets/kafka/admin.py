@@ -62,8 +62,8 @@ def _admin(kafka: Mapping[str, str]) -> _Admin:
 def _another_admin(kafka: Mapping[str, str], old: _Admin) -> _Admin:
     """A client in place of ``old``, for all who ask from now on."""
     with _admins_lock:
-        for key, found in list(_admins.items()):
-            if found is old:
+        for key, admin in list(_admins.items()):
+            if admin is old:
                 del _admins[key]
     return _admin(kafka)
 
@@ -98,83 +98,83 @@ class Question:
         # With several known brokers, another broker can take over.
         self._deadline = self._began + timeout * (ELECTION if "," in self.servers else 1)
 
-    def left(self) -> float:
+    def budget(self) -> float:
         """Seconds to the deadline, at least a tenth."""
         return max(self._deadline - time.monotonic(), 0.1)
 
     @property
-    def waited(self) -> float:
+    def waiting_time(self) -> float:
         """Seconds since the first request."""
         return time.monotonic() - self._began
 
     def attempt(self) -> float:
         """Seconds for a question that is asked again."""
-        return min(self.left(), ATTEMPT)
+        return min(self.budget(), ATTEMPT)
 
     def __call__(
         self, request: Callable[[AdminClient, float], Mapping[Any, Future[Any]]]
     ) -> Iterable[tuple[Any, Future[Any]]]:
         try:
-            return request(self._admin.client, self.left()).items()
+            return request(self._admin.client, self.budget()).items()
         except (KafkaException, ValueError) as error:
             raise self.connection.error(error, self.doing) from None
 
     def answer(self, future: Future[T], topic: str) -> T:
         try:
-            found = self.result(future)
+            result = self.result(future)
         except KafkaException as error:
             self._admin.client.poll(0)
-            said = self.connection.error(error, self.doing, topic, self.needs)
+            problem = self.connection.error(error, self.doing, topic, self.needs)
             if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in BETWEEN_LEADERS:
-                raise BrokerUnavailable(str(said)) from None
-            raise said from None
+                raise BrokerUnavailable(str(problem)) from None
+            raise problem from None
         except FutureTimeout:
             self._admin.client.poll(0)
             raise self.connection.unavailable(self.doing) from None
-        self.connection.answered()
+        self.connection.note_answer()
         self._deadline = max(self._deadline, self._began + ELECTION * self._timeout)
-        return found
+        return result
 
     def result(self, future: Future[T]) -> T:
         """The answer; TrustError as soon as it is plain that none will come, FutureTimeout after the deadline."""
-        give_up = time.monotonic() + self.left() + 1
+        give_up = time.monotonic() + self.budget() + 1
         while True:
             try:
                 return future.result(LOOK)
             except FutureTimeout:
                 self._admin.client.poll(0)
-                self.connection.raise_refused(self.doing, self._began)
+                self.connection.raise_refusal(self.doing, self._began)
                 if time.monotonic() > give_up:
                     raise
 
-    def until_led(self, question: Callable[[], T]) -> T:
+    def await_leaders(self, question: Callable[[], T]) -> T:
         """Ask again until the deadline.
 
         A partition may have no leader yet, because the partition is new or its leader has just failed. The broker that
         received the request may hang.
         """
-        asked = time.monotonic()
+        start = time.monotonic()
         while True:
             try:
                 return question()
             except BrokerUnavailable:
-                if self.left() <= 0.2:
+                if self.budget() <= 0.2:
                     raise
-            if time.monotonic() > asked + ATTEMPT - 1:
+            if time.monotonic() > start + ATTEMPT - 1:
                 # A client keeps its first broker until it learns of another broker. It also keeps a refused leader epoch
                 # until its metadata expires. A new client has neither.
                 self._admin = _another_admin(self._kafka, self._admin)
                 self.connection = self._admin.connection
-                asked = time.monotonic()
+                start = time.monotonic()
             time.sleep(0.1)
 
     def offsets(
         self,
-        wanted: Iterable[tuple[str, int]],
+        places: Iterable[tuple[str, int]],
         spec: OffsetSpec | None,
         isolation: IsolationLevel = IsolationLevel.READ_COMMITTED,
     ) -> Iterable[tuple[TopicPartition, Future[Any]]]:
-        request: dict[Any, Any] = {TopicPartition(topic, partition): spec for topic, partition in wanted}
+        request: dict[Any, Any] = {TopicPartition(topic, partition): spec for topic, partition in places}
         if not request:
             return ()
         wait = self.attempt()
@@ -182,14 +182,14 @@ class Question:
 
     def collect(self, answers: Iterable[tuple[TopicPartition, Future[Any]]]) -> dict[tuple[str, int], int]:
         """The offsets by topic and partition, without those that do not exist (any more)."""
-        found: dict[tuple[str, int], int] = {}
+        offsets: dict[tuple[str, int], int] = {}
         for place, offset in self.each(answers):
             if isinstance(offset, TopicMissing):
                 continue
             if isinstance(offset, KafkaError):
                 raise offset
-            found[place] = offset
-        return found
+            offsets[place] = offset
+        return offsets
 
     def each(
         self, answers: Iterable[tuple[TopicPartition, Future[Any]]]

@@ -45,13 +45,13 @@ def token_callback(name: str, config: str) -> Callback:
     function raises.
     """
     function = _function(name)
-    ready = [_called(function, name, config)]
+    ready = [_call(function, name, config)]
 
     def callback(config: str) -> Token:
         try:
             return ready.pop()
         except IndexError:
-            return _called(function, name, config)
+            return _call(function, name, config)
 
     return callback
 
@@ -59,15 +59,15 @@ def token_callback(name: str, config: str) -> Callback:
 def _function(name: str) -> Callback:
     module, _, attribute = name.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        function: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(
             f"oauth_cb is {name}, and there is no such function ({error}); write module:function"
         ) from None
-    return found
+    return function
 
 
-def _called(function: Callback, name: str, config: str) -> Token:
+def _call(function: Callback, name: str, config: str) -> Token:
     try:
         return function(config)
     except ZyncError:
@@ -125,7 +125,7 @@ PATIENCE = 1.0
 """Seconds that a refusal stands before it is the answer: another broker of the list may answer meanwhile, or this one at
 the next try."""
 
-NOT_AUTHORIZED = frozenset(
+AUTHORIZATION_ERRORS = frozenset(
     {
         ClientError.TOPIC_AUTHORIZATION_FAILED,
         # Who may write to no topic at all gets no producer id (KIP-679).
@@ -161,10 +161,10 @@ class Connection:
     def __init__(
         self,
         kafka: Mapping[str, str],
-        owned: Mapping[str, Any],
+        overrides: Mapping[str, Any],
         defaults: Mapping[str, str] | None = None,
     ) -> None:
-        """``owned`` overrides the user's ``kafka``, which overrides ``defaults``.
+        """``overrides`` wins over the user's ``kafka``, which overrides ``defaults``.
 
         Raises SetupError or AuthenticationFailed where ``oauth_cb`` names a function that makes no token; SetupError for a
         login that only confluent-kafka's own clients know.
@@ -173,10 +173,10 @@ class Connection:
         self.trouble: ClientError | None = None
         self._kafka = kafka
         self._refusal: tuple[ClientError, float] | None = None
-        dropped = set(owned) | {ALIASES[name] for name in owned if name in ALIASES}
+        exclusions = set(overrides) | {ALIASES[name] for name in overrides if name in ALIASES}
         # Nothing here is transactional: a marker would take an offset.
-        dropped.add("transactional.id")
-        users = {name: value for name, value in kafka.items() if name not in dropped}
+        exclusions.add("transactional.id")
+        users = {name: value for name, value in kafka.items() if name not in exclusions}
         tokens: dict[str, Any] = {}
         if "oauth_cb" in users:
             tokens["oauth_cb"] = token_callback(users["oauth_cb"], users.get("sasl.oauthbearer.config", ""))
@@ -190,7 +190,7 @@ class Connection:
             **(defaults or {}),
             **users,
             **tokens,
-            **owned,
+            **overrides,
             "error_cb": self._note,
             "logger": _LOG,
         }
@@ -201,11 +201,11 @@ class Connection:
             self._refusal = error, time.monotonic()
         log.debug("%s: %s", self.servers, error.str())
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """A broker answered: what was refused before is over."""
         self._refusal = None
 
-    def raise_refused(self, doing: str, since: float) -> None:
+    def raise_refusal(self, doing: str, since: float) -> None:
         """Raise TrustError if a broker and this client do not trust each other, and nobody answered in time.
 
         ``since``: when the waiting began (``time.monotonic``). librdkafka itself would go on trying for ever.
@@ -251,11 +251,11 @@ class Connection:
             return self.unavailable(doing)
         if topic is not None and cause.code() in UNKNOWN_TOPIC:
             return missing(topic, self.servers)
-        if topic is not None and _is_not_authorized(cause):
-            return self._not_authorized(doing, topic, needs)
+        if topic is not None and _is_authorization_error(cause):
+            return self._authorization_error(doing, topic, needs)
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
 
-    def _not_authorized(self, doing: str, topic: str, needs: Operation) -> NotAuthorized:
+    def _authorization_error(self, doing: str, topic: str, needs: Operation) -> NotAuthorized:
         """The error for a missing right, with the command that grants it. A user's name is no secret."""
         user = self._kafka.get("sasl.username") or self._kafka.get("sasl.user.name")
         principal = f"User:{user}" if user else "this client's principal"
@@ -266,9 +266,11 @@ class Connection:
         )
 
 
-def _is_not_authorized(error: ClientError) -> bool:
+def _is_authorization_error(error: ClientError) -> bool:
     # The fatal error of an idempotent producer has its own code, and quotes the broker's error in its text.
-    return error.code() in NOT_AUTHORIZED or any(ClientError(code).str() in error.str() for code in NOT_AUTHORIZED)
+    return error.code() in AUTHORIZATION_ERRORS or any(
+        ClientError(code).str() in error.str() for code in AUTHORIZATION_ERRORS
+    )
 
 
 def missing(topic: str, at: str) -> TopicMissing:

@@ -31,7 +31,7 @@ from confluent_kafka import KafkaError as ClientError
 from zync_assets.errors import KafkaError, NotAuthorized, RegistryError, RegistryUnavailable, SchemaError, ZyncError
 from zync_assets.kafka.client import Connection, missing
 from zync_assets.kafka.json_records import datum, value_of
-from zync_assets.kafka.reader import STALLED, end_reported, reading_connection
+from zync_assets.kafka.reader import STALL_SECONDS, reading_connection, reported_end
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import topic_states
 from zync_assets.kafka.zero_copy import troubles_of
@@ -73,8 +73,8 @@ def follow(
         return
     doing = f"reading {topic}"
     with _open_consumer(kafka, doing) as (consumer, connection):
-        wanted = starts if open_ends is None else {place: starts[place] for place in open_ends}
-        consumer.assign([TopicPartition(topic, place, first) for place, first in sorted(wanted.items())])
+        offsets = starts if open_ends is None else {place: starts[place] for place in open_ends}
+        consumer.assign([TopicPartition(topic, place, first) for place, first in sorted(offsets.items())])
         progress = time.monotonic()
         while open_ends is None or open_ends:
             # Ctrl-C is heard between two calls only.
@@ -85,7 +85,7 @@ def follow(
             elif patience is not None and time.monotonic() - progress > patience:
                 _ask_broker(consumer, connection, topic, doing)
                 return
-            elif open_ends is not None and time.monotonic() - progress > STALLED:
+            elif open_ends is not None and time.monotonic() - progress > STALL_SECONDS:
                 raise connection.unavailable(doing)
             elif open_ends is None and connection.trouble is not None:
                 log.warning("%s: %s; waiting", connection.servers, connection.trouble.str())
@@ -93,14 +93,14 @@ def follow(
             for message in messages:
                 place = message.partition() or 0
                 if message.error() is None:
-                    reached = (message.offset() or 0) + 1
-                    if open_ends is None or reached <= open_ends.get(place, 0):
+                    next_offset = (message.offset() or 0) + 1
+                    if open_ends is None or next_offset <= open_ends.get(place, 0):
                         yield _record(topic, message)
                 else:
                     wanted_offset = str(starts.get(place, ""))
                     (trouble,) = troubles_of([message])
-                    reached = end_reported(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
-                if open_ends is not None and reached >= open_ends.get(place, reached + 1):
+                    next_offset = reported_end(trouble, connection, f"{topic}/{place}", wanted_offset) or 0
+                if open_ends is not None and next_offset >= open_ends.get(place, next_offset + 1):
                     del open_ends[place]
 
 
@@ -170,17 +170,21 @@ def parse_line(text: str, number: int) -> Line:
     if not isinstance(document, dict) or "value" not in document or not ENVELOPE.issuperset(document):
         return Line(document)
     partition, timestamp = document.get("partition"), document.get("timestamp")
-    for name, given, most in (("partition", partition, _MOST_INT32), ("timestamp", timestamp, _MOST_INT64)):
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= most):
+    for name, item, most in (("partition", partition, _MOST_INT32), ("timestamp", timestamp, _MOST_INT64)):
+        if item is not None and (isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= most):
             raise ZyncError(
-                f"line {number}: {name} is {json.dumps(given)[:80]}; it must be a whole number from 0 to {most}"
+                f"line {number}: {name} is {json.dumps(item)[:80]}; it must be a whole number from 0 to {most}"
             )
     return Line(document["value"], document.get("key"), _headers(document, number), partition, timestamp)
 
 
 def _headers(document: dict[str, Any], number: int) -> tuple[tuple[str, bytes | None], ...]:
-    given = document.get("headers") or []
-    pairs = given.items() if isinstance(given, dict) else [(item["key"], item.get("value")) for item in _objects(given)]
+    headers = document.get("headers") or []
+    pairs = (
+        headers.items()
+        if isinstance(headers, dict)
+        else [(item["key"], item.get("value")) for item in _objects(headers)]
+    )
     # confluent-kafka would cut such a name off at its zero byte.
     if any(not isinstance(name, str) or "\0" in name for name, _ in pairs):
         raise ZyncError(f"line {number}: the name of a header must be text without the character U+0000")
@@ -190,8 +194,8 @@ def _headers(document: dict[str, Any], number: int) -> tuple[tuple[str, bytes | 
         raise ZyncError(f'line {number}: headers must be like [{{"key": "name", "value": "text"}}]') from None
 
 
-def _objects(given: Any) -> list[dict[str, Any]]:
-    return [item for item in given if isinstance(item, dict) and "key" in item] if isinstance(given, list) else []
+def _objects(items: Any) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict) and "key" in item] if isinstance(items, list) else []
 
 
 def render(
@@ -213,12 +217,12 @@ def render(
     return {
         "kafka": place,
         **({"headers": headers} if headers else {}),
-        "key": _rendered(record.key, registry, key, f"the key of {at}"),
-        "value": _rendered(record.value, registry, value, f"the value of {at}"),
+        "key": _render(record.key, registry, key, f"the key of {at}"),
+        "value": _render(record.value, registry, value, f"the value of {at}"),
     }
 
 
-def _rendered(data: bytes | None, registry: Registry | None, rendering: Rendering, what: str) -> Any:
+def _render(data: bytes | None, registry: Registry | None, rendering: Rendering, what: str) -> Any:
     if data is None:
         return None
     if rendering == "bytes":
@@ -236,10 +240,10 @@ def _rendered(data: bytes | None, registry: Registry | None, rendering: Renderin
             return connect_value(data)
         except SchemaError as error:
             raise SchemaError(f"{what}: {error}; try another format") from None
-    framed = len(data) > 4 and data[0] == 0
-    if rendering == "avro" and not framed:
+    has_schema_id = len(data) > 4 and data[0] == 0
+    if rendering == "avro" and not has_schema_id:
         raise SchemaError(f"{what} is no Avro with a schema id; try another format")
-    if framed and registry is not None and rendering in ("avro", "auto"):
+    if has_schema_id and registry is not None and rendering in ("avro", "auto"):
         try:
             return value_of(registry.schema(int.from_bytes(data[1:5], "big")), data[5:])
         except RegistryUnavailable:
@@ -336,11 +340,11 @@ def produce(
         raise missing(topic, connection.servers)
     failures: list[ClientError] = []
 
-    def delivered(error: ClientError | None, _: Message) -> None:
+    def note_delivery(error: ClientError | None, _: Message) -> None:
         if error is not None:
             failures.append(error)
 
-    sent = 0
+    count = 0
     try:
         producer = Producer(connection.properties)
         for record in records:
@@ -353,11 +357,11 @@ def produce(
             }
             while True:
                 try:
-                    producer.produce(topic, on_delivery=delivered, **arguments)
+                    producer.produce(topic, on_delivery=note_delivery, **arguments)
                     break
                 except BufferError:
                     producer.poll(0.5)
-            sent += 1
+            count += 1
             producer.poll(0)
             if failures:
                 break
@@ -365,21 +369,21 @@ def produce(
     except (KafkaException, ValueError) as error:
         raise connection.error(error, doing, topic, "Write") from None
     if failures:
-        said = connection.error(failures[0], doing, topic, "Write")
-        if isinstance(said, NotAuthorized):
-            raise said
+        problem = connection.error(failures[0], doing, topic, "Write")
+        if isinstance(problem, NotAuthorized):
+            raise problem
         raise KafkaError(f"{doing} at {connection.servers}: {failures[0].str()}; {len(failures)} records were refused")
-    return sent
+    return count
 
 
 def _drain(producer: Producer, connection: Connection, doing: str, failures: list[ClientError]) -> None:
     waiting = len(producer)
     progress = time.monotonic()
     while waiting and not failures:
-        left = producer.flush(0.5)
-        if left < waiting:
+        queue_size = producer.flush(0.5)
+        if queue_size < waiting:
             progress = time.monotonic()
         elif time.monotonic() - progress > DELIVERY_SECONDS:
             producer.purge()
             raise connection.unavailable(doing)
-        waiting = left
+        waiting = queue_size

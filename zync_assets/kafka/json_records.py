@@ -40,23 +40,23 @@ from zync_assets.errors import SchemaError
 
 
 @lru_cache(maxsize=256)
-def _parsed(schema: str) -> tuple[Any, dict[str, Any]]:
+def _parse_schema(schema: str) -> tuple[Any, dict[str, Any]]:
     """fastavro's form of a schema, and its named types."""
-    named: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     try:
-        return fastavro.parse_schema(json.loads(schema), named_schemas=named), named
+        return fastavro.parse_schema(json.loads(schema), named_schemas=types), types
     except (ValueError, SchemaParseException, UnknownType) as error:
         raise SchemaError(f"no Avro schema: {error}") from None
 
 
 def datum(schema: str, value: Any) -> bytes:
     """``value`` as Avro binary; SchemaError says where it does not fit ``schema`` (JSON)."""
-    parsed, named = _parsed(schema)
+    form, types = _parse_schema(schema)
     stream = io.BytesIO()
-    typed = _typed(parsed, value, named, "value")
+    avro_value = _avro_value(form, value, types, "value")
     try:
-        fastavro.validate(typed, parsed)
-        fastavro.schemaless_writer(stream, parsed, typed, strict_allow_default=True)
+        fastavro.validate(avro_value, form)
+        fastavro.schemaless_writer(stream, form, avro_value, strict_allow_default=True)
     except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
         raise SchemaError(f"a value does not fit its schema: {error}") from None
     return stream.getvalue()
@@ -66,7 +66,7 @@ def value_of(schema: str, payload: bytes) -> Any:
     """The value of an Avro datum as fastavro has it; SchemaError for bytes that are not of that schema."""
     stream = io.BytesIO(payload)
     try:
-        value = fastavro.schemaless_reader(stream, _parsed(schema)[0], None)
+        value = fastavro.schemaless_reader(stream, _parse_schema(schema)[0], None)
     except (ValueError, EOFError, IndexError, TypeError, OverflowError, MemoryError) as error:
         raise SchemaError(f"bytes that do not fit their schema: {error or type(error).__name__}") from None
     if stream.tell() != len(payload):
@@ -74,43 +74,43 @@ def value_of(schema: str, payload: bytes) -> Any:
     return value
 
 
-def _typed(schema: Any, value: Any, named: Mapping[str, Any], path: str) -> Any:
+def _avro_value(schema: Any, value: Any, types: Mapping[str, Any], path: str) -> Any:
     """``value`` with the strings of a JSON document turned into what fastavro writes."""
     if isinstance(schema, list):
-        return _branch(schema, value, named, path)
+        return _branch(schema, value, types, path)
     if isinstance(schema, str):
-        return _typed(named[schema], value, named, path) if schema in named else _plain(schema, None, value, path)
+        return _avro_value(types[schema], value, types, path) if schema in types else _plain(schema, None, value, path)
     kind = schema["type"]
     if kind in ("record", "error") and isinstance(value, Mapping):
         fields = {field["name"]: field["type"] for field in schema["fields"]}
         unknown = [str(name) for name in value if name not in fields]
         if unknown:
             raise SchemaError(f"{path}: the schema has no field {', '.join(unknown)}; add it, or leave it out")
-        return {name: _typed(fields[name], item, named, f"{path}.{name}") for name, item in value.items()}
+        return {name: _avro_value(fields[name], item, types, f"{path}.{name}") for name, item in value.items()}
     if kind == "array" and isinstance(value, list):
-        return [_typed(schema["items"], item, named, f"{path}[]") for item in value]
+        return [_avro_value(schema["items"], item, types, f"{path}[]") for item in value]
     if kind == "map" and isinstance(value, Mapping):
-        return {name: _typed(schema["values"], item, named, f"{path}.{name}") for name, item in value.items()}
+        return {name: _avro_value(schema["values"], item, types, f"{path}.{name}") for name, item in value.items()}
     if isinstance(kind, (dict, list)):
-        return _typed(kind, value, named, path)
+        return _avro_value(kind, value, types, path)
     return _plain(kind, schema.get("logicalType"), value, path)
 
 
-def _branch(schema: list[Any], value: Any, named: Mapping[str, Any], path: str) -> Any:
+def _branch(schema: list[Any], value: Any, types: Mapping[str, Any], path: str) -> Any:
     failure: SchemaError | None = None
     for branch in schema:
         try:
-            typed = _typed(branch, value, named, path)
+            avro_value = _avro_value(branch, value, types, path)
         except SchemaError as error:
             failure = error
             continue
-        if fastavro.validate(typed, _standing_alone(branch, named), raise_errors=False):
-            return typed
+        if fastavro.validate(avro_value, _standing_alone(branch, types), raise_errors=False):
+            return avro_value
     raise failure or SchemaError(f"{path}: {json.dumps(value)} fits no branch of its union")
 
 
-def _standing_alone(branch: Any, named: Mapping[str, Any]) -> Any:
-    return named.get(branch, branch) if isinstance(branch, str) else branch
+def _standing_alone(branch: Any, types: Mapping[str, Any]) -> Any:
+    return types.get(branch, branch) if isinstance(branch, str) else branch
 
 
 def _plain(kind: str, logical: str | None, value: Any, path: str) -> Any:
@@ -144,15 +144,15 @@ _OF_TEXT: Mapping[str, Callable[[str], Any]] = {
 
 
 @dataclass
-class _Seen:
+class _Samples:
     """The values found at one path. ``kinds``: a subset of boolean, long, double, string, record, array."""
 
     kinds: set[str] = field(default_factory=set)
     null: bool = False
     records: int = 0
-    fields: dict[str, _Seen] = field(default_factory=dict)
+    fields: dict[str, _Samples] = field(default_factory=dict)
     times: int = 0
-    items: _Seen | None = None
+    items: _Samples | None = None
 
 
 def infer_schema(values: Iterable[object], name: str) -> str:
@@ -163,36 +163,36 @@ def infer_schema(values: Iterable[object], name: str) -> str:
     default null. A field that is null in every value is null or a string. SchemaError names a path with different types, or
     a name that breaks Avro's rules.
     """
-    seen = _Seen()
+    samples = _Samples()
     for value in values:
-        _look(seen, value, name)
-    if not seen.kinds and not seen.null:
+        _look(samples, value, name)
+    if not samples.kinds and not samples.null:
         raise SchemaError(f"{name}: no value to infer a schema from")
-    return json.dumps(_schema(seen, name, seen.null))
+    return json.dumps(_schema(samples, name, samples.null))
 
 
-def _look(seen: _Seen, value: Any, path: str) -> None:
-    seen.times += 1
+def _look(samples: _Samples, value: Any, path: str) -> None:
+    samples.times += 1
     if value is None:
-        seen.null = True
+        samples.null = True
         return
     kind = _kind(value, path)
     if kind == "long" and not -(1 << 63) <= value < 1 << 63:
         raise SchemaError(f"{path}: {value} is out of the range of Avro's long")
-    others = seen.kinds - {kind}
+    others = samples.kinds - {kind}
     if others and not {kind, *others} <= {"long", "double"}:
         raise SchemaError(f"{path}: {kind} here, {others.pop()} in another value; make them one type, or give a schema")
-    seen.kinds.add(kind)
+    samples.kinds.add(kind)
     if kind == "record":
-        seen.records += 1
+        samples.records += 1
         for key, item in value.items():
             if not key or not is_avro_name(key):
                 raise SchemaError(f"{path}.{key}: Avro names are letters, digits and _, not starting with a digit")
-            _look(seen.fields.setdefault(key, _Seen()), item, f"{path}.{key}")
+            _look(samples.fields.setdefault(key, _Samples()), item, f"{path}.{key}")
     elif kind == "array":
-        seen.items = seen.items or _Seen()
+        samples.items = samples.items or _Samples()
         for item in value:
-            _look(seen.items, item, f"{path}[]")
+            _look(samples.items, item, f"{path}[]")
 
 
 def _kind(value: Any, path: str) -> str:
@@ -213,25 +213,25 @@ _KINDS: tuple[tuple[str, type], ...] = (
 )
 
 
-def _schema(seen: _Seen, name: str, nullable: bool) -> Any:
-    made = _type(seen, name)
-    return ["null", made] if nullable else made
+def _schema(samples: _Samples, name: str, nullable: bool) -> Any:
+    avro_type = _type(samples, name)
+    return ["null", avro_type] if nullable else avro_type
 
 
-def _type(seen: _Seen, name: str) -> Any:
-    if seen.kinds == {"long", "double"}:
+def _type(samples: _Samples, name: str) -> Any:
+    if samples.kinds == {"long", "double"}:
         return "double"
-    if not seen.kinds:
+    if not samples.kinds:
         return "string"
-    kind = next(iter(seen.kinds))
+    kind = next(iter(samples.kinds))
     if kind == "array":
-        items = seen.items or _Seen()
+        items = samples.items or _Samples()
         return {"type": "array", "items": _schema(items, f"{name}_item", items.null or not items.kinds)}
     if kind != "record":
         return kind
     fields: list[dict[str, Any]] = []
-    for key, inner in seen.fields.items():
-        if inner.null or inner.times < seen.records:
+    for key, inner in samples.fields.items():
+        if inner.null or inner.times < samples.records:
             fields.append({"name": key, "type": _schema(inner, f"{name}_{key}", True), "default": None})
         else:
             fields.append({"name": key, "type": _schema(inner, f"{name}_{key}", False)})
@@ -254,10 +254,10 @@ def connect_value(payload: bytes) -> Any:
         return document
     if document["schema"] is None:
         return document["payload"]
-    decoded = ConnectDecoder(None, None).decode(pa.array([payload], pa.binary()))
-    if decoded.bad:
-        raise SchemaError(decoded.bad[0].error)
-    return decoded.values.to_pylist(maps_as_pydicts="lossy")[0]
+    batch = ConnectDecoder(None, None).decode(pa.array([payload], pa.binary()))
+    if batch.bad:
+        raise SchemaError(batch.bad[0].error)
+    return batch.values.to_pylist(maps_as_pydicts="lossy")[0]
 
 
 def connect_encoder(schema: str) -> Callable[[Any], bytes]:
@@ -273,9 +273,9 @@ def connect_encoder(schema: str) -> Callable[[Any], bytes]:
         _check(node, value, "value")
         column, bad = read(pa.array([json.dumps(value).encode()], pa.binary()))
         if not bad:
-            encoded = encoder.encode(column)
-            bad = {item.index: item.error for item in encoded.bad}
-            if not bad and (payload := encoded.payloads[0].as_py()) is not None:
+            batch = encoder.encode(column)
+            bad = {item.index: item.error for item in batch.bad}
+            if not bad and (payload := batch.payloads[0].as_py()) is not None:
                 return payload
         raise SchemaError(f"a value does not fit its schema: {bad.get(0, 'it is null')}")
 

@@ -129,15 +129,15 @@ def library() -> ctypes.CDLL:
     if ctypes.sizeof(_POINTER) != 8:
         raise SetupError("zync needs a Python of 64 bits; install one.")
     # The loader looks a name up in the module and in what the module is linked with, wherever that lies.
-    found = ctypes.CDLL(cimpl.__file__)
+    functions = ctypes.CDLL(cimpl.__file__)
     for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(found, name, None)
+        function = getattr(functions, name, None)
         if function is None:
             raise _unusable(f"shows no function {name} of librdkafka")
         function.restype, function.argtypes = result, arguments
-    if _name_sizes(found, (b"a\0b", b"", b"name")) != [3, 0, 4]:
+    if _name_sizes(functions, (b"a\0b", b"", b"name")) != [3, 0, 4]:
         raise _unusable("keeps the size of a header's name in another place")
-    return found
+    return functions
 
 
 def _unusable(reason: str) -> SetupError:
@@ -150,16 +150,16 @@ def _unusable(reason: str) -> SetupError:
 def _name_sizes(functions: ctypes.CDLL, names: Sequence[bytes]) -> list[int]:
     """The sizes of headers' names as they are in memory. Every second header has a null value."""
     headers = functions.rd_kafka_headers_new(len(names))
-    found: list[int] = []
+    sizes: list[int] = []
     try:
         name, value, size = _POINTER(), _POINTER(), _SIZE()
         for place, text in enumerate(names):
             functions.rd_kafka_header_add(headers, text, len(text), b"value" if place % 2 else None, 5 * (place % 2))
             functions.rd_kafka_header_get_all(headers, place, *map(ctypes.byref, (name, value, size)))
-            found.append(_SIZE.from_address((name.value or 0) - NAME_SIZE).value)
+            sizes.append(_SIZE.from_address((name.value or 0) - NAME_SIZE).value)
     finally:
         functions.rd_kafka_headers_destroy(headers)
-    return found
+    return sizes
 
 
 @cache
@@ -168,11 +168,11 @@ def quick_library() -> ctypes.PyDLL:
 
     A release costs more than such a call.
     """
-    found = ctypes.PyDLL(cimpl.__file__)
+    functions = ctypes.PyDLL(cimpl.__file__)
     for name in _FUNCTIONS:
-        function, declared = getattr(found, name), getattr(library(), name)
-        function.restype, function.argtypes = declared.restype, declared.argtypes
-    return found
+        function, declaration = getattr(functions, name), getattr(library(), name)
+        function.restype, function.argtypes = declaration.restype, declaration.argtypes
+    return functions
 
 
 def library_version() -> str:
@@ -189,9 +189,9 @@ def way() -> str:
 def addresses() -> Iterator[tuple[str, int]]:
     """Each function's name and address, for compiled code."""
     for name in _FUNCTIONS:
-        found = ctypes.cast(getattr(library(), name), _POINTER).value
-        assert found is not None
-        yield name, found
+        address = ctypes.cast(getattr(library(), name), _POINTER).value
+        assert address is not None
+        yield name, address
 
 
 class Client:
@@ -204,16 +204,16 @@ class Client:
         Raises KafkaException for a property that librdkafka refuses, and where ``oauth_cb`` makes no first token.
         """
         self.library = library()
-        given = dict(properties)
-        self._on_error: Callable[[KafkaError], None] = given.pop("error_cb")
-        self._logger: Any = given.pop("logger")
-        oauth: Callable[[str], Any] | None = given.pop("oauth_cb", None)
+        settings = dict(properties)
+        self._on_error: Callable[[KafkaError], None] = settings.pop("error_cb")
+        self._logger: Any = settings.pop("logger")
+        oauth: Callable[[str], Any] | None = settings.pop("oauth_cb", None)
         tokens = _Tokens(self.library, oauth) if oauth else None
         self._errors: list[tuple[int, str, bool]] = []
         errors = self._errors
         # An error that comes with a partition's messages: librdkafka calls this in the call that takes the messages.
-        report = _REPORT(lambda _, code, text, __: errors.append((code, _decoded(text), False)))
-        conf = _configuration(self.library, given)
+        report = _REPORT(lambda _, code, text, __: errors.append((code, _decode(text), False)))
+        conf = _configuration(self.library, settings)
         self.library.rd_kafka_conf_set_events(conf, _LOG | _ERROR | (_DELIVERY if kind == "producer" else 0))
         self.library.rd_kafka_conf_set_error_cb(conf, report)
         if tokens:
@@ -257,9 +257,9 @@ class Client:
         self._errors.clear()
         for code, text, fatal in errors:
             if fatal or code == KafkaError._FATAL:
-                said = ctypes.create_string_buffer(512)
-                code = self.library.rd_kafka_fatal_error(self.handle, said, len(said))
-                raise KafkaException(KafkaError(code, _decoded(said.value), True))
+                reason = ctypes.create_string_buffer(512)
+                code = self.library.rd_kafka_fatal_error(self.handle, reason, len(reason))
+                raise KafkaException(KafkaError(code, _decode(reason.value), True))
             self._on_error(KafkaError(code, text))
 
     def on_delivery(self, event: int) -> None:
@@ -269,13 +269,13 @@ class Client:
         if kind == _DELIVERY:
             self.on_delivery(event)
         elif kind == _ERROR:
-            text = _decoded(self.library.rd_kafka_event_error_string(event))
+            text = _decode(self.library.rd_kafka_event_error_string(event))
             fatal = bool(self.library.rd_kafka_event_error_is_fatal(event))
             self._errors.append((self.library.rd_kafka_event_error(event), text, fatal))
         elif kind == _LOG:
             facility, line, level = _TEXT(), _TEXT(), _INT()
             self.library.rd_kafka_event_log(event, facility, line, level)
-            self._logger.log(level.value, "%s %s", _decoded(facility.value), _decoded(line.value))
+            self._logger.log(level.value, "%s %s", _decode(facility.value), _decode(line.value))
 
 
 class _Tokens:
@@ -290,21 +290,21 @@ class _Tokens:
         # Nobody is above this call to catch an error: librdkafka reports it and asks again.
         try:
             # A principal and extensions may be left out.
-            made: list[Any] = [*self._make(_decoded(config)), "", {}]
-            token, until, principal, extensions = made[:4]
+            token_parts: list[Any] = [*self._make(_decode(config)), "", {}]
+            token, until, principal, extensions = token_parts[:4]
             pairs = [text.encode() for pair in extensions.items() for text in pair]
-            said = ctypes.create_string_buffer(512)
-            refused = self._functions.rd_kafka_oauthbearer_set_token(
+            reason = ctypes.create_string_buffer(512)
+            code = self._functions.rd_kafka_oauthbearer_set_token(
                 handle,
                 token.encode(),
                 int(until * 1000),
                 principal.encode(),
                 (_TEXT * len(pairs))(*pairs),
                 len(pairs),
-                said,
-                len(said),
+                reason,
+                len(reason),
             )
-            problem = _decoded(said.value) if refused else None
+            problem = _decode(reason.value) if code else None
         except ZyncError as error:
             problem = str(error)
         except Exception as error:
@@ -318,24 +318,24 @@ class _Tokens:
 
 def _configuration(functions: ctypes.CDLL, properties: Mapping[str, Any]) -> int:
     """A ``rd_kafka_conf_t`` with these properties."""
-    said = ctypes.create_string_buffer(512)
+    reason = ctypes.create_string_buffer(512)
     conf: int = functions.rd_kafka_conf_new()
     # A plugin brings properties of its own. The log goes to the queue of events.
     first = {name: properties[name] for name in ("debug", "plugin.library.paths") if name in properties}
     for name, value in {**first, **properties, "log.queue": True}.items():
-        if functions.rd_kafka_conf_set(conf, name.encode(), str(value).encode(), said, len(said)):
+        if functions.rd_kafka_conf_set(conf, name.encode(), str(value).encode(), reason, len(reason)):
             functions.rd_kafka_conf_destroy(conf)
-            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decoded(said.value)))
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decode(reason.value)))
     return conf
 
 
 def _new(functions: ctypes.CDLL, kind: int, conf: int) -> int:
     """A client's ``rd_kafka_t``, which owns ``conf``."""
-    said = ctypes.create_string_buffer(512)
-    handle: int | None = functions.rd_kafka_new(kind, conf, said, len(said))
+    reason = ctypes.create_string_buffer(512)
+    handle: int | None = functions.rd_kafka_new(kind, conf, reason, len(reason))
     if handle is None:
         functions.rd_kafka_conf_destroy(conf)
-        raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decoded(said.value)))
+        raise KafkaException(KafkaError(KafkaError._INVALID_ARG, _decode(reason.value)))
     return handle
 
 
@@ -346,5 +346,5 @@ def _end(functions: ctypes.CDLL, handle: int, events: int, kind: str, callbacks:
     functions.rd_kafka_destroy(handle)
 
 
-def _decoded(text: bytes | None) -> str:
+def _decode(text: bytes | None) -> str:
     return (text or b"").decode(errors="replace")

@@ -22,7 +22,7 @@ from zync_assets.kafka.admin import BETWEEN_LEADERS
 from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
 from zync_assets.kafka.zero_copy import Intake, Trouble
 
-STALLED = 60.0
+STALL_SECONDS = 60.0
 """Seconds without any progress after which the broker counts as gone."""
 
 PROPAGATION = 5.0
@@ -91,23 +91,23 @@ def read_range(
         chunk = min(FIRST, batch_records)
         progress = time.monotonic()
         while position < end:
-            taken = intake.take(min(chunk, end - position), POLL)
+            fetch = intake.take(min(chunk, end - position), POLL)
             connection.raise_missing(topic)
-            if not taken.records and not taken.troubles:
-                connection.raise_refused(doing, progress)
-                if time.monotonic() - progress > STALLED:
+            if not fetch.records and not fetch.troubles:
+                connection.raise_refusal(doing, progress)
+                if time.monotonic() - progress > STALL_SECONDS:
                     raise connection.unavailable(doing)
                 continue
             progress = time.monotonic()
-            connection.answered()
-            if taken.records:
-                size = parts.add(taken.records, end)
-                position = max(position, taken.records["offset"][-1].as_py() + 1)
+            connection.note_answer()
+            if fetch.records:
+                size = parts.add(fetch.records, end)
+                position = max(position, fetch.records["offset"][-1].as_py() + 1)
                 # Large records: ask for fewer at once, so that a batch stays near its limit.
-                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(taken.records) // (8 * size + 1) + 1))
-            for trouble in taken.troubles:
-                wanted = f"{position} (wanted up to {end})"
-                position = max(position, end_reported(trouble, connection, f"{topic}/{partition}", wanted) or 0)
+                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(fetch.records) // (8 * size + 1) + 1))
+            for trouble in fetch.troubles:
+                offset_text = f"{position} (wanted up to {end})"
+                position = max(position, reported_end(trouble, connection, f"{topic}/{partition}", offset_text) or 0)
             if len(parts) >= batch_records or parts.bytes >= batch_bytes:
                 yield parts.take()
                 progress = time.monotonic()
@@ -170,21 +170,21 @@ def _watermarks(intake: Intake, connection: Connection, doing: str) -> tuple[int
     unknown: float | None = None
     while True:
         try:
-            found = intake.watermarks(PATIENCE)
+            watermarks = intake.watermarks(PATIENCE)
         except KafkaException as error:
             code, now = error.args[0].code(), time.monotonic()
             # Of a broker that was away before, that time does not count.
             unknown = (unknown or now) if code in UNKNOWN_TOPIC else None
-            if now - began > STALLED or (unknown is not None and now - unknown > PROPAGATION):
+            if now - began > STALL_SECONDS or (unknown is not None and now - unknown > PROPAGATION):
                 raise
             if code not in UNREACHABLE | BETWEEN_LEADERS | UNKNOWN_TOPIC:
                 raise
             time.sleep(0.1)
             intake.poll(0)
-            connection.raise_refused(doing, began)
+            connection.raise_refusal(doing, began)
         else:
-            connection.answered()
-            return found
+            connection.note_answer()
+            return watermarks
 
 
 class _Parts:
@@ -219,17 +219,17 @@ def _bytes_of(column: pa.Array) -> int:
     return 0 if data is None else int(data.size)
 
 
-def end_reported(trouble: Trouble, connection: Connection, place: str, wanted: str) -> int | None:
+def reported_end(trouble: Trouble, connection: Connection, place: str, offset: str) -> int | None:
     """The partition's end if librdkafka reports an end; None for trouble that may pass.
 
-    Raises DataLoss or another KafkaError for lasting trouble. ``place``: topic and partition; ``wanted``: the offset to read.
+    Raises DataLoss or another KafkaError for lasting trouble. ``place``: topic and partition; ``offset``: the offset to read.
     """
     error = trouble.error
     if error.code() == ClientError._PARTITION_EOF:
         return trouble.offset
     if error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
         raise DataLoss(
-            f"{place} no longer holds offset {wanted}: retention has deleted it, or the topic was created again; "
+            f"{place} no longer holds offset {offset}: retention has deleted it, or the topic was created again; "
             "raise the topic's retention, and set on-data-loss: continue on the input to go on after the gap"
         )
     if not error.fatal() and (trouble.topic is None or error.code() in UNREACHABLE):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
-from zync_assets.kafka.trust import explained
+from zync_assets.kafka.trust import explanation
 from zync_assets.pipeline import RegistryConfig, SubjectNameStrategy
 from zync_assets.private import of, private
 
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient, SchemaRegistryError
 
 PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
-_NAMED = frozenset({"record", "error", "enum", "fixed"})
+_NAMED_KINDS = frozenset({"record", "error", "enum", "fixed"})
 
 
-def inline(schema: str, referenced: Sequence[str]) -> str:
-    """``schema`` with each type from ``referenced`` (JSON documents) defined at its first use.
+def inline(schema: str, references: Sequence[str]) -> str:
+    """``schema`` with each type from ``references`` (JSON documents) defined at its first use.
 
     Raises SchemaError for a document that is no JSON, or a name that nothing defines.
     """
     try:
-        documents = [json.loads(text) for text in referenced]
+        documents = [json.loads(text) for text in references]
         main = json.loads(schema)
-        known = {name: item for document in documents for name, item in _definitions(document, "")}
-        return json.dumps(_Inliner(known).schema(main, ""))
+        definitions = {name: item for document in documents for name, item in _definitions(document, "")}
+        return json.dumps(_Inliner(definitions).schema(main, ""))
     except ValueError as error:
         raise SchemaError(f"a schema that is no JSON: {error}; register it again") from None
     except RecursionError:
@@ -76,7 +76,7 @@ def _definitions(schema: Any, namespace: str) -> Iterator[tuple[str, tuple[Mappi
             yield from _definitions(branch, namespace)
     elif isinstance(schema, dict):
         inner = namespace
-        if schema.get("type") in _NAMED:
+        if schema.get("type") in _NAMED_KINDS:
             inner = _namespace(schema, namespace)
             yield full_name(str(schema["name"]), inner), (schema, namespace)
         for field in schema.get("fields", ()):
@@ -88,9 +88,9 @@ def _definitions(schema: Any, namespace: str) -> Iterator[tuple[str, tuple[Mappi
 class _Inliner:
     """Walks a schema in the order in which a parser meets its names."""
 
-    def __init__(self, known: Mapping[str, tuple[Mapping[str, Any], str]]) -> None:
-        self._known = known
-        self._defined: set[str] = set()
+    def __init__(self, definitions: Mapping[str, tuple[Mapping[str, Any], str]]) -> None:
+        self._definitions = definitions
+        self._names: set[str] = set()
 
     def schema(self, schema: Any, namespace: str) -> Any:
         if isinstance(schema, str):
@@ -100,7 +100,7 @@ class _Inliner:
         if not isinstance(schema, dict):
             raise SchemaError(f"{json.dumps(schema)} is no Avro schema; correct it in the registry")
         kind = schema.get("type")
-        if kind not in _NAMED:
+        if kind not in _NAMED_KINDS:
             return {
                 **schema,
                 **{part: self.schema(schema[part], namespace) for part in ("items", "values") if part in schema},
@@ -108,9 +108,9 @@ class _Inliner:
             }
         inner = _namespace(schema, namespace)
         name = full_name(str(schema["name"]), inner)
-        if name in self._defined:
+        if name in self._names:
             return name
-        self._defined.add(name)
+        self._names.add(name)
         # An explicit namespace, even an empty one: the place it moves to must not lend it another.
         whole = {**schema, "name": name.rpartition(".")[2], "namespace": inner}
         if "fields" in schema:
@@ -121,10 +121,10 @@ class _Inliner:
         if name in PRIMITIVES:
             return name
         for candidate in dict.fromkeys((full_name(name, namespace), name)):
-            if candidate in self._defined:
+            if candidate in self._names:
                 return candidate
-            if candidate in self._known:
-                definition, enclosing = self._known[candidate]
+            if candidate in self._definitions:
+                definition, enclosing = self._definitions[candidate]
                 return self.schema(definition, enclosing)
         raise SchemaError(
             f"type {full_name(name, namespace)} is defined nowhere; register the subject that defines it "
@@ -178,16 +178,16 @@ def connect(config: RegistryConfig) -> SchemaRegistryClient:
     """Confluent's client, which asks nothing yet. ValueError or TypeError for a property that it does not take."""
     from confluent_kafka.schema_registry import SchemaRegistryClient
 
-    given: dict[str, Any] = {
+    properties: dict[str, Any] = {
         name: float(value) if name in _NUMBERS else value for name, value in config.properties.items()
     }
     login = urlsplit(config.url.split(",")[0].strip())
-    if login.username and "basic.auth.user.info" not in given:
-        given["basic.auth.user.info"] = f"{unquote(login.username)}:{unquote(login.password or '')}"
-    if "bearer.auth.token" in given:
+    if login.username and "basic.auth.user.info" not in properties:
+        properties["basic.auth.user.info"] = f"{unquote(login.username)}:{unquote(login.password or '')}"
+    if "bearer.auth.token" in properties:
         # Of no meaning outside Confluent's cloud, and asked for by its client.
-        given = {"bearer.auth.credentials.source": "STATIC_TOKEN", "bearer.auth.logical.cluster": "", **given}
-    client = SchemaRegistryClient({**DEFAULTS, **given, "max.retries": 0, "url": public(config.url)})
+        properties = {"bearer.auth.credentials.source": "STATIC_TOKEN", "bearer.auth.logical.cluster": "", **properties}
+    client = SchemaRegistryClient({**DEFAULTS, **properties, "max.retries": 0, "url": public(config.url)})
     session: Any = of("confluent-kafka", client, "_rest_client").session
     session.follow_redirects = True
     session.event_hooks = {"response": [_keep_method]}
@@ -229,33 +229,33 @@ def _once(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
     try:
         return request()
     except SchemaRegistryError as error:
-        raise _answered(config, error, at, what) from None
+        raise _answer_error(config, error, at, what) from None
     except httpx.TooManyRedirects:
         raise RegistryError(f"{at} redirects in a circle: {what}; write the last address in registry.url") from None
     except httpx.HTTPError as error:
-        raise _unanswered(config, error, at, what) from None
+        raise _silence_error(config, error, at, what) from None
     except OAuthTokenError as error:
         raise RegistryError(
             f"{at}: no token could be had (HTTP status {error.status_code}): {what}; check bearer.auth.client.id,"
             " bearer.auth.client.secret and bearer.auth.issuer.endpoint.url of registry"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        raise RegistryError(f"{at}: {what}: {_hidden(str(error), config)}; check `registry:`") from None
+        raise RegistryError(f"{at}: {what}: {_redact(str(error), config)}; check `registry:`") from None
 
 
-def _answered(config: RegistryConfig, error: SchemaRegistryError, at: str, what: str) -> RegistryError:
+def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, what: str) -> RegistryError:
     """The error for an answer that is none."""
-    status, said = error.http_status_code, _hidden(str(error.error_message), config)
+    status, message = error.http_status_code, _redact(str(error.error_message), config)
     if status >= 500 or status in _PASSING:
-        return RegistryUnavailable(f"{at} could not answer: {what}: {said}; try again")
+        return RegistryUnavailable(f"{at} could not answer: {what}: {message}; try again")
     if status in (401, 403):
         return RegistryError(f"{at} refused the login (HTTP status {status}): {what}; {_login_cure(config)}")
     # Of a 404 only the code tells: a wrong address gives one too.
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-    return kind(f"{at} refused: {what}: {said}")
+    return kind(f"{at} refused: {what}: {message}")
 
 
-def _unanswered(config: RegistryConfig, error: Exception, at: str, what: str) -> RegistryError:
+def _silence_error(config: RegistryConfig, error: Exception, at: str, what: str) -> RegistryError:
     """The error for no answer: a certificate, or an outage."""
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -266,22 +266,24 @@ def _unanswered(config: RegistryConfig, error: Exception, at: str, what: str) ->
                 " ssl.key.location of registry"
             )
     return RegistryUnavailable(
-        f"no answer from {at}: {what}: {_hidden(str(error), config) or type(error).__name__};"
+        f"no answer from {at}: {what}: {_redact(str(error), config) or type(error).__name__};"
         " check registry.url and that it is up"
     )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _certificate(config: RegistryConfig, cause: ssl.SSLCertVerificationError, error: Any) -> str:
     url: Any = error.request.url
     port = url.port or 443
-    return explained(cause, url.host, port, config.properties.get("ssl.ca.location"), "ssl.ca.location", "registry.url")
+    return explanation(
+        cause, url.host, port, config.properties.get("ssl.ca.location"), "ssl.ca.location", "registry.url"
+    )
 
 
 def _login_cure(config: RegistryConfig) -> str:
@@ -292,7 +294,7 @@ def _login_cure(config: RegistryConfig) -> str:
     return "it wants one: set basic.auth.user.info or bearer.auth.token of registry"
 
 
-def _hidden(text: str, config: RegistryConfig) -> str:
+def _redact(text: str, config: RegistryConfig) -> str:
     """``text`` without the values of the settings, should a library repeat one."""
     logins = [_parts(url)[1] for url in config.url.split(",")]
     for value in sorted({*config.properties.values(), *logins}, key=len, reverse=True):
@@ -356,8 +358,8 @@ class Registry:
         """
         place = (self._config.url, id)
         if place not in _schemas:
-            found = self._ask(lambda client: client.get_schema(id), f"schema id {id}")
-            text = self._whole(found, f"schema id {id}")
+            schema = self._ask(lambda client: client.get_schema(id), f"schema id {id}")
+            text = self._whole(schema, f"schema id {id}")
             with _lock:
                 _schemas[place] = text
         return _schemas[place]
@@ -365,19 +367,19 @@ class Registry:
     def latest(self, subject: str) -> tuple[int, str] | None:
         """The id and the schema of a subject's latest version; None for an unknown subject."""
         try:
-            found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
+            version = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
         except SchemaUnknown:
             return None
-        return int(found.schema_id or 0), self._whole(found.schema, f"subject {subject}")
+        return int(version.schema_id or 0), self._whole(version.schema, f"subject {subject}")
 
     def last_version(self, subject: str) -> Version | None:
         """A subject's latest version; None for an unknown subject."""
         try:
-            found = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
+            version = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
         except SchemaUnknown:
             return None
-        kind = found.schema.schema_type or "AVRO"
-        return Version(int(found.version or 0), int(found.schema_id or 0), kind, str(found.schema.schema_str))
+        kind = version.schema.schema_type or "AVRO"
+        return Version(int(version.version or 0), int(version.schema_id or 0), kind, str(version.schema.schema_str))
 
     def register(self, subject: str, schema_json: str) -> int:
         """Register a schema under ``subject`` and return its id; the same schema again gives the same id.
@@ -412,19 +414,19 @@ class Registry:
             raise SchemaError(f"{what} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
         if not schema.references:
             return str(schema.schema_str)
-        return inline(str(schema.schema_str), self._referenced(schema, what))
+        return inline(str(schema.schema_str), self._references(schema, what))
 
-    def _referenced(self, schema: Schema, what: str) -> list[str]:
+    def _references(self, schema: Schema, what: str) -> list[str]:
         """The referenced schemas of ``schema``, as JSON. A schema comes after the schemas that it refers to."""
-        found: list[str] = []
+        documents: list[str] = []
         for reference in schema.references or ():
             subject, version = str(reference.subject), int(reference.version or -1)
             where = f"{what}, which refers to subject {subject} version {version}"
             other = self._ask(
                 lambda client, subject=subject, version=version: client.get_version(subject, version), where
             ).schema
-            found += [*self._referenced(other, what), str(other.schema_str)]
-        return list(dict.fromkeys(found))
+            documents += [*self._references(other, what), str(other.schema_str)]
+        return list(dict.fromkeys(documents))
 
     def _ask(self, request: Callable[[SchemaRegistryClient], T], what: str) -> T:
         def once() -> T:

@@ -72,8 +72,8 @@ class Survey:
     @property
     def errors(self) -> dict[str, KafkaError]:
         """Topic → its error: a problem, or the error of the first partition without a leader."""
-        led = {topic: min(state.away.items())[1] for topic, state in self.states.items() if state.away}
-        return {**self.problems, **led}
+        leader_errors = {topic: min(state.away.items())[1] for topic, state in self.states.items() if state.away}
+        return {**self.problems, **leader_errors}
 
 
 def survey(
@@ -88,45 +88,45 @@ def survey(
     names = list(dict.fromkeys(topics))
     if not names:
         return Survey({}, {})
-    ask = Question(kafka, f"asking for {_listed(names)}", WAIT if timeout is None else timeout)
+    ask = Question(kafka, f"asking for {_topic_list(names)}", WAIT if timeout is None else timeout)
 
     def question() -> Survey:
-        found = _survey(ask, names)
-        for state in found.states.values():
-            if state.away and ask.left() > LAST_LOOK and (patience is None or ask.waited < patience):
+        report = _survey(ask, names)
+        for state in report.states.values():
+            if state.away and ask.budget() > LAST_LOOK and (patience is None or ask.waiting_time < patience):
                 raise LeaderMissing(str(min(state.away.items())[1]))
-        return found
+        return report
 
-    return ask.until_led(question)
+    return ask.await_leaders(question)
 
 
 def topic_states(
     kafka: Mapping[str, str], topics: Sequence[str], timeout: float | None = None
 ) -> dict[str, TopicState]:
     """As ``survey``, with an error for a problem of any topic or partition."""
-    found = survey(kafka, topics, timeout)
-    for error in found.errors.values():
+    report = survey(kafka, topics, timeout)
+    for error in report.errors.values():
         raise error
-    return dict(found.states)
+    return dict(report.states)
 
 
 def led_state(kafka: Mapping[str, str], topic: str, patience: float) -> TopicState | None:
     """The state of one topic, ``away`` included; None if the topic is missing. ``patience``: as for ``survey``."""
-    found = survey(kafka, [topic], patience=patience)
-    for error in found.problems.values():
+    report = survey(kafka, [topic], patience=patience)
+    for error in report.problems.values():
         raise error
-    return found.states.get(topic)
+    return report.states.get(topic)
 
 
 def _survey(ask: Question, names: list[str]) -> Survey:
     problems: dict[str, KafkaError] = {}
     ids: dict[str, str] = {}
     away: dict[str, dict[int, KafkaError]] = {}
-    wanted: list[tuple[str, int]] = []
+    places: list[tuple[str, int]] = []
     wait = ask.attempt()
     for topic, future in ask(lambda admin, _: admin.describe_topics(TopicCollection(names), request_timeout=wait)):
         try:
-            found = ask.answer(future, topic)
+            description = ask.answer(future, topic)
         except TopicMissing:
             continue
         except (BrokerUnavailable, TrustError):
@@ -134,16 +134,16 @@ def _survey(ask: Question, names: list[str]) -> Survey:
         except KafkaError as error:
             problems[topic] = error
             continue
-        ids[topic], away[topic] = str(found.topic_id), {}
-        for item in sorted(found.partitions, key=lambda each: each.id):
+        ids[topic], away[topic] = str(description.topic_id), {}
+        for item in sorted(description.partitions, key=lambda each: each.id):
             if item.leader is None or item.leader.id < 0:
                 away[topic][item.id] = _leaderless(ask, topic, item.id, [each.id for each in item.replicas])
             else:
-                wanted.append((topic, item.id))
+                places.append((topic, item.id))
     # Both are asked at once, and awaited one after the other.
-    asked = ask.offsets(wanted, OffsetSpec.earliest()), ask.offsets(wanted, OffsetSpec.latest())
-    low, end = (_offsets(ask, answers, away, problems) for answers in asked)
-    for topic, partition in wanted:
+    requests = ask.offsets(places, OffsetSpec.earliest()), ask.offsets(places, OffsetSpec.latest())
+    low, end = (_offsets(ask, answers, away, problems) for answers in requests)
+    for topic, partition in places:
         if not ((topic, partition) in low and (topic, partition) in end) and partition not in away[topic]:
             # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more,
             # the description knows.
@@ -156,7 +156,7 @@ def _survey(ask: Question, names: list[str]) -> Survey:
             ids[topic],
             tuple(
                 PartitionState(partition, low[name, partition], end[name, partition])
-                for name, partition in wanted
+                for name, partition in places
                 if name == topic and partition not in away[topic]
             ),
             away[topic],
@@ -174,15 +174,15 @@ def _offsets(
     problems: dict[str, KafkaError],
 ) -> dict[tuple[str, int], int]:
     """(topic, partition) → offset. Adds the errors of the other partitions to ``away`` or ``problems``."""
-    found: dict[tuple[str, int], int] = {}
+    offsets: dict[tuple[str, int], int] = {}
     for (topic, partition), offset in ask.each(answers):
         if isinstance(offset, int):
-            found[topic, partition] = offset
+            offsets[topic, partition] = offset
         elif isinstance(offset, BrokerUnavailable):
             away[topic].setdefault(partition, offset)
         elif not isinstance(offset, TopicMissing):
             problems.setdefault(topic, offset)
-    return found
+    return offsets
 
 
 def _leaderless(ask: Question, topic: str, partition: int, replicas: Sequence[int]) -> LeaderMissing:
@@ -208,11 +208,11 @@ def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[
     """
     state = topic_state(kafka, topic)
     ask = Question(kafka, f"asking for the offsets of {topic} at a time", WAIT)
-    wanted = [(topic, item.partition) for item in state.partitions]
-    found = ask.until_led(lambda: ask.collect(ask.offsets(wanted, OffsetSpec.for_timestamp(timestamp_ms))))
+    places = [(topic, item.partition) for item in state.partitions]
+    offsets = ask.await_leaders(lambda: ask.collect(ask.offsets(places, OffsetSpec.for_timestamp(timestamp_ms))))
     return {
-        item.partition: min(found[topic, item.partition], item.end)
-        if found.get((topic, item.partition), -1) >= 0
+        item.partition: min(offsets[topic, item.partition], item.end)
+        if offsets.get((topic, item.partition), -1) >= 0
         else item.end
         for item in state.partitions
     }
@@ -223,12 +223,12 @@ def high_watermark(kafka: Mapping[str, str], topic: str, partition: int) -> int:
     # Asking for the offsets of a topic that is not there would create it.
     topic_state(kafka, topic)
     ask = Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
-    found = ask.until_led(
+    offsets = ask.await_leaders(
         lambda: ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
     )
-    if (topic, partition) not in found:
+    if (topic, partition) not in offsets:
         raise TopicMissing(f"topic {topic} at {ask.servers} has no partition {partition}")
-    return found[topic, partition]
+    return offsets[topic, partition]
 
 
 def create_topic(
@@ -241,7 +241,7 @@ def create_topic(
     """Create ``topic`` unless the topic exists, wait for a leader of each partition, and return the topic's state."""
     ask = Question(kafka, f"creating topic {topic}", 3 * WAIT, "Create")
     new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
-    for _, future in ask(lambda admin, left: admin.create_topics([new], request_timeout=left)):
+    for _, future in ask(lambda admin, budget: admin.create_topics([new], request_timeout=budget)):
         try:
             ask.result(future)
         except KafkaException as error:
@@ -250,11 +250,11 @@ def create_topic(
     while True:
         # A new topic is known before all of its partitions have a leader.
         try:
-            return topic_state(kafka, topic, ask.left())
+            return topic_state(kafka, topic, ask.budget())
         except NotAuthorized:
             raise
         except (TopicMissing, KafkaError):
-            if ask.left() <= 0.2:
+            if ask.budget() <= 0.2:
                 raise
         time.sleep(0.05)
 
@@ -262,13 +262,13 @@ def create_topic(
 def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
     """Delete ``topic`` if the topic exists, and wait until the brokers no longer list the topic."""
     ask = Question(kafka, f"deleting topic {topic}", 3 * WAIT, "Delete")
-    for _, future in ask(lambda admin, left: admin.delete_topics([topic], request_timeout=left)):
+    for _, future in ask(lambda admin, budget: admin.delete_topics([topic], request_timeout=budget)):
         try:
             ask.answer(future, topic)
         except TopicMissing:
             return
-    while topic_states(kafka, [topic], max(ask.left(), 0.2)):
-        if ask.left() <= 0.2:
+    while topic_states(kafka, [topic], max(ask.budget(), 0.2)):
+        if ask.budget() <= 0.2:
             raise KafkaError(f"topic {topic} at {ask.servers} was deleted and is still listed; try again")
         time.sleep(0.05)
 
@@ -281,18 +281,18 @@ def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
 def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int | None]:
     """The ``max.message.bytes`` of those ``topics`` whose configuration may be seen, None for a topic that is not there.
     No entry for the others, and for none where no broker answers in time."""
-    ask = Question(kafka, f"asking for the configuration of {_listed(topics)}", timeout, "DescribeConfigs")
+    ask = Question(kafka, f"asking for the configuration of {_topic_list(topics)}", timeout, "DescribeConfigs")
     resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-    found: dict[str, int | None] = {}
-    for resource, future in ask(lambda admin, left: admin.describe_configs(resources, request_timeout=left)):
+    limits: dict[str, int | None] = {}
+    for resource, future in ask(lambda admin, budget: admin.describe_configs(resources, request_timeout=budget)):
         topic = str(resource.name)
         try:
-            found[topic] = int(ask.answer(future, topic)[_MAX_BYTES].value)
+            limits[topic] = int(ask.answer(future, topic)[_MAX_BYTES].value)
         except TopicMissing:
-            found[topic] = None
+            limits[topic] = None
         except KafkaError:
             continue
-    return found
+    return limits
 
 
 def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tuple[dict[str, str], int]:
@@ -302,9 +302,9 @@ def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tup
     If a right to read the brokers' configuration is missing, the topic gets Kafka's default limit as its own setting. ETL
     measures outputs by this limit before the topic exists.
     """
-    given = config.get(_MAX_BYTES, "").strip()
-    if given.isdigit():
-        return dict(config), int(given)
+    limit = config.get(_MAX_BYTES, "").strip()
+    if limit.isdigit():
+        return dict(config), int(limit)
     try:
         return dict(config), _broker_limit(kafka)
     except BrokerUnavailable:
@@ -324,7 +324,7 @@ def _broker_limit(kafka: Mapping[str, str]) -> int:
         answers = ask(lambda admin, _: admin.describe_configs([resource], request_timeout=wait))
         return int(next(ask.answer(future, "cluster") for _, future in answers)["message.max.bytes"].value)
 
-    return ask.until_led(question)
+    return ask.await_leaders(question)
 
 
 def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
@@ -341,7 +341,7 @@ def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
         answers = ask(lambda admin, _: admin.describe_configs([resource], request_timeout=wait))
         return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
 
-    return ask.until_led(question)
+    return ask.await_leaders(question)
 
 
 def commit_group_offsets(
@@ -353,13 +353,13 @@ def commit_group_offsets(
     """
     ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", timeout)
     places = [TopicPartition(topic, partition, offset) for partition, offset in sorted(offsets.items())]
-    wanted = [ConsumerGroupTopicPartitions(group, places)]
-    for _, future in ask(lambda admin, left: admin.alter_consumer_group_offsets(wanted, request_timeout=left)):
+    request = [ConsumerGroupTopicPartitions(group, places)]
+    for _, future in ask(lambda admin, budget: admin.alter_consumer_group_offsets(request, request_timeout=budget)):
         for place in ask.answer(future, topic).topic_partitions:
             if place.error is not None:
                 raise ask.connection.error(place.error, ask.doing, topic)
 
 
-def _listed(topics: Sequence[str]) -> str:
-    shown = ", ".join(topics[:3])
-    return f"topic {shown}" if len(topics) == 1 else f"topics {shown}" + (", …" if len(topics) > 3 else "")
+def _topic_list(topics: Sequence[str]) -> str:
+    names = ", ".join(topics[:3])
+    return f"topic {names}" if len(topics) == 1 else f"topics {names}" + (", …" if len(topics) > 3 else "")

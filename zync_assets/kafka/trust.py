@@ -40,27 +40,27 @@ def certificate_fault(host: str, port: int, ca: str | None, ca_name: str, addres
         with socket.create_connection((host, port), SECONDS) as plain, trust.wrap_socket(plain, server_hostname=host):
             return None
     except ssl.SSLCertVerificationError as error:
-        return explained(error, host, port, ca, ca_name, address_name)
+        return explanation(error, host, port, ca, ca_name, address_name)
     except (OSError, ValueError):
         return None
 
 
-def explained(
+def explanation(
     error: ssl.SSLCertVerificationError, host: str, port: int, ca: str | None, ca_name: str, address_name: str
 ) -> str:
     """As ``certificate_fault``, of an error that was met."""
     if error.verify_code in _HOST_MISMATCH:
         names = _names(host, port, ca)
-        told = f": it is for {', '.join(names)}" if names else ""
+        hosts = f": it is for {', '.join(names)}" if names else ""
         return (
-            f"the certificate of {host}:{port} is for another host{told}; write a name that the certificate has in"
+            f"the certificate of {host}:{port} is for another host{hosts}; write a name that the certificate has in"
             f" {address_name}, or give the server a certificate for {host}"
         )
     if error.verify_code in _UNKNOWN_ISSUER:
-        given = f"the CA in {ca_name}" + (f" ({ca})" if _is_path(ca) else "")
-        trusted = given if ca else f"a CA that this machine knows, and {ca_name} is not set"
+        ca_text = f"the CA in {ca_name}" + (f" ({ca})" if _is_path(ca) else "")
+        issuer = ca_text if ca else f"a CA that this machine knows, and {ca_name} is not set"
         return (
-            f"the certificate of {host}:{port} is not signed by {trusted}; set {ca_name} to the file of the CA that"
+            f"the certificate of {host}:{port} is not signed by {issuer}; set {ca_name} to the file of the CA that"
             " signed it"
         )
     if error.verify_code in _TIMES:
@@ -97,8 +97,8 @@ def _names(host: str, port: int, ca: str | None) -> list[str]:
             socket.create_connection((host, port), SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host) as secure,
         ):
-            shown: Any = secure.getpeercert() or {}
-            return [str(value) for _, value in shown.get("subjectAltName", ())]
+            certificate: Any = secure.getpeercert() or {}
+            return [str(value) for _, value in certificate.get("subjectAltName", ())]
     return []
 
 

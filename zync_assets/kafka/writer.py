@@ -26,7 +26,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import high_watermark, max_message_bytes
 from zync_assets.kafka.zero_copy import Handover, Report, has_headers
 
-STALLED = 120.0
+STALL_SECONDS = 120.0
 """Seconds without a delivery after which the broker counts as gone."""
 
 CHUNK_RECORDS = 10_000
@@ -53,12 +53,12 @@ _PROMISES: Mapping[str, Any] = {
 }
 
 
-def _check_end(topic: str, partition: int, expected: int, end: int, rebuild: str) -> None:
-    if end > expected:
-        raise _foreign(topic, partition, expected, rebuild)
-    if end < expected:
+def _check_end(topic: str, partition: int, expected_offset: int, end: int, rebuild: str) -> None:
+    if end > expected_offset:
+        raise _foreign(topic, partition, expected_offset, rebuild)
+    if end < expected_offset:
         raise DataLoss(
-            f"{topic}/{partition} ends at offset {end}, before {expected}, up to which records were published: "
+            f"{topic}/{partition} ends at offset {end}, before {expected_offset}, up to which records were published: "
             f"it was truncated or created again; rebuild it with: {rebuild}"
         )
 
@@ -170,10 +170,10 @@ class InOrder:
         self._waiting.append(_Chunk(self.sent, records))
         self._waiting_bytes += records.nbytes
         self.sent += len(records)
-        if (refused := self._producer.hand_over(records)) is not None:
+        if (refusal := self._producer.hand_over(records)) is not None:
             # Where an earlier record ended the producer, its report says why.
             self._serve(1.0)
-            raise KafkaError(f"{self._doing}: a record was refused: {refused.str()}; run it again")
+            raise KafkaError(f"{self._doing}: a record was refused: {refusal.str()}; run it again")
         self._serve(0)
 
     def _drain(self) -> None:
@@ -187,25 +187,25 @@ class InOrder:
         before = self.confirmed
         while self.confirmed == before:
             self._serve(0.2)
-            self._connection.raise_refused(self._doing, began)
-            if time.monotonic() - began > STALLED:
+            self._connection.raise_refusal(self._doing, began)
+            if time.monotonic() - began > STALL_SECONDS:
                 raise BrokerUnavailable(
                     f"{self._connection.unavailable(self._doing)}; records up to offset {self.confirmed} are written"
                 )
-        self._connection.answered()
+        self._connection.note_answer()
 
     def _serve(self, timeout: float) -> None:
         try:
             reports = self._producer.reports(timeout)
         except KafkaException as error:
             # An error that ended the producer.
-            raise self._refused(error.args[0]) from None
+            raise self._refusal(error.args[0]) from None
         for report in reports:
             self._confirm(report)
         if self._error is not None:
-            raise self._refused(self._error)
+            raise self._refusal(self._error)
         if self._misplaced is not None:
-            raise self._explained(*self._misplaced)
+            raise self._misplacement(*self._misplaced)
 
     def _confirm(self, report: Report) -> None:
         """Note the report on the oldest records that wait for one."""
@@ -226,7 +226,7 @@ class InOrder:
         while self._waiting and self._waiting[0].end <= end:
             self._waiting_bytes -= self._waiting.popleft().records.nbytes
 
-    def _refused(self, error: ClientError) -> KafkaError:
+    def _refusal(self, error: ClientError) -> KafkaError:
         if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
             return RecordTooLarge(
                 f"{self._topic}/{self._partition} did not take a record after offset {self.confirmed - 1}: "
@@ -234,11 +234,11 @@ class InOrder:
             )
         return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic, "Write")
 
-    def _explained(self, expected: int, offset: int) -> KafkaError:
-        """Why the record for offset ``expected`` is at ``offset``."""
-        if offset < expected:
+    def _misplacement(self, expected_offset: int, offset: int) -> KafkaError:
+        """Why the record for offset ``expected_offset`` is at ``offset``."""
+        if offset < expected_offset:
             return DataLoss(
-                f"{self._topic}/{self._partition} put the record for offset {expected} at {offset}: the topic was "
+                f"{self._topic}/{self._partition} put the record for offset {expected_offset} at {offset}: the topic was "
                 f"created again or lost records; rebuild it with: {self._rebuild}"
             )
         self._producer.close()
@@ -288,7 +288,7 @@ def _payloads(batch: pa.RecordBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
     return sizes
 
 
-def oversized(batch: pa.RecordBatch, limit: int) -> Iterator[tuple[int, int]]:
+def oversize_records(batch: pa.RecordBatch, limit: int) -> Iterator[tuple[int, int]]:
     """Index and size of each record that, in a record batch of its own, takes more than ``limit`` bytes.
 
     ``batch`` has ``key`` and ``value`` (binary), and perhaps ``headers``. ETL and publish both ask here: a record that ETL
@@ -304,7 +304,7 @@ def oversized(batch: pa.RecordBatch, limit: int) -> Iterator[tuple[int, int]]:
 
 def _check_sizes(batch: pa.RecordBatch, topic: str, partition: int, first: int, limit: int) -> None:
     """RecordTooLarge if any record, in a batch of its own, is larger than the topic takes."""
-    for index, size in oversized(batch, limit):
+    for index, size in oversize_records(batch, limit):
         raise RecordTooLarge(
             f"the record for offset {first + index} of {topic}/{partition} takes {size} bytes, and {topic} "
             f"takes {limit} at most (max.message.bytes); raise it to {size} or more, then run it again"

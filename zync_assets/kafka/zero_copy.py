@@ -54,7 +54,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Fetch:
     """``records``: of RECORD_SCHEMA."""
 
     records: pa.RecordBatch
@@ -130,20 +130,20 @@ class Intake(Client):
             self._queue = 0
         super().close()
 
-    def take(self, count: int, timeout: float) -> Taken:
+    def take(self, count: int, timeout: float) -> Fetch:
         """The messages that arrive within ``timeout`` seconds, at most ``count``. Raises the errors of ``poll``."""
         messages = np.zeros(count, np.int64)
-        found = self.library.rd_kafka_consume_batch_queue(
+        message_count = self.library.rd_kafka_consume_batch_queue(
             self._queue, int(timeout * 1000), messages.ctypes.data, len(messages)
         )
-        messages = messages[: max(0, found)]
+        messages = messages[: max(0, message_count)]
         try:
             records, troubles = self._look(messages)
         finally:
             self._loops.release(messages)
         # Handles trouble with connections and rights.
         self.poll(0)
-        return Taken(records, troubles)
+        return Fetch(records, troubles)
 
     def _look(self, messages: Longs) -> tuple[pa.RecordBatch, list[Trouble]]:
         count = len(messages)
@@ -208,7 +208,7 @@ def _text(names: pa.Array) -> pa.Array:
 
 _COPY = 0x2
 """RD_KAFKA_MSG_F_COPY: librdkafka copies the value; it always copies the key."""
-_QUEUED, _IN_FLIGHT = 0x1, 0x2
+_QUEUE, _IN_FLIGHT = 0x1, 0x2
 """Which messages ``rd_kafka_purge`` drops."""
 
 _PART = np.dtype(
@@ -258,8 +258,8 @@ class Handover(Client):
         if has_headers(records):
             return self._hand_over_each(messages, records["headers"])
         self.library.rd_kafka_produce_batch(self._topic, self._partition, _COPY, messages.ctypes.data, len(messages))
-        refused = np.flatnonzero(messages["err"])
-        return KafkaError(int(messages["err"][refused[0]])) if len(refused) else None
+        refusals = np.flatnonzero(messages["err"])
+        return KafkaError(int(messages["err"][refusals[0]])) if len(refusals) else None
 
     def _hand_over_each(self, messages: Any, headers: pa.Array) -> KafkaError | None:
         """librdkafka takes records with headers one at a time."""
@@ -269,10 +269,10 @@ class Handover(Client):
             return KafkaError(KafkaError._INVALID_ARG, "a header's name is null")
         owners = np.repeat(np.arange(len(counts)), counts)
         # A header among the parts ends at its name's first zero byte. A list of headers takes names with their sizes.
-        listed = np.zeros(len(counts), np.bool_)
-        listed[owners[pc.match_substring(names, b"\0").to_numpy(zero_copy_only=False)]] = True
-        names, alone = pc.binary_join_element_wise(names, b"\0", b""), ~listed[owners]
-        lengths = len(_PARTS) + np.where(listed, 1, counts)
+        list_mask = np.zeros(len(counts), np.bool_)
+        list_mask[owners[pc.match_substring(names, b"\0").to_numpy(zero_copy_only=False)]] = True
+        names, alone = pc.binary_join_element_wise(names, b"\0", b""), ~list_mask[owners]
+        lengths = len(_PARTS) + np.where(list_mask, 1, counts)
         starts = np.cumsum(lengths) - lengths
         parts = np.zeros(int(lengths.sum()), _PART)
         parts["type"] = _HEADER
@@ -283,17 +283,17 @@ class Handover(Client):
         parts["number"][at["flags"]] = _COPY
         for side in ("key", "value"):
             parts["address"][at[side]], parts["size"][at[side]] = messages[side], messages[f"{side}_size"]
-        lists = starts[listed] + len(_PARTS)
+        lists = starts[list_mask] + len(_PARTS)
         parts["type"][lists] = _HEADERS
-        parts["address"][lists] = [self._header_list(headers[int(index)]) for index in np.flatnonzero(listed)]
+        parts["address"][lists] = [self._header_list(headers[int(index)]) for index in np.flatnonzero(list_mask)]
         of_headers = parts["type"] == _HEADER
         parts["name"][of_headers] = _places(names)[0][alone]
         addresses, sizes = _places(values)
         parts["value"][of_headers], parts["value_size"][of_headers] = addresses[alone], sizes[alone]
         calls = parts.ctypes.data + starts * _PART.itemsize
         # The loop ends at the first error.
-        produced = map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist())
-        for index, error in enumerate(produced):
+        errors = map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist())
+        for index, error in enumerate(errors):
             if error:
                 code = self.library.rd_kafka_error_code(error)
                 self.library.rd_kafka_error_destroy(error)
@@ -305,17 +305,17 @@ class Handover(Client):
 
     def _header_list(self, headers: pa.Scalar[Any]) -> int:
         """The address of a ``rd_kafka_headers_t``."""
-        found: int = self.library.rd_kafka_headers_new(len(headers))
+        header_list: int = self.library.rd_kafka_headers_new(len(headers))
         for header in headers.as_py():
             name, value = header["key"].encode(), header["value"]
-            self.library.rd_kafka_header_add(found, name, len(name), value, len(value or b""))
-        return found
+            self.library.rd_kafka_header_add(header_list, name, len(name), value, len(value or b""))
+        return header_list
 
     def reports(self, timeout: float) -> list[Report]:
         """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""
         self.poll(timeout)
-        found, self._reports = self._reports, []
-        return found
+        reports, self._reports = self._reports, []
+        return reports
 
     def on_delivery(self, event: int) -> None:
         """Note what the broker said of some messages."""
@@ -330,7 +330,7 @@ class Handover(Client):
     def close(self) -> None:
         """End the producer and drop what waits to be sent. What is on its way may still arrive, as a prefix."""
         if self._topic:
-            self.library.rd_kafka_purge(self.handle, _QUEUED | _IN_FLIGHT)
+            self.library.rd_kafka_purge(self.handle, _QUEUE | _IN_FLIGHT)
             self.library.rd_kafka_topic_destroy(self._topic)
             self._topic = 0
         super().close()

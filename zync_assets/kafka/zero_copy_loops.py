@@ -59,7 +59,7 @@ def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, lists
     """Fill the arrays with each message's error code, offset, value and key (address and size), and with the address of its
     list of headers and the number of headers."""
     scratch = np.zeros(1, np.int64)
-    found = np.uintp(scratch.ctypes.data)
+    scratch_address = np.uintp(scratch.ctypes.data)
     for index in range(len(messages)):
         message = np.uintp(messages[index])
         words = carray(_words(message), 8)
@@ -68,7 +68,7 @@ def look(messages: Any, errors: Any, offsets: Any, values: Any, keys: Any, lists
         keys[index, 0], keys[index, 1] = words[5], words[6]
         offsets[index] = words[7]
         headers[index] = 0
-        if errors[index] == 0 and _headers(message, found) == 0:
+        if errors[index] == 0 and _headers(message, scratch_address) == 0:
             lists[index] = scratch[0]
             headers[index] = np.int64(_header_count(np.uintp(scratch[0])))
 
@@ -91,9 +91,9 @@ def gather(parts: Any, ends: Any, data: Any) -> None:
 def times(messages: Any, pairs: Any) -> None:
     """Each message's type of timestamp, and the timestamp."""
     scratch = np.zeros(1, np.int64)
-    found = np.uintp(scratch.ctypes.data)
+    scratch_address = np.uintp(scratch.ctypes.data)
     for index in range(len(messages)):
-        pairs[index, 1] = _timestamp(np.uintp(messages[index]), found)
+        pairs[index, 1] = _timestamp(np.uintp(messages[index]), scratch_address)
         pairs[index, 0] = scratch[0] & 0xFFFFFFFF
 
 

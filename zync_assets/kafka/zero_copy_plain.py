@@ -44,10 +44,10 @@ def look(
         return
     first = messages.min()
     memory = np.frombuffer(_Words.from_address(int(first)), np.int64)
-    found = memory[((messages - first) >> 3)[:, None] + np.arange(MESSAGE.itemsize // 8)].view(MESSAGE)[:, 0]
-    errors[:], offsets[:] = found["err"], found["offset"]
+    fields = memory[((messages - first) >> 3)[:, None] + np.arange(MESSAGE.itemsize // 8)].view(MESSAGE)[:, 0]
+    errors[:], offsets[:] = fields["err"], fields["offset"]
     for side, parts in (("value", values), ("key", keys)):
-        parts[:, 0], parts[:, 1] = found[side], found[f"{side}_size"]
+        parts[:, 0], parts[:, 1] = fields[side], fields[f"{side}_size"]
     functions = quick_library()
     absent = list(map(functions.rd_kafka_message_headers, messages.tolist(), _each(lists)))
     there = (np.array(absent) == 0) & (errors == 0)
@@ -93,11 +93,11 @@ def look_headers(lists: Longs, headers: Longs, names: Longs, values: Longs) -> N
     total = len(names)
     owners = np.repeat(lists, headers)
     numbers = np.arange(total) - np.repeat(np.cumsum(headers) - headers, headers)
-    found = np.zeros((3, total), np.int64)
+    parts = np.zeros((3, total), np.int64)
     get = quick_library().rd_kafka_header_get_all
-    deque(map(get, owners.tolist(), numbers.tolist(), *map(_each, found)), maxlen=0)
-    names[:, 0], values[:] = found[0], found[1:].T
-    sizes = found[0] - NAME_SIZE
+    deque(map(get, owners.tolist(), numbers.tolist(), *map(_each, parts)), maxlen=0)
+    names[:, 0], values[:] = parts[0], parts[1:].T
+    sizes = parts[0] - NAME_SIZE
     first = sizes.min()
     names[:, 1] = np.frombuffer(_Words.from_address(int(first)), np.int64)[(sizes - first) >> 3]
 

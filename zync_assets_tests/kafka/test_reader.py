@@ -207,7 +207,7 @@ def test_a_missing_topic_or_partition_is_named(kafka: dict[str, str], topic: str
 
 
 def test_a_broker_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "STALLED", 1.0)
+    monkeypatch.setattr(reader, "STALL_SECONDS", 1.0)
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
         read({"bootstrap.servers": "127.0.0.1:1"}, "orders", 0, 1)
 

@@ -211,7 +211,7 @@ def test_a_missing_topic_is_not_created(kafka: dict[str, str], unique: str) -> N
 def test_a_broker_that_stops_answering_is_given_up(
     kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "STALLED", 1.0)
+    monkeypatch.setattr(writer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(writer, "max_message_bytes", lambda *_: 1_000_000)
     monkeypatch.setattr(writer, "high_watermark", lambda *_: 0)
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 .*up to offset 0"):
