@@ -284,11 +284,6 @@ def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOT
     return transform(session, pipeline, plan, slices)
 
 
-def etl_once(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlCommit | None:
-    """One ETL batch, not tried again after a conflict; None if there is nothing new, nor anything to look at again."""
-    return _commit_staging(pipeline, read_etl(pipeline, session, pool, retry))
-
-
 def commit_etl(
     pipeline: Pipeline, read: Callable[[], EtlBatch], first: EtlBatch | None = None, log: Log = _log.warning
 ) -> EtlCommit | None:

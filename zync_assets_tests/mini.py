@@ -1,4 +1,7 @@
-"""Small pipelines over JSON topics, with as little around a rule as can be."""
+"""The way to a small pipeline of a test: its file, its topics, its records and its three steps.
+
+``Mini`` is a pipeline over two JSON topics. ``shop``, ``checks.chain`` and ``assets.rig`` have data and rules of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,7 @@ from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
 from zync_assets.etl.plan import EtlCommit
+from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic
@@ -27,18 +32,19 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import plan_publish, read_staging
-from zync_assets.runner import etl_once
+from zync_assets.runner import commit_etl, etl_all, ingest_all, publish_all, read_etl
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.services import SPARK
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 HEADER = """
-name: mini
+name: $name
 kafka: {bootstrap.servers: "$servers"}
 registry: {url: "$registry"}
 lake: $lake
-settle: 1
+settle: $settle
 spark: $spark
 """
 BOTH = """
@@ -70,6 +76,10 @@ class Mini:
     out: str
 
     @property
+    def topics(self) -> tuple[str, str, str]:
+        return self.left, self.right, self.out
+
+    @property
     def lake(self) -> str:
         return self.pipeline.lake
 
@@ -81,22 +91,7 @@ class Mini:
         times: Sequence[int] | None = None,
         headers: Sequence[tuple[str, bytes | None]] | None = None,
     ) -> None:
-        """Values: mappings become JSON; bytes and None go as they are; (key, value) sets the key too."""
-        producer = Producer({**self.pipeline.kafka, "linger.ms": 0, "log_level": 0})
-        refused: list[object] = []
-
-        def delivered(error: object, _: object) -> None:
-            if error is not None:
-                refused.append(error)
-
-        for place, record in enumerate(records):
-            key, value = record if isinstance(record, tuple) else (f"k{place}", record)
-            payload = json.dumps(value) if isinstance(value, Mapping) else value
-            time = times[place] if times is not None else 1_700_000_000_000 + place
-            more = {} if headers is None else {"headers": list(headers)}
-            producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivered, **more)
-        assert producer.flush(30) == 0
-        assert not refused
+        send(self.pipeline, topic, records, partition, times=times, headers=headers)
 
     def ingest(self, *topics: str) -> dict[str, RawCommit]:
         done: dict[str, RawCommit] = {}
@@ -106,8 +101,9 @@ class Mini:
                 done[topic] = commit_raw(self.pipeline, read_input(self.spark, self.pipeline, plan))
         return done
 
-    def etl(self) -> EtlCommit | None:
-        return etl_once(self.pipeline, lambda: self.spark, "Staging")
+    def etl(self, pool: str = "Staging", retry: Retry = NOTHING) -> EtlCommit | None:
+        """One ETL batch; None if there is nothing to do."""
+        return commit_etl(self.pipeline, partial(read_etl, self.pipeline, lambda: self.spark, pool, retry))
 
     def step(self) -> EtlCommit | None:
         self.ingest()
@@ -162,7 +158,68 @@ class Mini:
 
     def edited(self, text: str) -> Mini:
         """The same topics and lake with another text for the file, placeholders as in ``mini``."""
-        return _load(self.pipeline.path.parent, text, self.spark, self.left, self.right, self.out)
+        path = self.pipeline.path
+        path.write_text((path.parent / "header").read_text() + _filled(text, *self.topics))
+        return Mini(pipeline_file.load(path), self.spark, *self.topics)
+
+
+def make_pipeline(
+    services: Services, folder: Path, text: str, *, name: str = "mini", lake: str | None = None, settle: str = "1"
+) -> Pipeline:
+    """The pipeline of a file in ``folder`` that has HEADER and then ``text``."""
+    header = Template(HEADER).substitute(
+        name=name,
+        servers=services.bootstrap_servers,
+        registry=services.registry_url,
+        lake=lake or folder / "lake",
+        settle=settle,
+        spark=json.dumps(SPARK),
+    )
+    (folder / "header").write_text(header)
+    path = folder / "pipeline.yaml"
+    path.write_text(header + text)
+    return pipeline_file.load(path)
+
+
+def send(
+    pipeline: Pipeline,
+    topic: str,
+    records: Sequence[Any],
+    partition: int = 0,
+    *,
+    times: Sequence[int] | None = None,
+    headers: Sequence[tuple[str, bytes | None]] | None = None,
+) -> None:
+    """Produce values, or pairs of a key and a value. A mapping becomes JSON; bytes and None stay as they are.
+
+    ``times``: milliseconds, by default from 2023 on, a millisecond a record.
+    """
+    producer = Producer({**pipeline.kafka, "linger.ms": 0, "log_level": 0})
+    errors: list[object] = []
+
+    def delivery(error: object, _: object) -> None:
+        if error is not None:
+            errors.append(error)
+
+    for place, record in enumerate(records):
+        key, value = record if isinstance(record, tuple) else (f"k{place}", record)
+        payload = json.dumps(value) if isinstance(value, Mapping) else value
+        time = times[place] if times is not None else 1_700_000_000_000 + place
+        more = {} if headers is None else {"headers": list(headers)}
+        producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivery, **more)
+    assert producer.flush(30) == 0
+    assert not errors
+
+
+def run_steps(pipeline: Pipeline) -> None:
+    """Ingest, transform and publish all that is there, in this process."""
+
+    def session() -> SparkSession:
+        return spark_session(pipeline.spark)
+
+    list(ingest_all(pipeline, session, [item.topic for item in pipeline.inputs]))
+    list(etl_all(pipeline, session))
+    list(publish_all(pipeline, session, [item.topic for item in pipeline.outputs]))
 
 
 def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
@@ -191,23 +248,14 @@ def published(it: Mini, topic: str) -> list[bytes]:
 def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, text: str, partitions: int = 1) -> Mini:
     """Topics ``$left`` and ``$right``, and a pipeline whose text follows HEADER. ``$out`` is left to be created."""
     left, right, out = (f"{prefix}.{name}" for name in ("left.rows", "right.rows", "out.rows"))
-    base = Template(HEADER).substitute(
-        servers=services.bootstrap_servers,
-        registry=services.registry_url,
-        lake=folder / "lake",
-        spark=json.dumps(SPARK),
-    )
-    (folder / "header").write_text(base)
-    found = _load(folder, text, spark, left, right, out)
+    pipeline = make_pipeline(services, folder, _filled(text, left, right, out))
     for topic in (left, right):
-        create_topic(found.pipeline.kafka, topic, partitions, 1, {})
-    return found
+        create_topic(pipeline.kafka, topic, partitions, 1, {})
+    return Mini(pipeline, spark, left, right, out)
 
 
-def _load(folder: Path, text: str, spark: SparkSession, left: str, right: str, out: str) -> Mini:
-    path = folder / "mini.yaml"
-    path.write_text((folder / "header").read_text() + Template(text).substitute(left=left, right=right, out=out))
-    return Mini(pipeline_file.load(path), spark, left, right, out)
+def _filled(text: str, left: str, right: str, out: str) -> str:
+    return Template(text).substitute(left=left, right=right, out=out)
 
 
 def row(id: int | None, v: str = "", op: str = "c") -> dict[str, Any]:

@@ -13,16 +13,17 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import fastavro
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from zync_assets import pipeline_file
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
+from zync_assets_tests.mini import make_pipeline
 from zync_assets_tests.model import GARBAGE, Model, Record
 from zync_assets_tests.shop_rules import Topics, shop_model, shop_topics
 
@@ -53,27 +54,21 @@ ORDER = _envelope(
 STATUS = _envelope("Status", [{"name": "order_id", "type": ["null", "long"]}, {"name": "status", "type": "string"}])
 
 FILE = """
-name: shop
-kafka: {{bootstrap.servers: "{servers}"}}
-registry: {{url: "{registry}"}}
-lake: {lake}
-settle: {settle}
-spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
 inputs:
-  - {{topic: {orders}, pool: Raw, key-format: string, value-format: avro, unmatched: drop}}
-  - {{topic: {status}, pool: Raw, key-format: string, value-format: avro{retention}}}
+  - {topic: $orders, pool: Raw, key-format: string, value-format: avro, unmatched: drop}
+  - {topic: $status, pool: Raw, key-format: string, value-format: avro${retention}}
 outputs:
-  - {{topic: {new}, pool: Staging, format: avro, create: {{replication-factor: 1}}}}
-  - {{topic: {audit}, pool: Staging, key-format: string, value-format: avro, create: {{replication-factor: 1}}}}
+  - {topic: $new, pool: Staging, format: avro, create: {replication-factor: 1}}
+  - {topic: $audit, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
 transforms:
   - name: new-order
     type: denorm
     where: value.op IN ('c', 'r')
-    left: {orders}
-    right: {status}
+    left: $orders
+    right: $status
     join-on: left.value.after.id = right.value.after.order_id
-    out: {new}
-    key: {{id: left.value.after.id}}
+    out: $new
+    key: {id: left.value.after.id}
     value:
       id: left.value.after.id
       customer: left.value.after.customer
@@ -82,30 +77,30 @@ transforms:
   - name: status-update
     type: stateless
     where: value.op = 'u'
-    in: {status}
-    out: {new}
-    key: {{id: in.value.after.order_id}}
-    value: {{id: in.value.after.order_id, status: in.value.after.status}}
+    in: $status
+    out: $new
+    key: {id: in.value.after.order_id}
+    value: {id: in.value.after.order_id, status: in.value.after.status}
   - name: erase-item
     type: stateless
     where: value.op = 'u' AND value.after.item IS NULL
-    in: {orders}
-    out: {new}
-    key: {{id: in.value.after.id}}
-    value: {{id: in.value.after.id, item: NULL}}
+    in: $orders
+    out: $new
+    key: {id: in.value.after.id}
+    value: {id: in.value.after.id, item: NULL}
   - name: order-change
     type: stateless
     where: value.op = 'u'
-    in: {orders}
-    out: {audit}
+    in: $orders
+    out: $audit
     key: in.key
-    value: {{customer: in.value.after.customer, at: in.kafka.offset}}
+    value: {customer: in.value.after.customer, at: in.kafka.offset}
   - name: order-delete
     type: stateless
     where: value.op = 'd'
-    in: {orders}
-    out: {new}
-    key: {{id: in.value.before.id}}
+    in: $orders
+    out: $new
+    key: {id: in.value.before.id}
     value: null
 """
 
@@ -178,21 +173,9 @@ def make_shop(
     """Empty topics and a pipeline over them, its lake in ``folder``, or as the text ``lake`` says, with its files in ``files``.
     ``there``: the topics were made before, and what they hold is not in ``sent``; ``retention``: of the raw statuses."""
     orders, status, new, audit = shop_topics(prefix)
-    path = folder / "shop.yaml"
-    path.write_text(
-        FILE.format(
-            servers=services.bootstrap_servers,
-            registry=services.registry_url,
-            lake=lake or folder / "lake",
-            orders=orders,
-            status=status,
-            new=new,
-            audit=audit,
-            settle=settle,
-            retention=f", retention: {retention}" if retention else "",
-        )
-    )
-    pipeline = pipeline_file.load(path)
+    keep = f", retention: {retention}" if retention else ""
+    text = Template(FILE).substitute(orders=orders, status=status, new=new, audit=audit, retention=keep)
+    pipeline = make_pipeline(services, folder, text, name="shop", lake=lake, settle=settle)
     for topic, count in () if there else zip((orders, status), partitions, strict=True):
         create_topic(pipeline.kafka, topic, count, 1, {})
     registry = Registry(RegistryConfig(services.registry_url))

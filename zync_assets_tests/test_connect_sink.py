@@ -17,7 +17,6 @@ import pytest
 
 from zync_assets.kafka.topics import survey
 from zync_assets.local.services import Services
-from zync_assets.runner import etl_once
 from zync_assets_tests.connect import Postgres, Worker, postgres, worker
 from zync_assets_tests.mini import Mini, mini
 
@@ -221,7 +220,7 @@ def chain(services: Services, spark: SparkSession, tmp_path_factory: pytest.Temp
             connect.start(f"control-{given}", sink(server, f"control-{given}", topic), given)
         it.ingest()
         for pool in it.pipeline.staging_pools:
-            etl_once(it.pipeline, lambda: spark, pool)
+            it.etl(pool)
         for given, made, kind, _ in CASES:
             name = f"{given}-{made}-{kind}"
             it.publish(f"{it.out}-{name}")

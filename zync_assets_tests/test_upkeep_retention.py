@@ -22,7 +22,6 @@ from zync_assets.etl.retries import Retry
 from zync_assets.lake import compaction, raw, staging, tables
 from zync_assets.lake.raw import RawState
 from zync_assets.local.services import Services
-from zync_assets.runner import etl_once
 from zync_assets.upkeep import compact, retire
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
@@ -121,7 +120,7 @@ def test_what_no_rule_took_goes_and_looking_again_says_so(it: Mini, caplog: pyte
     it.step()
     assert it.classes(it.left) == {"unmatched": 2}
     assert offsets(it, it.left) == []
-    etl_once(it.pipeline, lambda: it.spark, "Staging", Retry(unmatched=True))
+    it.etl(retry=Retry(unmatched=True))
     assert "2 records of " + it.left in caplog.text
     assert it.classes(it.left) == {"expired": 2}
     assert exactly_once_done_coverage(it.pipeline, "Staging").passed
@@ -208,7 +207,7 @@ def test_a_staging_pool_that_comes_later_begins_with_what_is_kept(it: Mini) -> N
         + LAST
     )
     more.ingest()
-    assert etl_once(more.pipeline, lambda: it.spark, "More") is not None
+    assert more.etl("More") is not None
     state = staging.open_staging(it.lake, "More")
     assert state is not None
     assert state.head.inputs[it.left, 0].first == 1

@@ -6,52 +6,48 @@ have dots, which the names of Dagster's ops and jobs must spell out.
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from confluent_kafka import Producer
 from dagster import AssetKey, DagsterInstance, Definitions, ExecuteInProcessResult
 
-from zync_assets import pipeline_file
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.names import Names
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
+from zync_assets_tests import mini
 
 FILE = """
-name: {prefix}
-kafka: {{bootstrap.servers: "{servers}"}}
-lake: ./lake
-spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
 inputs:
-  - {{topic: {prefix}.orders, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, item STRING"}}
-  - {{topic: {prefix}.payments, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, paid BIGINT"}}
-  - {{topic: {prefix}.notes, pool: Raw, format: string}}
+  - {topic: $prefix.orders, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, item STRING"}
+  - {topic: $prefix.payments, pool: Raw, key-format: string, value-format: json, value-schema: "id BIGINT, paid BIGINT"}
+  - {topic: $prefix.notes, pool: Raw, format: string}
 outputs:
-  - {{topic: {prefix}.sales, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
-  - {{topic: {prefix}.refunds, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
+  - {topic: $prefix.sales, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+  - {topic: $prefix.refunds, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
 transforms:
   - name: sale
     type: denorm
-    where: {{left: value.id > 0, right: value.paid >= 0}}
-    left: {prefix}.orders
-    right: {prefix}.payments
+    where: {left: value.id > 0, right: value.paid >= 0}
+    left: $prefix.orders
+    right: $prefix.payments
     join-on: left.value.id = right.value.id
-    out: {prefix}.sales
+    out: $prefix.sales
     key: left.key
-    value: {{id: left.value.id, item: left.value.item, paid: right.value.paid}}
+    value: {id: left.value.id, item: left.value.item, paid: right.value.paid}
   - name: refund
     type: stateless
     where: value.paid < 0
-    in: {prefix}.payments
-    out: {prefix}.refunds
+    in: $prefix.payments
+    out: $prefix.refunds
     key: in.key
-    value: {{id: in.value.id}}
+    value: {id: in.value.id}
 """
 
 OPEN = "0:0-999999"
@@ -116,9 +112,8 @@ class Rig:
 
 def make_pipeline(services: Services, folder: Path, prefix: str) -> Pipeline:
     """The pipeline, its two input topics there and empty; orders have two partitions."""
-    path = folder / "pipeline.yaml"
-    path.write_text(FILE.format(prefix=prefix, servers=services.bootstrap_servers))
-    pipeline = pipeline_file.load(path)
+    text = Template(FILE).substitute(prefix=prefix)
+    pipeline = mini.make_pipeline(services, folder, text, name=prefix, lake="./lake")
     create_topic(pipeline.kafka, f"{prefix}.orders", 2, 1, {})
     create_topic(pipeline.kafka, f"{prefix}.payments", 1, 1, {})
     create_topic(pipeline.kafka, f"{prefix}.notes", 1, 1, {})
@@ -145,10 +140,8 @@ def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True
 
 def send(pipeline: Pipeline, topic: str, rows: Sequence[Mapping[str, Any]], partition: int = 0) -> None:
     """Produce JSON values, keyed by their id."""
-    producer = Producer({"bootstrap.servers": pipeline.kafka["bootstrap.servers"], "linger.ms": 0})
-    for row in rows:
-        producer.produce(topic, json.dumps(row), str(row["id"]), partition)
-    assert producer.flush(30) == 0
+    now = int(time.time() * 1000)
+    mini.send(pipeline, topic, [(str(row["id"]), row) for row in rows], partition, times=[now] * len(rows))
 
 
 def orders(*ids: int) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
-from zync_assets_tests.checks.chain import run_steps
+from zync_assets_tests.mini import run_steps
 
 SECOND = "1:0-999999"
 

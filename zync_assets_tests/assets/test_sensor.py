@@ -40,8 +40,8 @@ from zync_assets.local.services import Services
 from zync_assets.runner import etl_all
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
-from zync_assets_tests.checks.chain import run_steps
 from zync_assets_tests.lake.rows import SCHEMA
+from zync_assets_tests.mini import run_steps
 from zync_assets_tests.odd_topics import until
 
 

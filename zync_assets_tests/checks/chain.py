@@ -13,28 +13,22 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import fastavro
 import pytest
-from confluent_kafka import Producer
 
-from zync_assets import pipeline_file
-from zync_assets.etl import commit as etl_commit
-from zync_assets.etl import plan as etl_plan
-from zync_assets.ingest import commit
-from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
-from zync_assets.publish import commit as publish_commit
-from zync_assets.publish import plan as publish_plan
-from zync_assets.spark.session import spark_session
+from zync_assets_tests.mini import make_pipeline, run_steps, send
 
 INVOICE = {
     "type": "record",
@@ -53,31 +47,26 @@ STATUS = {
 WIDER_STATUS = {**STATUS, "fields": [*STATUS["fields"], {"name": "note", "type": "string", "default": ""}]}
 
 FILE = """
-name: chain
-kafka: {{bootstrap.servers: "{servers}"}}
-registry: {{url: "{registry}"}}
-lake: ./lake
-spark: {{master: "local[2]", spark.sql.shuffle.partitions: "2"}}
 inputs:
-  - {{topic: {invoices}, pool: Raw, key-format: string, value-format: avro}}
-  - {{topic: {status}, pool: Raw, key-format: string, value-format: avro}}
+  - {topic: $invoices, pool: Raw, key-format: string, value-format: avro}
+  - {topic: $status, pool: Raw, key-format: string, value-format: avro}
 outputs:
-  - {{topic: {new}, pool: Staging, key-format: string, value-format: avro, create: {{replication-factor: 1}}}}
+  - {topic: $new, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
 transforms:
   - name: new-invoice
     type: denorm
-    where: {{left: value.op = 'c', right: value.status <> 'void'}}
-    left: {invoices}
-    right: {status}
+    where: {left: value.op = 'c', right: value.status <> 'void'}
+    left: $invoices
+    right: $status
     join-on: left.value.ID = right.value.InvoiceID
-    out: {new}
+    out: $new
     key: left.key
-    value: {{ID: left.value.ID, customer: left.value.customer, status: right.value.status}}
+    value: {ID: left.value.ID, customer: left.value.customer, status: right.value.status}
   - name: delete
     type: stateless
     where: value.op = 'd'
-    in: {invoices}
-    out: {new}
+    in: $invoices
+    out: $new
     key: in.key
     value: null
 """
@@ -104,41 +93,11 @@ def framed(schema_id: int, schema: Mapping[str, Any], value: Mapping[str, Any]) 
     return b"\0" + schema_id.to_bytes(4, "big") + out.getvalue()
 
 
-def send(servers: str, topic: str, partition: int, records: list[tuple[str | None, bytes | None]]) -> None:
-    producer = Producer({"bootstrap.servers": servers, "linger.ms": 0})
-    for key, value in records:
-        producer.produce(topic, value, key, partition, timestamp=1_700_000_000_000)
-    assert producer.flush(30) == 0
-
-
-def run_steps(pipeline: Pipeline) -> None:
-    spark = spark_session(pipeline.spark)
-    for item in pipeline.inputs:
-        plan = ingest_plan.plan_ingest(pipeline, item.topic)
-        commit.commit_raw(pipeline, ingest_plan.read_input(spark, pipeline, plan))
-    for pool in pipeline.staging_pools:
-        plan = etl_plan.plan_etl(pipeline, pool)
-        slices = {topic: etl_plan.read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
-        etl_commit.commit_staging(pipeline, etl_plan.transform(spark, pipeline, plan, slices))
-    for item in pipeline.outputs:
-        plan = publish_plan.plan_publish(pipeline, item.topic)
-        publish_commit.publish(pipeline, publish_plan.read_staging(spark, pipeline, plan))
-
-
 def make_chain(services: Services, folder: Path, prefix: str) -> Chain:
     """Topics with the given prefix, filled in two batches, each taken through all steps."""
     invoices, status, new = (f"{prefix}.{name}" for name in ("Invoices", "InvoiceStatus", "New"))
-    path = folder / "chain.yaml"
-    path.write_text(
-        FILE.format(
-            servers=services.bootstrap_servers,
-            registry=services.registry_url,
-            invoices=invoices,
-            status=status,
-            new=new,
-        )
-    )
-    pipeline = pipeline_file.load(path)
+    text = Template(FILE).substitute(invoices=invoices, status=status, new=new)
+    pipeline = make_pipeline(services, folder, text, name="chain", lake="./lake")
     create_topic(pipeline.kafka, invoices, 2, 1, {})
     create_topic(pipeline.kafka, status, 1, 1, {})
     registry = Registry(RegistryConfig(services.registry_url))
@@ -157,7 +116,7 @@ def make_chain(services: Services, folder: Path, prefix: str) -> Chain:
         return f"s{number}", framed(ids["wider" if wider else "status"], WIDER_STATUS if wider else STATUS, value)
 
     def put(topic: str, partition: int, records: list[tuple[str | None, bytes | None]]) -> None:
-        send(services.bootstrap_servers, topic, partition, records)
+        send(pipeline, topic, records, partition, times=[1_700_000_000_000] * len(records))
 
     put(invoices, 0, [invoice("c", 1), invoice("c", 2), invoice("c", 3), invoice("c", 5), invoice("c", 5)])
     put(
@@ -177,7 +136,7 @@ def make_chain(services: Services, folder: Path, prefix: str) -> Chain:
 @pytest.fixture(scope="session")
 def sound_chain(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """The chain as it should be. Leave it so."""
-    return make_chain(services, tmp_path_factory.mktemp("chain"), "chain")
+    return make_chain(services, tmp_path_factory.mktemp("chain"), f"chain-{secrets.token_hex(4)}")
 
 
 @pytest.fixture
@@ -185,6 +144,6 @@ def chain(sound_chain: Chain, tmp_path: Path) -> Chain:
     """The chain with a lake of its own, for a test to damage. Its topics are shared."""
     lake = tmp_path / "lake"
     shutil.copytree(sound_chain.lake, lake)
-    path = tmp_path / "chain.yaml"
+    path = tmp_path / "pipeline.yaml"
     path.write_text(sound_chain.pipeline.path.read_text())
     return replace(sound_chain, pipeline=replace(sound_chain.pipeline, path=path, lake=str(lake)))

@@ -21,7 +21,8 @@ from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline, SideFormat
-from zync_assets_tests.checks.chain import Chain, send
+from zync_assets_tests.checks.chain import Chain
+from zync_assets_tests.mini import send
 
 Pair = tuple[str | None, bytes | None]
 
@@ -60,7 +61,7 @@ def pipeline(services: Services, unique: str, tmp_path: Path) -> Pipeline:
 def publish(pipeline: Pipeline, records: list[Pair], config: dict[str, str] | None = None) -> str:
     topic = pipeline.outputs[0].topic
     create_topic(pipeline.kafka, topic, 1, 1, config or {})
-    send(pipeline.kafka["bootstrap.servers"], topic, 0, records)
+    send(pipeline, topic, records)
     return topic
 
 
@@ -75,7 +76,7 @@ def publish_with_a_marker(pipeline: Pipeline, config: dict[str, str] | None = No
     # A commit is answered before its marker is written.
     while topic_state(pipeline.kafka, topic).partitions[0].end < 3:
         time.sleep(0.02)
-    send(pipeline.kafka["bootstrap.servers"], topic, 0, SAME[3:])
+    send(pipeline, topic, SAME[3:])
     return topic
 
 

@@ -20,8 +20,9 @@ from zync_assets.lake.tables import open_table
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, SideFormat
-from zync_assets_tests.checks.chain import Chain, send
+from zync_assets_tests.checks.chain import Chain
 from zync_assets_tests.checks.damage import append_again, exchange, overwrite, take_out
+from zync_assets_tests.mini import send
 
 
 def table_of(chain: Chain) -> tuple[RawState, list[DataFile]]:
@@ -158,7 +159,7 @@ def plain(services: Services, unique: str, tmp_path: Path) -> Pipeline:
         "plain", tmp_path, kafka, None, str(tmp_path / "lake"), {}, (Input(unique, "Raw", text, text),), (), ()
     )
     create_topic(kafka, unique, 1, 1, {})
-    send(services.bootstrap_servers, unique, 0, [(None, b"v%d" % number) for number in range(10)])
+    send(pipeline, unique, [(None, b"v%d" % number) for number in range(10)])
     return pipeline
 
 

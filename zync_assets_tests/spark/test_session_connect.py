@@ -314,7 +314,7 @@ from zync_assets.errors import SetupError
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.pipeline_file import load
-from zync_assets.runner import etl_once
+from zync_assets.runner import commit_etl, read_etl
 from zync_assets.spark import shared_servers
 from zync_assets.spark.session import spark_session
 pipeline = load(Path(sys.argv[1]))
@@ -329,7 +329,7 @@ try:
 except SetupError as error:
     print("error:", error)
 assert not Path(pipeline.lake, "Staging", "_delta_log").exists()
-etl_once(pipeline, session, "Staging")
+commit_etl(pipeline, lambda: read_etl(pipeline, session, "Staging"))
 (other,) = shared_servers.find_all()
 print("other:", other.pid != server.pid)
 """
