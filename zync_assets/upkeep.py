@@ -46,25 +46,25 @@ SLACK = 16
 retention. Few commits suffice."""
 
 
-def keep_short(pipeline: Pipeline, item: Input, known: RawState | None) -> None:
-    """Remove what is old, where it is due by the table as it was when it was ``known``. It never fails the step: what could
+def keep_short(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
+    """Remove what is old, where the table's ``state`` shows that it is due. It never fails the step: what could
     not be done is done after another commit."""
-    if item.retention_ms is None or known is None:
+    if item.retention_ms is None or state is None:
         return
     try:
         now = int(time.time() * 1000)
-        if is_retention_due(known, now, item.retention_ms):
-            removed = sum(each.records for cut in retire(pipeline, item, now) for each in cut.files)
+        if is_retention_due(state, now, item.retention_ms):
+            count = sum(file.records for retirement in retire(pipeline, item, now) for file in retirement.files)
             age = timedelta(milliseconds=item.retention_ms)
-            if removed:
-                _log.info("%s.%s: %d records older than %s are removed", item.pool, item.topic, removed, age)
+            if count:
+                _log.info("%s.%s: %d records older than %s are removed", item.pool, item.topic, count, age)
     except CommitConflict as error:
         _log.info("%s", error)
     except (ZyncError, OSError) as error:
         _log.warning("retention of %s.%s: %s", item.pool, item.topic, error)
 
 
-def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Cut]:
+def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Retirement]:
     """Remove an input's raw records that are older at ``now`` (milliseconds since the epoch) than it keeps them, and that no
     staging pool wants; what went. CommitConflict if a batch or a compaction came first.
     """
@@ -72,24 +72,24 @@ def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Cut]:
     pools = _pools(pipeline, item)
     if table is None or item.retention_ms is None or pools is None:
         return ()
-    needed = dict(table.next)
+    limits = dict(table.next)
     for state in pools:
-        wanted = needed_from(state, item.topic)
-        needed = {partition: min(end, wanted.get(partition, 0)) for partition, end in needed.items()}
-    found = cuts(table, now - item.retention_ms, needed)
-    if not found:
+        pool_limits = needed_from(state, item.topic)
+        limits = {partition: min(end, pool_limits.get(partition, 0)) for partition, end in limits.items()}
+    parts = retirements(table, now - item.retention_ms, limits)
+    if not parts:
         return ()
     for state in pools:
-        staging.release(state, item.topic, {cut.partition: cut.kept for cut in found})
+        staging.release(state, item.topic, {part.partition: part.start for part in parts})
     crash_point("retention:released")
-    commit_retention(table, found)
+    commit_retention(table, parts)
     crash_point("retention:removed")
-    return found
+    return parts
 
 
 def _pools(pipeline: Pipeline, item: Input) -> list[StagingState] | None:
     """The staging pools that read an input, or did; None while one has not begun."""
-    found: list[StagingState] = []
+    states: list[StagingState] = []
     readers = pipeline.readers_of(item.topic)
     for pool in pipeline.staging_pools:
         state = staging.open_staging(pipeline.lake, pool)
@@ -97,8 +97,8 @@ def _pools(pipeline: Pipeline, item: Input) -> list[StagingState] | None:
         if state is None and reads:
             return None
         if state is not None and (reads or state.head.seen(item.topic)):
-            found.append(state)
-    return found
+            states.append(state)
+    return states
 
 
 def needed_from(state: StagingState, topic: str) -> dict[int, int]:
@@ -106,36 +106,36 @@ def needed_from(state: StagingState, topic: str) -> dict[int, int]:
 
     The ledger is read only where something waits.
     """
-    needed = state.head.seen(topic)
+    offsets = state.head.seen(topic)
     waits = [
         partition
         for (name, partition, kind), count in state.head.counts.items()
         if name == topic and kind in ("pending", "quarantined") and count
     ]
     if not waits:
-        return needed
+        return offsets
     rows = staging.read_ledger(state, ["pending", "completed", "quarantined"])
     rows = rows.filter(pc.equal(rows["topic"], topic))
     for partition in set(waits):
         own = rows.filter(pc.equal(rows["partition"], partition))
         of = {kind: own.filter(pc.equal(own["kind"], kind)) for kind in ("pending", "completed", "quarantined")}
-        failed = of["quarantined"].filter(pc.is_valid(of["quarantined"]["text"]))
+        failures = of["quarantined"].filter(pc.is_valid(of["quarantined"]["text"]))
         waiting = np.setdiff1d(of["pending"]["first"].to_numpy(), of["completed"]["first"].to_numpy())
-        needed[partition] = min([needed.get(partition, 0), *waiting[:1].tolist(), *failed["first"].to_pylist()])
-    return needed
+        offsets[partition] = min([offsets.get(partition, 0), *waiting[:1].tolist(), *failures["first"].to_pylist()])
+    return offsets
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The removable files of a partition, all below offset ``kept``.
+class Retirement:
+    """The removable files of a partition, all below offset ``start``.
 
-    ``reached``: the highest time of all removed records, of earlier removals too, in milliseconds since the epoch.
+    ``time``: the highest time of all removed records, of earlier removals too, in milliseconds since the epoch.
     """
 
     partition: int
     files: tuple[DataFile, ...]
-    kept: int
-    reached: int
+    start: int
+    time: int
 
 
 def is_retention_due(state: RawState, now: int, retention_ms: int) -> bool:
@@ -144,26 +144,26 @@ def is_retention_due(state: RawState, now: int, retention_ms: int) -> bool:
     return any(_old(files, limit) for files in _by_partition(state).values())
 
 
-def cuts(state: RawState, limit: int, needed: Mapping[int, int]) -> list[Cut]:
+def retirements(state: RawState, limit: int, limits: Mapping[int, int]) -> list[Retirement]:
     """The removable files of each partition: the first files whose records are all older than ``limit`` (milliseconds since
-    the epoch) and below the offset that staging pools need (``needed``: partition → offset)."""
-    found: list[Cut] = []
+    the epoch) and below the offset that staging pools need (``limits``: partition → offset)."""
+    parts: list[Retirement] = []
     for partition, files in _by_partition(state).items():
-        upto = needed.get(partition, 0)
+        upto = limits.get(partition, 0)
         below = next((place for place, item in enumerate(files) if (item.last or 0) >= upto), len(files))
         old = _old(files[:below], limit)
         if old:
-            reached = max(state.reached.get(partition, 0), *(item.max_time or 0 for item in old))
-            found.append(Cut(partition, tuple(old), (old[-1].last or 0) + 1, reached))
-    return found
+            highest = max(state.retention_time.get(partition, 0), *(item.max_time or 0 for item in old))
+            parts.append(Retirement(partition, tuple(old), (old[-1].last or 0) + 1, highest))
+    return parts
 
 
 def _by_partition(state: RawState) -> dict[int, list[DataFile]]:
-    found: dict[int, list[DataFile]] = {}
+    files_by_partition: dict[int, list[DataFile]] = {}
     for item in raw.raw_files(state):
         if not raw.is_replay(item):
-            found.setdefault(item.partition or 0, []).append(item)
-    return found
+            files_by_partition.setdefault(item.partition or 0, []).append(item)
+    return files_by_partition
 
 
 def _old(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
@@ -177,24 +177,25 @@ def _old(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
     return files[:count]
 
 
-def commit_retention(state: RawState, found: Sequence[Cut]) -> None:
+def commit_retention(state: RawState, parts: Sequence[Retirement]) -> None:
     """Remove the files and say where the partitions begin now. CommitConflict if a compaction came first."""
-    numbers = {f"zync:kept:{cut.partition}": cut.kept for cut in found}
-    numbers |= {f"zync:reached:{cut.partition}": cut.reached for cut in found}
+    numbers = {f"zync:kept:{part.partition}": part.start for part in parts}
+    numbers |= {f"zync:reached:{part.partition}": part.time for part in parts}
     numbers |= {
-        f"zync:removed:{cut.partition}": state.removed.get(cut.partition, 0) + sum(item.records for item in cut.files)
-        for cut in found
+        f"zync:removed:{part.partition}": state.retention_count.get(part.partition, 0)
+        + sum(item.records for item in part.files)
+        for part in parts
     }
     # A compaction puts records of such files into another one.
-    numbers["zync:compacted"] = state.opened.number("zync:compacted") or 0
-    tables.commit(state.opened, [], numbers, removed=[item for cut in found for item in cut.files])
+    numbers["zync:compacted"] = state.table.number("zync:compacted") or 0
+    tables.commit(state.table, [], numbers, removals=[item for part in parts for item in part.files])
 
 
 SHARES = 8
 """Files that hold what a retention keeps, at the least, where they are compacted."""
 
 
-def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int | None = None) -> None:
+def keep_up(spark: SparkSession, before: tables.LakeTable | None, retention_ms: int | None = None) -> None:
     """Compact and clean a table after a commit. ``before``: the table before the commit, None for a new table.
 
     ``retention_ms``: how long records are kept. Compaction then merges only files within a share of this time, so that
@@ -203,11 +204,11 @@ def keep_up(spark: SparkSession, before: tables.Opened | None, retention_ms: int
     span = None if retention_ms is None else retention_ms // SHARES
     if before is None or not (compaction.due(before.files, span) or compaction.is_due(before)):
         return
-    with compaction.failures_logged(before.uri):
+    with compaction.log_failures(before.uri):
         compact(spark, before.uri, span)
-        opened = tables.open_table(before.uri)
-        if opened is not None and compaction.is_due(opened):
-            compaction.clean(opened)
+        table = tables.open_table(before.uri)
+        if table is not None and compaction.is_due(table):
+            compaction.clean(table)
             crash_point("clean:done")
 
 
@@ -217,15 +218,13 @@ def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
 
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """
-    opened = tables.open_table(uri)
-    runs = [
-        part for run in (compaction.due(opened.files, span) if opened else []) for part in compaction.alike(uri, run)
-    ]
-    if opened is None or not runs:
+    table = tables.open_table(uri)
+    runs = [part for run in (compaction.due(table.files, span) if table else []) for part in compaction.alike(uri, run)]
+    if table is None or not runs:
         return 0
-    schema = opened.schema
-    made = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema))
+    schema = table.schema
+    files = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema))
     crash_point("compact:written")
-    compaction.commit(opened, made, runs)
+    compaction.commit(table, files, runs)
     crash_point("compact:committed")
     return sum(len(run) for run in runs)

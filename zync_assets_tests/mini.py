@@ -25,7 +25,7 @@ from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import tables
-from zync_assets.lake.log import Opened
+from zync_assets.lake.log import LakeTable
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import Head, open_staging, read_ledger
 from zync_assets.local.services import Services
@@ -227,7 +227,7 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     found: list[tuple[str, int | None]] = []
     open_table = tables.open_table
 
-    def noted(uri: str, version: int | None = None) -> Opened | None:
+    def noted(uri: str, version: int | None = None) -> LakeTable | None:
         opened = open_table(uri, version)
         found.append((uri.partition("/lake/")[2], None if opened is None else opened.version))
         return opened

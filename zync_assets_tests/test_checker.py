@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.lake import raw, staging, tables
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
 from zync_assets_tests.checker import statement as statements
@@ -89,10 +89,10 @@ class Patient:
     lake: Path
     logs: dict[str, dict[int, Log]]
 
-    def raw(self, topic: str, place: int = 0) -> tuple[Opened, DataFile]:
+    def raw(self, topic: str, place: int = 0) -> tuple[LakeTable, DataFile]:
         state = raw.open_raw(str(self.lake), "Raw", topic)
         assert state is not None
-        return state.opened, raw.raw_files(state)[place]
+        return state.table, raw.raw_files(state)[place]
 
     @property
     def staging(self) -> StagingState:
@@ -100,11 +100,11 @@ class Patient:
         assert state is not None
         return state
 
-    def outputs(self, place: int = 0) -> tuple[Opened, DataFile]:
+    def outputs(self, place: int = 0) -> tuple[LakeTable, DataFile]:
         state = self.staging
-        return state.opened, state.output_files(self.shop.new)[place]
+        return state.table, state.output_files(self.shop.new)[place]
 
-    def quarantine(self) -> tuple[Opened, DataFile]:
+    def quarantine(self) -> tuple[LakeTable, DataFile]:
         opened = tables.open_table(f"{self.lake}/~quarantine/Raw/{self.shop.orders}")
         assert opened is not None
         return opened, opened.files[0]
@@ -245,7 +245,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patient], object], set[str]]] = {
     "account: an unmatched fact is lost": (without_one(kind="unmatched"), {"account"}),
     "account: a completed fact is lost": (without_one(kind="completed"), {"account", "sources"}),
     "account: a fact is there twice": (
-        lambda it: append_again(it.staging.opened, it.staging.ledger_files[0]),
+        lambda it: append_again(it.staging.table, it.staging.ledger_files[0]),
         {"account"},
     ),
     "account: an output without a done fact": (reclassed("done", "unmatched"), {"account", "sources"}),

@@ -115,12 +115,12 @@ def with_many_ledger_files(rig: Rig) -> None:
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
-        uri = storage.join(state.opened.uri, path)
+        uri = storage.join(state.table.uri, path)
         storage.make_folder(uri.rpartition("/")[0])
         system, full = storage.filesystem(uri)
         pq.write_table(piece, full, filesystem=system)
         made.append(tables.DataFile(path, storage.file_size(uri), piece.num_rows, group=staging.ACCOUNT))
-    tables.commit(state.opened, made, {}, removed=state.ledger_files, partition_by=["topic"])
+    tables.commit(state.table, made, {}, removals=state.ledger_files, partition_by=["topic"])
 
 
 def with_many_raw_files(rig: Rig) -> None:
@@ -130,16 +130,16 @@ def with_many_raw_files(rig: Rig) -> None:
     rig.run_here()
     state = open_raw(rig.shop.pipeline.lake, "Raw", rig.shop.status)
     assert state is not None
-    item = next(item for item in state.opened.files if item.partition == 0)
+    item = next(item for item in state.table.files if item.partition == 0)
     rows = pq.ParquetFile(rig.shop.files / "Raw" / rig.shop.status / item.path).read()
     assert rows.num_rows >= compaction.FILES
     made = []
     for place in range(rows.num_rows):
-        with RangeWriter(state.opened.uri, 0) as writer:
+        with RangeWriter(state.table.uri, 0) as writer:
             [batch] = rows.slice(place, 1).to_batches()
             writer.write(batch)
         made += [found for found, _ in writer.files]
-    tables.commit(state.opened, made, {}, removed=[item], rewritten=True)
+    tables.commit(state.table, made, {}, removals=[item], rewritten=True)
     rig.produce(whole[-20:])
 
 

@@ -78,7 +78,7 @@ def settle(it: Mini, retry: Retry = NOTHING) -> None:
     assert looked.problems == {}
     assert list(facts.due_steps(Names(it.pipeline), looked)) == []
     list(facts.grids(Names(it.pipeline), looked))
-    list(sensor.standings(Names(it.pipeline), looked))
+    list(sensor.asset_positions(Names(it.pipeline), looked))
 
 
 def said(it: Mini, command: str, *arguments: str) -> list[dict[str, Any]]:

@@ -188,7 +188,7 @@ def test_etl_looks_at_the_offsets_of_new_raw_files_that_no_check_has_passed(
     assert len(looks) == 2
 
 
-def opened(uri: str) -> tables.Opened:
+def opened(uri: str) -> tables.LakeTable:
     found = tables.open_table(uri)
     assert found is not None
     return found

@@ -20,7 +20,7 @@ import pytest
 from zync_assets import pipeline_file
 from zync_assets.errors import ForeignRecord
 from zync_assets.kafka.topics import high_watermark, survey
-from zync_assets.lake.publication import open_published
+from zync_assets.lake.publication import open_publish_state
 from zync_assets.local.services import Services
 from zync_assets.publish.commit import recreate_topic
 from zync_assets_tests.checker import statement as statements
@@ -199,7 +199,9 @@ def test_what_surfaces_later_than_the_settle_time_is_found_and_the_way_back_work
     seen = sent_and_unseen(rig)
     rig.settle(0.1)
     publisher = rig.start()
-    rig.until(lambda: open_published(rig.shop.pipeline.lake, "Staging", rig.shop.new).verified == seen, publisher)
+    rig.until(
+        lambda: open_publish_state(rig.shop.pipeline.lake, "Staging", rig.shop.new).verified_end == seen, publisher
+    )
     time.sleep(3)
     rig.cluster.signal(signal.SIGCONT, NEXT, LAST)
     assert publisher.wait(300) == 1

@@ -23,7 +23,7 @@ from zync_assets.errors import DataLoss, ForeignRecord, RecordTooLarge, TopicMis
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, high_watermark, topic_states
-from zync_assets.lake.publication import open_published
+from zync_assets.lake.publication import open_publish_state
 from zync_assets.local.services import Services
 from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.plan import plan_publish
@@ -173,7 +173,7 @@ def test_a_record_that_is_too_large_is_found_before_its_window_is_announced(make
     ):
         it.publish()
     assert high_watermark(it.pipeline.kafka, it.out, 0) == 0
-    assert open_published(it.lake, "Staging", it.out).window is None
+    assert open_publish_state(it.lake, "Staging", it.out).window is None
     configure(it.pipeline.kafka, it.out, max_message_bytes="6000")
     assert it.publish().records == 3
 

@@ -60,8 +60,8 @@ def offsets(it: Mini, topic: str) -> list[int]:
     return [found["kafka"]["offset"] for found in it.raw(topic)]
 
 
-def lose(state: RawState, found: Sequence[upkeep.Cut]) -> None:
-    raise CommitConflict(f"{state.opened.uri}: another was first")
+def lose(state: RawState, found: Sequence[upkeep.Retirement]) -> None:
+    raise CommitConflict(f"{state.table.uri}: another was first")
 
 
 def sound(it: Mini) -> bool:
@@ -85,7 +85,7 @@ def test_old_records_go_by_themselves_when_they_are_done(it: Mini) -> None:
     it.send(it.right, row(3), times=now())
     it.step()
     assert offsets(it, it.left) == [2]
-    assert (table(it, it.left).kept, table(it, it.left).removed) == ({0: 2}, {0: 2})
+    assert (table(it, it.left).retention_start, table(it, it.left).retention_count) == ({0: 2}, {0: 2})
     assert [value["l"] for value in it.values()] == ["a", "b", "c"]
     assert sound(it)
     assert [found["kept"] for found in command(it, "status") if found["kind"] == "input"] == [2, 2]
@@ -159,7 +159,7 @@ def test_a_retention_that_died_half_way_is_taken_up_again(it: Mini, monkeypatch:
     assert state is not None
     assert (state.released(it.left, 0), offsets(it, it.left)) == (1, [0])
     assert sound(again)
-    assert [cut.kept for cut in retire(again.pipeline, item, now()[0])] == [1]
+    assert [cut.start for cut in retire(again.pipeline, item, now()[0])] == [1]
     assert offsets(it, it.left) == []
     assert sound(again)
 
@@ -173,16 +173,16 @@ def test_of_a_compaction_and_a_retention_at_once_one_is_committed(it: Mini, monk
         kept.step()
     monkeypatch.setattr(compaction, "FILES", 4)
     before = table(it, it.left)
-    runs = compaction.due(before.opened.files)
-    made = [compaction.rewrite(before.opened.uri, run, before.schema) for run in runs]
+    runs = compaction.due(before.table.files)
+    made = [compaction.rewrite(before.table.uri, run, before.schema) for run in runs]
     again = kept.edited(KEEP + JOIN)
     assert retire(again.pipeline, again.pipeline.input(it.left), now()[0])
     with pytest.raises(CommitConflict):
-        compaction.commit(before.opened, made, runs)
+        compaction.commit(before.table, made, runs)
     right = table(it, it.right)
     needed = {0: 4}
-    cuts = upkeep.cuts(right, now()[0], needed)
-    assert compact(it.spark, right.opened.uri) == 4
+    cuts = upkeep.retirements(right, now()[0], needed)
+    assert compact(it.spark, right.table.uri) == 4
     with pytest.raises(CommitConflict):
         upkeep.commit_retention(right, cuts)
     assert (offsets(it, it.left), offsets(it, it.right)) == ([], [0, 1, 2, 3])
@@ -221,7 +221,7 @@ def test_a_pool_that_the_file_did_not_name_is_told_what_it_lost(it: Mini) -> Non
     it.send(it.left, row(2, op="u"), row(3, op="u"))
     it.ingest()
     state = table(it, it.left)
-    upkeep.commit_retention(state, upkeep.cuts(state, now()[0], {0: 3}))
+    upkeep.commit_retention(state, upkeep.retirements(state, now()[0], {0: 3}))
     with pytest.raises(EtlError, match=r"transformed up to offset 1, and .* begins at offset 3"):
         it.etl()
     assert not exactly_once_done_coverage(it.pipeline, "Staging").passed
@@ -250,7 +250,7 @@ def test_a_batch_and_a_retention_of_another_process_between_two_looks(
     it.ingest()
     monkeypatch.setattr(raw, "open_raw", late)
     assert exactly_once_done_coverage(it.pipeline, "Staging").passed
-    assert table(it, it.left).kept == {0: 3}
+    assert table(it, it.left).retention_start == {0: 3}
     assert it.classes(it.left) == {"done": 3}
 
 
@@ -259,8 +259,8 @@ def test_what_retention_took_is_counted(it: Mini) -> None:
     it.send(it.right, row(9, "odd", op="x"), times=now())
     it.step()
     state = table(it, it.left)
-    assert state.removed == {0: 2}
-    tables.commit(state.opened, [], {"zync:removed:0": 1})
+    assert state.retention_count == {0: 2}
+    tables.commit(state.table, [], {"zync:removed:0": 1})
     told = exactly_once_done_coverage(it.pipeline, "Staging")
     assert not told.passed
     assert "2 records were counted below seen; 0 are there, and retention removed 1" in told.summary

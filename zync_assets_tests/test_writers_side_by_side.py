@@ -24,8 +24,8 @@ from zync_assets.ingest.plan import plan_ingest
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging, tables
-from zync_assets.lake.log import Opened
-from zync_assets.lake.publication import commit_published, open_published
+from zync_assets.lake.log import LakeTable
+from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.staging import StagingState
 from zync_assets.local.services import Services
 from zync_assets.publish import commit as publishing
@@ -74,10 +74,10 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
 def test_of_two_publishers_that_announce_the_same_window_one_is_refused(tmp_path: Path) -> None:
     lake = str(tmp_path)
     for window in (5, 9):
-        ours, theirs = (open_published(lake, "Staging", "out") for _ in range(2))
-        commit_published(lake, "Staging", theirs, window=window, verified=0, topic_id="one")
+        ours, theirs = (open_publish_state(lake, "Staging", "out") for _ in range(2))
+        commit_publish_state(lake, "Staging", theirs, window=window, verified_end=0, topic_id="one")
         with pytest.raises(CommitConflict):
-            commit_published(lake, "Staging", ours, window=window, verified=0, topic_id="one")
+            commit_publish_state(lake, "Staging", ours, window=window, verified_end=0, topic_id="one")
 
 
 def test_a_topic_that_was_known_before_another_writer_ingested_more_has_lost_nothing(make: Make) -> None:
@@ -96,7 +96,7 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
     it.publish()
     state_of, others = staging.staging_state, [1]
 
-    def state_before_another_is_done(table: Opened | None) -> StagingState | None:
+    def state_before_another_is_done(table: LakeTable | None) -> StagingState | None:
         state = state_of(table)
         if others:
             others.pop()
@@ -203,16 +203,16 @@ def test_what_retention_took_after_a_kill_is_not_asked_for_again(make: Make) -> 
     it.send(it.left, row(1), row(2))
     it.step()
     it.publish()
-    killed = open_published(it.lake, "Staging", it.out)
+    killed = open_publish_state(it.lake, "Staging", it.out)
     topic_id = topic_states(it.pipeline.kafka, [it.out])[it.out].topic_id
-    commit_published(it.lake, "Staging", killed, window=2, verified=0, topic_id=topic_id)
+    commit_publish_state(it.lake, "Staging", killed, window=2, verified_end=0, topic_id=topic_id)
     admin = AdminClient({"bootstrap.servers": it.pipeline.kafka["bootstrap.servers"]})
     for future in admin.delete_records([TopicPartition(it.out, 0, 1)]).values():
         future.result()
     it.send(it.left, row(3))
     it.step()
     made = it.publish()
-    assert (made.verified, made.records) == (1, 1)
+    assert (made.verified_records, made.records) == (1, 1)
 
 
 def test_a_publisher_that_comes_second_goes_on_after_the_first(make: Make) -> None:
@@ -319,4 +319,4 @@ def test_what_a_lost_task_sent_is_not_foreign_to_the_one_that_spark_runs_in_its_
     ended = subprocess.run(given, capture_output=True, text=True, timeout=120, check=False)
     assert "was lost on its way" in ended.stderr
     made = it.publish()
-    assert (made.verified, made.records) == (2, 0)
+    assert (made.verified_records, made.records) == (2, 0)

@@ -31,12 +31,12 @@ from zync_assets.assets.checks import build_checks, reachable
 from zync_assets.assets.graph import Labels, build_assets, group_names, source
 from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager
 from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
-from zync_assets.assets.resources import KafkaResource, RegistryResource, connected, spark_resource
+from zync_assets.assets.resources import KafkaResource, RegistryResource, spark_resource, with_connections
 from zync_assets.assets.sensor import build_sensor
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, pool_path
 
-_built: list[ref[Names]] = []
+_builds: list[ref[Names]] = []
 """The pipelines of this process, the last build of each file. Definitions that nobody holds any more do not count."""
 
 
@@ -45,19 +45,19 @@ def claim(names: Names) -> None:
 
     SetupError if another pipeline file in this process has the pipeline's name, one of its tables or one of its asset keys.
     """
-    if any(_conflict(names, other) for other in _others(names)):
+    if any(_conflict(names, other) for other in _neighbours(names)):
         # Definitions that nobody holds may wait for the garbage collector.
         gc.collect()
-        for other in _others(names):
+        for other in _neighbours(names):
             if text := _conflict(names, other):
                 raise SetupError(f"{text}, or leave one of the two files out of this code location.")
-    _built[:] = [*(item for item in _built if (one := item()) is not None and one.file != names.file), ref(names)]
+    _builds[:] = [*(item for item in _builds if (build := item()) is not None and build.file != names.file), ref(names)]
 
 
-def _others(names: Names) -> list[Names]:
+def _neighbours(names: Names) -> list[Names]:
     """The other pipelines of this process. A file that was removed or renamed does not count."""
-    found = [item() for item in _built]
-    return [item for item in found if item is not None and item.file != names.file and item.file.exists()]
+    builds = [item() for item in _builds]
+    return [item for item in builds if item is not None and item.file != names.file and item.file.exists()]
 
 
 def _conflict(names: Names, other: Names) -> str | None:
@@ -77,10 +77,10 @@ def _conflict(names: Names, other: Names) -> str | None:
                 f" both files into one file, or name another pool than {pool} in one of them"
             )
     common = {item.topic for item in mine.inputs} & {item.topic for item in theirs.inputs}
-    shared = {names.topic_key(topic) for topic in common} if _same_brokers(names, other) else set[AssetKey]()
+    common_keys = {names.topic_key(topic) for topic in common} if _same_brokers(names, other) else set[AssetKey]()
     assets = _assets(other)
     for key, thing in _assets(names).items():
-        if key in assets and key not in shared:
+        if key in assets and key not in common_keys:
             return (
                 f"{files} both make asset {key.to_user_string()}: the first for {assets[key]}, the second for {thing}."
                 f' Give one of them a prefix, as in key_prefix="{mine.name}" of build_definitions or of defs.yaml'
@@ -97,33 +97,35 @@ def _tables(pipeline: Pipeline) -> dict[tuple[str, str, str], None]:
 def _assets(names: Names) -> dict[AssetKey, str]:
     """Asset key → the table or topic that the asset stands for."""
     pipeline, brokers = names.pipeline, ",".join(sorted(_brokers(names)))
-    found: dict[AssetKey, str] = {}
+    places: dict[AssetKey, str] = {}
     for kind, items in (("input", pipeline.inputs), ("output", pipeline.outputs)):
         for item in items:
-            found[names.topic_key(item.topic)] = f"the {kind} topic {item.topic}{brokers and f' of brokers {brokers}'}"
-            found[names.pool_key(item.pool, item.topic)] = f"the table of lake {pipeline.lake}"
-    return found
+            places[names.topic_key(item.topic)] = f"the {kind} topic {item.topic}{brokers and f' of brokers {brokers}'}"
+            places[names.pool_key(item.pool, item.topic)] = f"the table of lake {pipeline.lake}"
+    return places
 
 
 def sources(names: Names, labels: Labels, resources: Mapping[str, object]) -> dict[str, SourceTopic]:
     """Input topic → the topic's asset. It is the asset of another pipeline that reads the topic from the same brokers, or
     it is made now. ``resources``: of this pipeline."""
-    found: dict[str, SourceTopic] = {}
-    others = [other for other in reversed(_others(names)) if _same_brokers(names, other)]
+    topics: dict[str, SourceTopic] = {}
+    neighbours = [other for other in reversed(_neighbours(names)) if _same_brokers(names, other)]
     for item in names.pipeline.inputs:
         key = names.topic_key(item.topic)
-        known = [other.sources[item.topic] for other in others if item.topic in other.sources]
-        there = next((topic for topic in known if topic.asset.key == key and topic.file != names.file), None)
-        if there is None:
+        neighbour_topics = [other.sources[item.topic] for other in neighbours if item.topic in other.sources]
+        source_topic = next(
+            (topic for topic in neighbour_topics if topic.asset.key == key and topic.file != names.file), None
+        )
+        if source_topic is None:
             reader = {name: resources[name] for name in (names.resource("kafka_io"), names.resource("spark"))}
-            there = SourceTopic(names, source(names, labels, item.topic), reachable(names, item.topic), reader)
-        found[item.topic] = there
-    return found
+            source_topic = SourceTopic(names, source(names, labels, item.topic), reachable(names, item.topic), reader)
+        topics[item.topic] = source_topic
+    return topics
 
 
-def _same_brokers(names: Names, others: Names) -> bool:
+def _same_brokers(names: Names, other: Names) -> bool:
     """Whether two pipelines name a broker in common; true where the environment does not say yet which they name."""
-    mine, theirs = _brokers(names), _brokers(others)
+    mine, theirs = _brokers(names), _brokers(other)
     return not mine or not theirs or bool(mine & theirs)
 
 
@@ -184,18 +186,22 @@ def build_definitions(
         >>> [job.name for job in shop.jobs]
         ['ingest_orders_of_shop', 'check_shop']
     """
-    names = Names(connected(pipeline, kafka, registry), tuple(_parts(key_prefix)))
+    names = Names(with_connections(pipeline, kafka, registry), tuple(_parts(key_prefix)))
     labels = Labels(
         tuple([f"team:{pipeline.name}"] if owners is None else owners),
         {**tags, PIPELINE_TAG: pipeline.name},
         _groups(pipeline, groups),
     )
-    shown = {names.resource(name): item for name, item in (("kafka", kafka), ("registry", registry)) if item}
+    connections = {names.resource(name): item for name, item in (("kafka", kafka), ("registry", registry)) if item}
     with warnings.catch_warnings():
         # Single-run backfills are what a range run needs; Dagster calls the parameter beta.
         warnings.simplefilter("ignore", BetaWarning)
-        given = {**_resources(names), **shown, **{_resource_key(names, name): item for name, item in resources.items()}}
-        names = replace(names, sources=sources(names, labels, given))
+        all_resources = {
+            **_resources(names),
+            **connections,
+            **{_resource_key(names, name): item for name, item in resources.items()},
+        }
+        names = replace(names, sources=sources(names, labels, all_resources))
         claim(names)
         topics = list(names.sources.values())
         checks = [*(item.check for item in topics), *build_checks(names)]
@@ -205,7 +211,7 @@ def build_definitions(
             asset_checks=checks,
             jobs=jobs,
             sensors=[build_sensor(names, jobs, running=sensor_running)],
-            resources={**given, **{key: item for topic in topics for key, item in topic.resources.items()}},
+            resources={**all_resources, **{key: item for topic in topics for key, item in topic.resources.items()}},
         )
 
 
@@ -214,12 +220,12 @@ def _parts(key_prefix: str | Sequence[str]) -> Sequence[str]:
 
 
 def _groups(pipeline: Pipeline, groups: str | Mapping[str, str]) -> Mapping[str, str]:
-    known = group_names(pipeline)
+    own_groups = group_names(pipeline)
     if isinstance(groups, str):
-        return dict.fromkeys(known, groups)
+        return dict.fromkeys(own_groups, groups)
     for name in groups:
-        if name not in known:
-            raise SetupError(f"groups: {pipeline.path} has no group {name}. Its groups are {', '.join(known)}.")
+        if name not in own_groups:
+            raise SetupError(f"groups: {pipeline.path} has no group {name}. Its groups are {', '.join(own_groups)}.")
     return groups
 
 

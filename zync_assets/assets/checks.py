@@ -22,7 +22,7 @@ from zync_assets.assets import names
 from zync_assets.assets.names import Names
 from zync_assets.audit import guard
 from zync_assets.checks import output_checks, raw_checks
-from zync_assets.checks.output_checks import recorded
+from zync_assets.checks.output_checks import record_check
 from zync_assets.errors import ZyncError
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.snapshot import Snapshot
@@ -31,7 +31,7 @@ from zync_assets.offsets import OffsetRange
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
 
-KEPT = "zync/kept_in_lake"
+LAKE_MARK = "zync/kept_in_lake"
 """Metadata of a blocking check's result: the lake keeps it, and says until when it blocks."""
 
 Ranges = Sequence[OffsetRange] | None
@@ -41,14 +41,14 @@ Look = Callable[[AssetCheckExecutionContext], CheckResult]
 def build_checks(names: Names) -> list[AssetChecksDefinition]:
     """All checks of a pipeline's own assets; a source topic has its check with it."""
     pipeline = names.pipeline
-    found: list[AssetChecksDefinition] = []
+    checks: list[AssetChecksDefinition] = []
     for item in pipeline.inputs:
-        found += _raw(names, item.topic)
+        checks += _raw(names, item.topic)
     for pool in pipeline.staging_pools:
-        found += _staging(names, pool)
+        checks += _staging(names, pool)
     for output in pipeline.outputs:
-        found.append(_published(names, output.topic))
-    return found
+        checks.append(_topic_check(names, output.topic))
+    return checks
 
 
 def _raw(names: Names, topic: str) -> Iterator[AssetChecksDefinition]:
@@ -73,7 +73,7 @@ def _raw(names: Names, topic: str) -> Iterator[AssetChecksDefinition]:
         ) -> CheckResult:
             ranges = run_ranges(context, asset)
             if blocking:
-                return recorded(pipeline, pipeline.input(topic).pool, partial(function, pipeline, topic, ranges))
+                return record_check(pipeline, pipeline.input(topic).pool, partial(function, pipeline, topic, ranges))
             return function(pipeline, topic, ranges)
 
         yield _check(names, asset, name, description, blocking, look)
@@ -85,12 +85,12 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
     keys = {topic: names.pool_key(pool, topic) for topic in outputs}
 
     def coverage(context: AssetCheckExecutionContext) -> CheckResult:
-        made = {topic: run_ranges(context, key) for topic, key in keys.items()}
+        run_parts = {topic: run_ranges(context, key) for topic, key in keys.items()}
         ranges: Mapping[str, Sequence[OffsetRange]] | None = None
         snapshot = Snapshot(pipeline)
-        if any(part is not None for part in made.values()):
+        if any(part is not None for part in run_parts.values()):
             # All that was committed since the check passed last: a run that died had no check.
-            ranges = guard.newly_staged(snapshot, pool) or {topic: part or () for topic, part in made.items()}
+            ranges = guard.account_backlog(snapshot, pool) or {topic: part or () for topic, part in run_parts.items()}
         check = partial(guard.exactly_once_done_coverage, pipeline, pool, ranges, snapshot)
         return snapshot.record(pool, check)
 
@@ -102,7 +102,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
 
         def contiguous(context: AssetCheckExecutionContext, topic: str = topic, key: AssetKey = key) -> CheckResult:
             ranges = run_ranges(context, key)
-            return recorded(pipeline, pool, partial(guard.contiguous_output_offsets, pipeline, topic, ranges))
+            return record_check(pipeline, pool, partial(guard.contiguous_output_offsets, pipeline, topic, ranges))
 
         yield _check(
             names,
@@ -144,7 +144,7 @@ def reachable(names: Names, topic: str) -> AssetChecksDefinition:
     )
 
 
-def _published(names: Names, topic: str) -> AssetChecksDefinition:
+def _topic_check(names: Names, topic: str) -> AssetChecksDefinition:
     asset = names.topic_key(topic)
     return _check(
         names,
@@ -166,8 +166,8 @@ def _check(
     @multi_asset_check(name=names.check_op(name, asset), specs=[spec], description=description)
     def check(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
         try:
-            found = look(context)
-            passed, severity, summary, numbers = found.passed, found.severity, found.summary, found.numbers
+            result = look(context)
+            passed, severity, summary, numbers = result.passed, result.severity, result.summary, result.numbers
         except ZyncError as error:
             # A check that can't look has a result all the same: a missing one would hold nothing back.
             # The lake keeps nothing of it: it is neither a pass nor a block.
@@ -176,7 +176,7 @@ def _check(
             passed=passed,
             severity=AssetCheckSeverity.ERROR if severity == "error" else AssetCheckSeverity.WARN,
             description=summary,
-            metadata={**numbers, **({KEPT: True} if blocking else {})},
+            metadata={**numbers, **({LAKE_MARK: True} if blocking else {})},
         )
 
     return check
@@ -184,15 +184,15 @@ def _check(
 
 def _once_a_run(look: Look) -> Look:
     """A function that runs ``look`` once per Dagster run, and returns the same result to the run's other checks."""
-    kept: dict[str, CheckResult] = {}
+    results: dict[str, CheckResult] = {}
 
-    def looked(context: AssetCheckExecutionContext) -> CheckResult:
-        if context.run.run_id not in kept:
-            kept.clear()
-            kept[context.run.run_id] = look(context)
-        return kept[context.run.run_id]
+    def first_look(context: AssetCheckExecutionContext) -> CheckResult:
+        if context.run.run_id not in results:
+            results.clear()
+            results[context.run.run_id] = look(context)
+        return results[context.run.run_id]
 
-    return looked
+    return first_look
 
 
 def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
@@ -200,8 +200,8 @@ def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
 
     None (every range) for a run that only checks.
     """
-    done = {item.partition for item in _events(context, asset) if item.partition}
-    return names.on_grid(done) or None
+    keys = {item.partition for item in _events(context, asset) if item.partition}
+    return names.on_grid(keys) or None
 
 
 def _events(context: AssetCheckExecutionContext, asset: AssetKey) -> Iterator[AssetMaterialization]:

@@ -27,7 +27,7 @@ from zync_assets.publish.plan import PublishPlan, plan_publish
 from zync_assets.runner import keep_ends
 
 
-class TickFailed(DagsterError):
+class TickFailure(DagsterError):
     """A problem that lasts, as the error of a sensor's tick. Dagster shows an error of its own family as it is."""
 
 
@@ -65,12 +65,12 @@ def _look(names: Names, topic: str) -> AssetCheckEvaluation:
     pipeline = names.pipeline
     key, name = names.topic_key(topic), output_checks.STAGING_EQUALS_TOPIC
     try:
-        found = output_checks.staging_equals_topic(pipeline, topic, unverified=True)
+        result = output_checks.staging_equals_topic(pipeline, topic, backlog=True)
     except ZyncError as error:
         return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=str(error))
-    severity = AssetCheckSeverity.ERROR if found.severity == "error" else AssetCheckSeverity.WARN
+    severity = AssetCheckSeverity.ERROR if result.severity == "error" else AssetCheckSeverity.WARN
     return AssetCheckEvaluation(
-        key, name, found.passed, metadata=dict(found.numbers), severity=severity, description=found.summary
+        key, name, result.passed, metadata=dict(result.numbers), severity=severity, description=result.summary
     )
 
 
@@ -106,12 +106,14 @@ def gather(pipeline: Pipeline) -> Facts:
 
 def _gather(pipeline: Pipeline) -> Facts:
     names = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
-    began = time.time()
-    known = survey(pipeline.kafka, names, BROKER_SECONDS, LEADER_SECONDS)
-    ended = time.time()
-    unled = known.errors
-    problems = {topic_path(topic): str(error) for topic, error in unled.items()}
-    unreachable = {item.topic: str(unled[item.topic]) for item in pipeline.inputs if item.topic in unled}
+    start = time.time()
+    topic_survey = survey(pipeline.kafka, names, BROKER_SECONDS, LEADER_SECONDS)
+    end = time.time()
+    leader_errors = topic_survey.errors
+    problems = {topic_path(topic): str(error) for topic, error in leader_errors.items()}
+    unreachable = {
+        item.topic: str(leader_errors[item.topic]) for item in pipeline.inputs if item.topic in leader_errors
+    }
     ingest: dict[str, IngestPlan] = {}
     etl: dict[str, EtlPlan] = {}
     publish: dict[str, PublishPlan] = {}
@@ -130,21 +132,21 @@ def _gather(pipeline: Pipeline) -> Facts:
     # Staging before raw before topics would do too: whatever moves meanwhile is seen by the next look.
     for item in pipeline.inputs:
         topic = item.topic
-        if topic not in known.problems:
+        if topic not in topic_survey.problems:
             put(
                 ingest,
                 topic,
                 pool_path(item.pool, topic),
-                lambda topic=topic: plan_ingest(pipeline, topic, known=known.states),
+                lambda topic=topic: plan_ingest(pipeline, topic, known=topic_survey.states),
             )
-        if topic not in known.problems and topic not in known.states and topic not in ingest:
+        if topic not in topic_survey.problems and topic not in topic_survey.states and topic not in ingest:
             unreachable[topic] = problems[pool_path(item.pool, topic)]
     # Before ETL's plans, which compare the kept ends. The plans of ingest have opened the raw tables.
-    keep_ends(Snapshot(pipeline, {topic: plan.state for topic, plan in ingest.items()}), known, began, ended)
+    keep_ends(Snapshot(pipeline, {topic: plan.state for topic, plan in ingest.items()}), topic_survey, start, end)
     for pool in pipeline.staging_pools:
         put(etl, pool, pool, lambda pool=pool: plan_etl(pipeline, pool))
     for item in pipeline.outputs:
-        if item.topic not in unled:
+        if item.topic not in leader_errors:
             put(publish, item.topic, topic_path(item.topic), lambda topic=item.topic: plan_publish(pipeline, topic))
     return Facts(ingest, etl, publish, problems, unreachable)
 
@@ -165,16 +167,16 @@ class Step:
     """The assets of the job to run; None for all of them."""
     work: frozenset[AssetKey] = frozenset()
     """The assets with pending work, in a job that can omit some of its assets."""
-    spared: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
+    optional_assets: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
     """Op → its asset, for the assets that the job can omit."""
 
     pool: str | None = None
     """The staging pool of an ETL step."""
 
-    def rest(self, failed: Collection[str]) -> Step | None:
-        """The step without the assets of the ``failed`` ops. None if the job can't omit an asset, or no work remains."""
-        without = {self.spared[op] for op in failed if op in self.spared}
-        if len(without) < len(failed) or not self.work - without:
+    def rest(self, failures: Collection[str]) -> Step | None:
+        """The step without the assets of the ops in ``failures``. None if the job can't omit an asset, or no work remains."""
+        without = {self.optional_assets[op] for op in failures if op in self.optional_assets}
+        if len(without) < len(failures) or not self.work - without:
             return None
         return replace(
             self, selection=tuple(key for key in self.selection or sorted(self.assets) if key not in without)
@@ -261,19 +263,19 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
             frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
         )
     for pool, plan in facts.etl.items():
-        wanted = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
+        keys = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
         for (_, partition), item in plan.head.outputs.items():
-            wanted |= set(keys_between({partition: item.base}, {partition: item.next}))
+            keys |= set(keys_between({partition: item.base}, {partition: item.next}))
         yield Grid(
             names.staging_partitions(pool),
-            tuple(sorted(wanted)),
-            frozenset(key.partition for key in wanted),
+            tuple(sorted(keys)),
+            frozenset(key.partition for key in keys),
             names.staging_job(pool),
             frozenset(names.staging_job_assets(pool)),
         )
 
 
-def keys_of_run(step: Step, known: Sequence[str]) -> list[str]:
+def keys_of_run(step: Step, definition_keys: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
     knows none of the keys yet."""
 
@@ -286,4 +288,4 @@ def keys_of_run(step: Step, known: Sequence[str]) -> list[str]:
             if key.partition == part.partition and key.first < part.end and part.first < key.end
         )
 
-    return max(clusters(known, step.keys), key=waiting, default=[])
+    return max(clusters(definition_keys, step.keys), key=waiting, default=[])

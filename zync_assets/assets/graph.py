@@ -64,7 +64,7 @@ def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetS
     return [
         *(raw(names, labels, item.topic) for item in pipeline.inputs),
         *(asset for pool in pipeline.staging_pools for asset in _staging(names, labels, pool)),
-        *(published(names, labels, item) for item in pipeline.outputs),
+        *(publication(names, labels, item) for item in pipeline.outputs),
     ]
 
 
@@ -126,10 +126,10 @@ def _staging(names: Names, labels: Labels, pool: str) -> list[AssetsDefinition |
     """The assets of a staging pool's topics. If the file has no rule for the pool, another pipeline file fills the pool."""
     if names.pipeline.rules_of(pool):
         return [staging(names, labels, pool)]
-    return [_filled_elsewhere(names, labels, item) for item in names.pipeline.outputs_of(pool)]
+    return [_foreign_asset(names, labels, item) for item in names.pipeline.outputs_of(pool)]
 
 
-def _filled_elsewhere(names: Names, labels: Labels, item: Output) -> AssetSpec:
+def _foreign_asset(names: Names, labels: Labels, item: Output) -> AssetSpec:
     return AssetSpec(
         names.pool_key(item.pool, item.topic),
         description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
@@ -169,20 +169,20 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
     )
     def etl(context: AssetExecutionContext, **slices: Any):
         spark: LazyPySparkResource = getattr(context.resources, spark_key)
-        given: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
-        plan = next(iter(given.values())).plan
+        slices_by_topic: dict[str, RawSlice] = {topic: slices[argument(topic)] for topic in topics}
+        plan = next(iter(slices_by_topic.values())).plan
         with errors_as_failures():
             keys = run_keys(context.partition_keys, f"pool {pool}")
             reports.refuse_partitions(pool, keys)
             if plan.nothing_to_do:
                 reports.refuse_ahead(pool, plan.state, keys)
-            batch = transform(partial(session, spark), pipeline, plan, given)
+            batch = transform(partial(session, spark), pipeline, plan, slices_by_topic)
         return batch if len(outputs) == 1 else tuple(batch for _ in outputs)
 
     return etl
 
 
-def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
+def publication(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
     @multi_asset(
         name=names.publish_op(item.topic),
         description=f"Publishes {item.topic} from {item.pool}.",
@@ -218,14 +218,16 @@ def published(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
 
 
 def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
-    made = ", ".join(kind_of(rule).title(rule) for rule in names.pipeline.rules_of(item.pool) if rule.out == item.topic)
+    rules = ", ".join(
+        kind_of(rule).title(rule) for rule in names.pipeline.rules_of(item.pool) if rule.out == item.topic
+    )
     return AssetOut(
         key=names.pool_key(item.pool, item.topic),
         dagster_type=EtlBatch,
         io_manager_key=names.resource("pool_io"),
         description=(
             f"What goes to topic **{item.topic}**, numbered as it will be there, each record with its sources."
-            f" Made by {made or 'no rule'}."
+            f" Made by {rules or 'no rule'}."
         ),
         group_name=labels.group(item.pool),
         kinds={"deltalake", "spark"},

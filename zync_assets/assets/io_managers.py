@@ -23,7 +23,7 @@ from zync_assets.assets import names, reports
 from zync_assets.assets.facts import errors_as_failures, publishing
 from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
-from zync_assets.audit.guard import require_passed
+from zync_assets.audit.guard import require_pass
 from zync_assets.checks.raw_checks import BLOCKING, raw_look
 from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError, LakeError, RangeUnknown
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-def records_as(frame: DataFrame, wanted: object, place: str) -> object:
-    """A Spark DataFrame as ``wanted``: itself (where the argument has no annotation, too), a pyarrow Table, or a polars
+def records_as(frame: DataFrame, kind: object, place: str) -> object:
+    """A Spark DataFrame as ``kind``: itself (where the argument has no annotation, too), a pyarrow Table, or a polars
     LazyFrame. The last two bring all rows into this process. LakeError for another type."""
-    name = f"{getattr(wanted, '__module__', '')}.{getattr(wanted, '__qualname__', wanted)}"
-    if wanted is Any or (name.startswith("pyspark.sql.") and name.endswith(".DataFrame")):
+    name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
+    if kind is Any or (name.startswith("pyspark.sql.") and name.endswith(".DataFrame")):
         return frame
-    if wanted is pa.Table:
+    if kind is pa.Table:
         return frame.toArrow()
     if name.startswith("polars.") and name.endswith(".LazyFrame"):
         import polars
@@ -78,11 +78,11 @@ def pool_frame(
             if name == topic
         ]
         return output_frame(spark, state, topic, whole if keys is None else normalize(keys))
-    found = raw.open_raw(pipeline.lake, pool, topic)
-    if found is None:
+    raw_state = raw.open_raw(pipeline.lake, pool, topic)
+    if raw_state is None:
         raise LakeError(f"{table_name(pool, topic)} has no table yet. Ingest the topic first.")
     ranges = None if keys is None else normalize(keys)
-    frame = raw_frame(spark, found, raw_files(found, ranges))
+    frame = raw_frame(spark, raw_state, raw_files(raw_state, ranges))
     if ranges is None:
         return frame
     inside = " OR ".join(
@@ -92,7 +92,7 @@ def pool_frame(
     return frame.filter(inside or "false")
 
 
-UNLIMITED = 1 << 60
+NO_LIMIT = 1 << 60
 """More offsets than a topic has."""
 
 
@@ -114,12 +114,12 @@ class KafkaIOManager(IOManager):
         with errors_as_failures():
             place = context.asset_key.to_user_string()
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
-            wanted = context.dagster_type.typing_type
-            if wanted is RawBatch:
+            kind = context.dagster_type.typing_type
+            if kind is RawBatch:
                 # Of all inputs together, before any of them is ingested.
                 read_ends(self._pipeline, LEADER_SECONDS)
                 return read_input(self._session, self._pipeline, plan_ranges(self._pipeline, topic, keys or []))
-            return records_as(self._records(topic, keys).dataframe(), wanted, place)
+            return records_as(self._records(topic, keys).dataframe(), kind, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Publish a batch; report the run's ranges and every other that it reached."""
@@ -129,17 +129,21 @@ class KafkaIOManager(IOManager):
         with errors_as_failures():
             read = partial(read_output, self._pipeline, self._session, obj.topic)
             with publishing(self._names, context.step_context.instance, obj.topic):
-                done = publish_once(self._pipeline, read, first=obj, log=context.log.info)
+                commit = publish_once(self._pipeline, read, first=obj, log=context.log.info)
             end = obj.plan.end
-            done = done or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
-            numbers = {"published": done.records, "compared": done.verified, "seconds": round(done.seconds, 3)}
+            commit = commit or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
+            numbers = {
+                "published": commit.records,
+                "compared": commit.verified_records,
+                "seconds": round(commit.seconds, 3),
+            }
             context.add_output_metadata(numbers)
-            reports.report_topic(Snapshot(self._pipeline), context, obj.topic, done.range)
+            reports.report_topic(Snapshot(self._pipeline), context, obj.topic, commit.range)
 
     def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
-        found = topic_state(self._pipeline.kafka, topic)
-        present = [OffsetRange(item.partition, item.low, item.end) for item in found.partitions]
+        kafka_state = topic_state(self._pipeline.kafka, topic)
+        present = [OffsetRange(item.partition, item.low, item.end) for item in kafka_state.partitions]
         if keys is not None:
             whole = normalize(keys)
             present = [
@@ -160,7 +164,7 @@ class KafkaIOManager(IOManager):
         key, value = _readable(output.key, key_type), _readable(output.value, value_type)
         source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
-        return RawBatch(IngestPlan(item, found, None, ranges, {}, (), 0), source, self._session)
+        return RawBatch(IngestPlan(item, kafka_state, None, ranges, {}, (), 0), source, self._session)
 
 
 def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
@@ -177,21 +181,21 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
     offset; the error names the key to run first.
     """
     within = normalize(keys)
-    plan = plan_ingest(pipeline, topic, within=within, limit=UNLIMITED)
-    reached = {**(plan.state.next if plan.state else {}), **plan.first}
-    reached |= {part.partition: part.end for part in plan.lost}
-    reached |= {part.partition: part.end for part in plan.ranges}
+    plan = plan_ingest(pipeline, topic, within=within, limit=NO_LIMIT)
+    ends = {**(plan.state.next if plan.state else {}), **plan.first}
+    ends |= {part.partition: part.end for part in plan.lost}
+    ends |= {part.partition: part.end for part in plan.ranges}
     pool = pipeline.input(topic).pool
     for key in sorted(keys):
         if key.partition in plan.topic_state.away:
             raise plan.topic_state.away[key.partition]
-        if key.partition not in reached:
-            there = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(reached.items()))
+        if key.partition not in ends:
+            open_ranges = ", ".join(format_key(key_of(partition, at)) for partition, at in sorted(ends.items()))
             raise RangeUnknown(
                 f"{pool_path(pool, topic)}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
-                f" Its open ranges are {there}."
+                f" Its open ranges are {open_ranges}."
             )
-        upcoming = reached[key.partition]
+        upcoming = ends[key.partition]
         if key.first > upcoming:
             raise KafkaError(
                 f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
@@ -200,7 +204,7 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
     return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})
 
 
-def require_checked(
+def require_checks(
     pipeline: Pipeline, states: Mapping[str, RawState | None], ranges: Mapping[str, Sequence[OffsetRange]]
 ) -> None:
     """CheckFailed unless the blocking checks have passed over the given offsets of each input topic. ``states``: topic → its
@@ -215,8 +219,8 @@ def require_checked(
         if state is None or not parts:
             continue
         for name, check in BLOCKING.items():
-            look, checked = raw_look(name, snapshot, topic, state, parts), snapshot.checked(pool)
-            firsts = [max(part.first, checked.passed(look, (topic, part.partition)) or 0) for part in parts]
+            look, check_state = raw_look(name, snapshot, topic, state, parts), snapshot.check_state(pool)
+            firsts = [max(part.first, check_state.progress(look, (topic, part.partition)) or 0) for part in parts]
             new = [
                 OffsetRange(part.partition, first, part.end)
                 for part, first in zip(parts, firsts, strict=True)
@@ -224,7 +228,7 @@ def require_checked(
             ]
             if new:
                 run = partial(check, pipeline, topic, new, snapshot)
-                require_passed(snapshot, pool, run, "Nothing was transformed.")
+                require_pass(snapshot, pool, run, "Nothing was transformed.")
 
 
 STAGING_POOL = "zync/staging_pool"
@@ -239,7 +243,7 @@ class PoolIOManager(IOManager):
         self._pipeline = names.pipeline
         self._session = partial(session, spark)
         self._plan: tuple[tuple[str, int], EtlPlan] | None = None
-        self._committed: tuple[EtlBatch, EtlCommit | None, Snapshot] | None = None
+        self._last_commit: tuple[EtlBatch, EtlCommit | None, Snapshot] | None = None
         """The ETL batch of the run, its commit, and the tables after it."""
 
     def load_input(self, context: InputContext) -> object:
@@ -250,19 +254,19 @@ class PoolIOManager(IOManager):
         ranges.
         """
         pool, topic = context.asset_key.path[-2:]
-        wanted = context.dagster_type.typing_type
+        kind = context.dagster_type.typing_type
         with errors_as_failures():
-            if wanted is RawSlice:
+            if kind is RawSlice:
                 return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
             place = context.asset_key.to_user_string()
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
-            if wanted is OutputBatch:
+            if kind is OutputBatch:
                 reports.refuse_partitions(pool, keys or ())
                 with publishing(self._names, context.instance, topic):
                     batch = read_output(self._pipeline, self._session, topic)
                 reports.refuse_ahead(pool, batch.plan.state, keys or ())
                 return batch
-            return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), wanted, place)
+            return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), kind, place)
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Commit a batch, if there is anything in it; verify and report the ranges of the run and all that it reached.
@@ -284,60 +288,62 @@ class PoolIOManager(IOManager):
         """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
         its keys."""
         within = normalize(names.run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
-        known = {batch.topic: batch.plan.topic_state}
-        done: list[RawCommit] = []
+        topic_states = {batch.topic: batch.plan.topic_state}
+        commits: list[RawCommit] = []
         while True:
             ranges = batch.plan.ranges
-            made, _ = ingest_once(
+            commit, _ = ingest_once(
                 self._pipeline, self._session, batch.topic, None, ranges, first=batch, log=context.log.info
             )
-            if made is None:
+            if commit is None:
                 break
-            done.append(made)
-            plan = plan_ingest(self._pipeline, batch.topic, within=within, known=known)
+            commits.append(commit)
+            plan = plan_ingest(self._pipeline, batch.topic, within=within, known=topic_states)
             if plan.nothing_to_do:
                 break
             batch = read_input(self._session, self._pipeline, plan)
         confirm_ends(self._pipeline, LEADER_SECONDS)
-        if done:
+        if commits:
             context.add_output_metadata(
                 {
-                    "ingested": sum(made.records for made in done),
-                    "quarantined": sum(made.quarantined for made in done),
-                    "left out": sum(made.left_out for made in done),
-                    "schema changes": "\n".join(str(change) for made in done for change in made.schema_changes)
+                    "ingested": sum(commit.records for commit in commits),
+                    "quarantined": sum(commit.quarantined for commit in commits),
+                    "left out": sum(commit.left_out for commit in commits),
+                    "schema changes": "\n".join(str(change) for commit in commits for change in commit.schema_changes)
                     or "none",
-                    "commits": len(done),
-                    "seconds": round(sum(made.seconds for made in done), 3),
+                    "commits": len(commits),
+                    "seconds": round(sum(commit.seconds for commit in commits), 3),
                 }
             )
         reports.report_raw(
-            Snapshot(self._pipeline), context, batch.topic, [part for made in done for part in made.ranges]
+            Snapshot(self._pipeline), context, batch.topic, [part for commit in commits for part in commit.ranges]
         )
 
     def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
-        if self._committed is None or self._committed[0] is not batch:
+        if self._last_commit is None or self._last_commit[0] is not batch:
             read = partial(self._next_batch, batch.plan.pool)
-            done = commit_etl(self._pipeline, read, batch, context.log.info)
-            self._committed = (batch, done, Snapshot(self._pipeline))
-        _, done, snapshot = self._committed
+            commit = commit_etl(self._pipeline, read, batch, context.log.info)
+            self._last_commit = (batch, commit, Snapshot(self._pipeline))
+        _, commit, snapshot = self._last_commit
         topic = context.asset_key.path[-1]
-        if done is not None:
-            consumed = {name: [format_key(part) for part in parts] for name, parts in done.consumed.items() if parts}
+        if commit is not None:
+            input_ranges = {
+                name: [format_key(part) for part in parts] for name, parts in commit.consumed.items() if parts
+            }
             context.add_output_metadata(
                 {
-                    "batch": done.batch,
-                    **{name: count for name, count in done.counts.items() if name != reports.PENDING},
-                    reports.CONSUMED: json.dumps(consumed),
-                    "seconds": round(done.seconds, 3),
+                    "batch": commit.batch,
+                    **{name: count for name, count in commit.counts.items() if name != reports.PENDING},
+                    reports.INPUT_RANGES: json.dumps(input_ranges),
+                    "seconds": round(commit.seconds, 3),
                 }
             )
-        reports.report_staging(snapshot, context, topic, done.outputs.get(topic, ()) if done else ())
+        reports.report_staging(snapshot, context, topic, commit.outputs.get(topic, ()) if commit else ())
 
     def _next_batch(self, pool: str) -> EtlBatch:
         """The next ETL batch, after the blocking checks of its raw records."""
         batch = read_etl(self._pipeline, self._session, pool)
-        require_checked(self._pipeline, batch.plan.raw, batch.plan.ranges)
+        require_checks(self._pipeline, batch.plan.raw, batch.plan.ranges)
         return batch
 
     def _plan_of(self, context: InputContext) -> EtlPlan:
@@ -345,6 +351,6 @@ class PoolIOManager(IOManager):
         step = (context.step_context.step.key, context.step_context.previous_attempt_count)
         if self._plan is None or self._plan[0] != step:
             plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))
-            require_checked(self._pipeline, plan.raw, plan.ranges)
+            require_checks(self._pipeline, plan.raw, plan.ranges)
             self._plan = (step, plan)
         return self._plan[1]

@@ -29,12 +29,12 @@ STEP_TAG = "zync/step"
 REST = "rest of "
 """Before the job in STEP_TAG: without the assets whose ops failed in the job's last run."""
 
-_SPELLED = {"_": "__", ".": "_dot_", "-": "_dash_"}
+_SPELLING = {"_": "__", ".": "_dot_", "-": "_dash_"}
 
 
 def identifier(name: str) -> str:
     """A topic's or pipeline's name in letters, digits and underscores; different names give different ones."""
-    return re.sub(r"[._-]", lambda found: _SPELLED[found[0]], name)
+    return re.sub(r"[._-]", lambda match: _SPELLING[match[0]], name)
 
 
 def argument(topic: str) -> str:
@@ -155,15 +155,15 @@ def staging_definition(names: Names, pool: str) -> DynamicPartitionsDefinition:
 def range_of(key: str) -> OffsetRange | None:
     """The range of a key; None if the key is not of the grid, such as ``june``, ``0:0-499999`` or ``00:0-999999``."""
     try:
-        found = parse_key(key)
+        part = parse_key(key)
     except ValueError:
         return None
-    return found if found == key_of(found.partition, found.first) and format_key(found) == key else None
+    return part if part == key_of(part.partition, part.first) and format_key(part) == key else None
 
 
 def on_grid(keys: Iterable[str]) -> list[OffsetRange]:
     """The ranges of those keys that are of the grid, sorted as numbers."""
-    return sorted(found for key in keys if (found := range_of(key)) is not None)
+    return sorted(part for key in keys if (part := range_of(key)) is not None)
 
 
 def run_keys(keys: Iterable[str], place: str) -> list[OffsetRange]:
@@ -171,24 +171,24 @@ def run_keys(keys: Iterable[str], place: str) -> list[OffsetRange]:
 
     RangeUnknown if a key is not of the grid. The error names the right keys.
     """
-    asked = list(keys)
-    for key in asked:
+    key_texts = list(keys)
+    for key in key_texts:
         if range_of(key) is None:
             raise RangeUnknown(
                 f"{place} has no range {key!r}. A key is partition:first-last, and a range has {RANGE_SIZE} offsets."
                 f" Run {' and '.join(_nearest(key))} instead, and delete the partition {key!r} in Dagster."
             )
-    return on_grid(asked)
+    return on_grid(key_texts)
 
 
 def _nearest(key: str) -> list[str]:
     """The keys of the grid that hold the first and the last offset of a key; the first of all if the key is no range."""
     try:
-        found = parse_key(key)
+        part = parse_key(key)
     except ValueError:
         return [format_key(key_of(0, 0))]
-    ends = dict.fromkeys((found.first, found.end - 1))
-    return list(dict.fromkeys(format_key(key_of(found.partition, offset)) for offset in ends))
+    ends = dict.fromkeys((part.first, part.end - 1))
+    return list(dict.fromkeys(format_key(key_of(part.partition, offset)) for offset in ends))
 
 
 def keys_between(first: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
@@ -198,9 +198,9 @@ def keys_between(first: Mapping[int, int], until: Mapping[int, int]) -> list[Off
     return sorted({*keys_over(whole), *(key_of(p, end) for p, end in until.items())})
 
 
-def new_keys(known: Iterable[str], keys: Iterable[OffsetRange]) -> list[str]:
-    """Those of the keys that are not in ``known``, ascending as numbers."""
-    have = set(known)
+def new_keys(old_keys: Iterable[str], keys: Iterable[OffsetRange]) -> list[str]:
+    """Those of the keys that are not in ``old_keys``, ascending as numbers."""
+    have = set(old_keys)
     return [format_key(part) for part in sorted(set(keys)) if format_key(part) not in have]
 
 
@@ -211,16 +211,16 @@ def add(instance: DagsterInstance, name: str, keys: Iterable[OffsetRange]) -> No
         instance.add_dynamic_partitions(name, new)
 
 
-def clusters(known: Sequence[str], wanted: Iterable[OffsetRange]) -> list[list[str]]:
-    """The parts of ``wanted`` that lie together in ``known``, the keys of a definition in Dagster's order.
+def clusters(definition_keys: Sequence[str], ranges: Iterable[OffsetRange]) -> list[list[str]]:
+    """The parts of ``ranges`` that lie together in ``definition_keys``, the keys of a definition in Dagster's order.
 
     A run takes one key or everything between two, so what lies apart takes several runs.
     """
-    asked = {format_key(part) for part in wanted}
-    found: list[list[str]] = [[]]
-    for key in known:
-        if key in asked:
-            found[-1].append(key)
-        elif found[-1]:
-            found.append([])
-    return [item for item in found if item]
+    keys = {format_key(part) for part in ranges}
+    groups: list[list[str]] = [[]]
+    for key in definition_keys:
+        if key in keys:
+            groups[-1].append(key)
+        elif groups[-1]:
+            groups.append([])
+    return [item for item in groups if item]

@@ -56,58 +56,58 @@ class Extent:
 
 def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
     """The extent of each key in the raw table. Counts records by files; LakeError if the log and the files disagree."""
-    found: list[Extent] = []
+    extents: list[Extent] = []
     files = raw_files(state)
     for key in sorted(keys):
         upcoming = state.next.get(key.partition, 0)
-        low = max(state.first.get(key.partition, 0), state.kept.get(key.partition, 0))
-        part = _clipped(key, low, upcoming)
-        rows = _count(state.opened.uri, [item for item in files if _meets(item, part)], part)
-        found.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
-    return found
+        low = max(state.first.get(key.partition, 0), state.retention_start.get(key.partition, 0))
+        part = _clip(key, low, upcoming)
+        rows = _count(state.table.uri, [item for item in files if _meets(item, part)], part)
+        extents.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
+    return extents
 
 
 def staging_extents(state: StagingState | None, topic: str, keys: Iterable[OffsetRange]) -> list[Extent]:
     """The extent of each key of an output topic in the staging table. LakeError for a gap in the offsets."""
-    found: list[Extent] = []
+    extents: list[Extent] = []
     files = state.output_files(topic) if state else []
     for key in sorted(keys):
         position = state.head.outputs.get((topic, key.partition)) if state else None
         if state is None or position is None:
-            found.append(Extent(key, key.first, key.first, False, 0))
+            extents.append(Extent(key, key.first, key.first, False, 0))
             continue
-        part = _clipped(key, position.base, position.next)
+        part = _clip(key, position.base, position.next)
         own = [item for item in files if _meets(item, part)]
-        rows = _count(state.opened.uri, own, part)
+        rows = _count(state.table.uri, own, part)
         if rows != part.end - part.first:
             raise LakeError(
-                f"table {state.opened.uri}: {topic}, range {format_key(key)} holds {rows} records where offsets"
+                f"table {state.table.uri}: {topic}, range {format_key(key)} holds {rows} records where offsets"
                 f" {part.first} to {part.end - 1} are numbered. Restore the table to a version before that was so."
             )
-        found.append(Extent(key, part.first, part.end, position.next >= key.end, rows))
-    return found
+        extents.append(Extent(key, part.first, part.end, position.next >= key.end, rows))
+    return extents
 
 
 def topic_extents(
-    state: TopicState, keys: Iterable[OffsetRange], published: Mapping[int, OffsetRange] | None = None
+    state: TopicState, keys: Iterable[OffsetRange], staging_ranges: Mapping[int, OffsetRange] | None = None
 ) -> list[Extent]:
     """The extent of each key in a topic.
 
-    ``published``: for an output topic, partition → the offsets at which the topic's records equal staging's. Other records
+    ``staging_ranges``: for an output topic, partition → the offsets at which the topic's records equal staging's. Other records
     in the topic are foreign. The published offsets have no gaps, and so give the number of records.
     """
     places = {item.partition: item for item in state.partitions}
-    found: list[Extent] = []
+    extents: list[Extent] = []
     for key in sorted(keys):
         place = places.get(key.partition)
-        ours = published.get(key.partition) if published is not None else None
-        if place is None or (published is not None and ours is None):
-            found.append(Extent(key, key.first, key.first, False, None if published is None else 0))
+        ours = staging_ranges.get(key.partition) if staging_ranges is not None else None
+        if place is None or (staging_ranges is not None and ours is None):
+            extents.append(Extent(key, key.first, key.first, False, None if staging_ranges is None else 0))
             continue
         low, end = (max(place.low, ours.first), min(place.end, ours.end)) if ours else (place.low, place.end)
-        part = _clipped(key, low, end)
-        found.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
-    return found
+        part = _clip(key, low, end)
+        extents.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
+    return extents
 
 
 def staging_schema(state: StagingState, topic: str) -> pa.Schema:
@@ -129,7 +129,7 @@ def topic_schema(state: StagingState, topic: str) -> pa.Schema:
     return pa.schema([field for field in have if field.name in ("key", "value")])
 
 
-def _clipped(key: OffsetRange, first: int, end: int) -> OffsetRange:
+def _clip(key: OffsetRange, first: int, end: int) -> OffsetRange:
     low = min(max(key.first, first), key.end)
     return OffsetRange(key.partition, low, max(low, min(key.end, end)))
 
@@ -140,16 +140,16 @@ def _meets(item: DataFile, part: OffsetRange) -> bool:
 
 def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
     """The records of a range. Every file must be there, whole; those that reach past the range are looked into."""
-    ordered = [item for item in files if not part.empty]
+    parts = [item for item in files if not part.empty]
     # A replay's file lies between the offsets of others.
-    for one, other in pairwise([item for item in ordered if not is_replay(item)]):
-        if (other.first or 0) <= (one.last or 0):
+    for before, after in pairwise([item for item in parts if not is_replay(item)]):
+        if (after.first or 0) <= (before.last or 0):
             raise LakeError(
-                f"table {uri}: the files {one.path} and {other.path} share offsets of partition {part.partition}:"
+                f"table {uri}: the files {before.path} and {after.path} share offsets of partition {part.partition}:"
                 " records are there twice. Restore the table to a version before that was so."
             )
     total = 0
-    for item in ordered:
+    for item in parts:
         place = storage.join(uri, item.path)
         if storage.file_size(place) != item.size:
             raise LakeError(f"file {place} is not as long as the table says; it was changed. Restore it.")
@@ -170,15 +170,19 @@ Metadata = dict[str, Any]
 
 def of_extent(extent: Extent, schema: pa.Schema | None = None) -> Metadata:
     """The metadata of one key. An empty range has no ``last``. A range with an unknown number of rows has no ``rows``."""
-    found: Metadata = {"first": extent.first, "complete": extent.complete, "time": MetadataValue.timestamp(time.time())}
+    metadata: Metadata = {
+        "first": extent.first,
+        "complete": extent.complete,
+        "time": MetadataValue.timestamp(time.time()),
+    }
     if extent.last is not None:
-        found["last"] = extent.last
+        metadata["last"] = extent.last
     if extent.rows is not None:
-        found["rows"] = extent.rows
-        found["dagster/partition_row_count"] = extent.rows
+        metadata["rows"] = extent.rows
+        metadata["dagster/partition_row_count"] = extent.rows
     if schema is not None:
-        found["dagster/column_schema"] = column_schema(schema)
-    return found
+        metadata["dagster/column_schema"] = column_schema(schema)
+    return metadata
 
 
 def column_schema(schema: pa.Schema) -> TableSchema:
@@ -202,7 +206,7 @@ def materialization(
 
 PENDING = "pending"
 """Metadata of a staging topic's ranges: the input records of the whole pool that wait for their counterparts now."""
-CONSUMED = "consumed"
+INPUT_RANGES = "consumed"
 """Metadata of a staging topic's ranges: the input offsets that the run's ETL batch took, as JSON (topic → keys)."""
 
 
@@ -228,20 +232,25 @@ def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, range
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 
 
-def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, sent: OffsetRange) -> None:
-    """Report an output topic's ranges. ``snapshot``: after the run's commits; ``sent``: the published offsets."""
-    found = topic_states(snapshot.pipeline.kafka, [topic]).get(topic)
+def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, part: OffsetRange) -> None:
+    """Report an output topic's ranges. ``snapshot``: after the run's commits; ``part``: the published offsets."""
+    topic_state = topic_states(snapshot.pipeline.kafka, [topic]).get(topic)
     pool = snapshot.pipeline.output(topic).pool
     state = snapshot.staging(pool)
-    own, more = _keys(context, [sent])
+    own, more = _keys(context, [part])
     schema = topic_schema(state, topic) if state else None
-    if found is None:
+    if topic_state is None:
         _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
         return
-    done = snapshot.published(pool, topic).verified
+    end = snapshot.publish_state(pool, topic).verified_end
     position = state.head.outputs.get((topic, 0)) if state else None
-    verified = {0: OffsetRange(0, min(position.base, done), done)} if position and done is not None else {}
-    _report(context, topic_extents(found, own, verified), topic_extents(found, more, verified), schema)
+    staging_ranges = {0: OffsetRange(0, min(position.base, end), end)} if position and end is not None else {}
+    _report(
+        context,
+        topic_extents(topic_state, own, staging_ranges),
+        topic_extents(topic_state, more, staging_ranges),
+        schema,
+    )
 
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
@@ -278,10 +287,10 @@ def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRan
     The run's ETL batch may have been committed before this error. A second run of the range does no harm.
     """
     ends = [item.next for item in state.head.outputs.values()] if state else []
-    reached = max(ends, default=0)
+    end = max(ends, default=0)
     for key in keys:
-        if key.first > reached:
+        if key.first > end:
             raise EtlError(
-                f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {reached}."
-                f" Run {format_key(key_of(0, reached))} instead."
+                f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {end}."
+                f" Run {format_key(key_of(0, end))} instead."
             )

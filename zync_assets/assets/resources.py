@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 _VARIABLE = re.compile(r'environment variable "(\w+)"')
 
 
-def _secret(what: str) -> Any:
-    return Field(default=None, repr=False, description=f"{what} Give an EnvVar: Dagster's pages show what is not one.")
+def _secret(description: str) -> Any:
+    return Field(
+        default=None, repr=False, description=f"{description} Give an EnvVar: Dagster's pages show what is not one."
+    )
 
 
 class KafkaResource(ConfigurableResource, extra="forbid", hide_input_in_errors=True):
@@ -106,7 +108,7 @@ class RegistryResource(ConfigurableResource, extra="forbid", hide_input_in_error
 
 def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, str]) -> dict[str, str]:
     try:
-        given: Any = resource.process_config_and_initialize()
+        config: Any = resource.process_config_and_initialize()
     except DagsterInvalidConfigError as error:
         # The rest of its text shows the configuration.
         missing = ", ".join(dict.fromkeys(_VARIABLE.findall(str(error))))
@@ -114,10 +116,10 @@ def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, st
         raise SetupError(f"{type(resource).__name__}: {cure}") from None
     fields = {
         names.get(name, name.replace("_", ".")): str(value)
-        for name, value in given
+        for name, value in config
         if name != "properties" and value is not None
     }
-    return {**given.properties, **fields}
+    return {**config.properties, **fields}
 
 
 class _Late(Mapping[str, str]):
@@ -128,23 +130,23 @@ class _Late(Mapping[str, str]):
         self._without = without
 
     @cached_property
-    def _found(self) -> dict[str, str]:
+    def _values(self) -> dict[str, str]:
         return {name: value for name, value in self._resource.settings().items() if name not in self._without}
 
     def __getitem__(self, name: str) -> str:
-        return self._found[name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._values)
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
-        return dict, (self._found,)
+        return dict, (self._values,)
 
 
-def connected(pipeline: Pipeline, kafka: KafkaResource | None, registry: RegistryResource | None) -> Pipeline:
+def with_connections(pipeline: Pipeline, kafka: KafkaResource | None, registry: RegistryResource | None) -> Pipeline:
     """The pipeline with the connections of these resources, where they are given."""
     if kafka is not None:
         pipeline = replace(pipeline, kafka=_Late(kafka))

@@ -31,7 +31,7 @@ from dagster import (
 )
 
 from zync_assets.assets import names
-from zync_assets.assets.checks import KEPT
+from zync_assets.assets.checks import LAKE_MARK
 from zync_assets.assets.facts import BROKER, Facts, Step
 from zync_assets.assets.names import Names
 from zync_assets.audit.guard import blocks
@@ -48,7 +48,7 @@ PERIOD_SECONDS = 60.0
 RED_SECONDS = 10.0
 """During a lasting problem, the ticks in the first seconds of each period are red, even if steps are due."""
 PROBLEMS = "problems"
-CHECKED = "reachable"
+REACHABILITY = "reachable"
 """Keys of the cursor. An asset's path has a slash."""
 
 
@@ -78,28 +78,28 @@ class Troubles:
 
 def troubles(texts: Mapping[str, str], cursor: Mapping[str, Any], now: float) -> Troubles:
     """The problems of this tick, as old as the cursor knows them."""
-    known = cursor.get(PROBLEMS, {})
-    return Troubles(texts, {place: float(known.get(place, now)) for place in texts}, now)
+    starts = cursor.get(PROBLEMS, {})
+    return Troubles(texts, {place: float(starts.get(place, now)) for place in texts}, now)
 
 
 def reachability(
-    names: Names, facts: Facts, found: Troubles, cursor: Mapping[str, Any]
+    names: Names, facts: Facts, current: Troubles, cursor: Mapping[str, Any]
 ) -> tuple[list[AssetCheckEvaluation], dict[str, bool]]:
     """The results of check ``reachable`` that differ from the last ones, and each input topic's result for the cursor.
 
     A topic is out of reach once its problem lasts.
     """
-    known: dict[str, bool] = dict(cursor.get(CHECKED, {}))
+    results: dict[str, bool] = dict(cursor.get(REACHABILITY, {}))
     events: list[AssetCheckEvaluation] = []
     for item in names.pipeline.inputs:
         why = facts.unreachable.get(item.topic)
         places = {BROKER, topic_path(item.topic), pool_path(item.pool, item.topic)}
-        if why is not None and not places & set(found.lasting):
+        if why is not None and not places & set(current.lasting):
             continue
-        if known.get(item.topic) is not (why is None):
-            known[item.topic] = why is None
+        if results.get(item.topic) is not (why is None):
+            results[item.topic] = why is None
             events.append(_evaluation(names.topic_key(item.topic), why))
-    return events, known
+    return events, results
 
 
 def _evaluation(asset: AssetKey, why: str | None) -> AssetCheckEvaluation:
@@ -134,8 +134,8 @@ class Active:
 
     @cached_property
     def _runs(self) -> Sequence[DagsterRun]:
-        found = self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
-        return [run for run in found if not _abandoned(run)]
+        runs = self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
+        return [run for run in runs if not _is_dead(run)]
 
     def count(self, pipeline: str) -> int:
         """How many runs of a pipeline there are."""
@@ -143,16 +143,16 @@ class Active:
 
     def holds(self, job: str, assets: Iterable[AssetKey]) -> str | None:
         """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""
-        wanted = set(assets)
+        own_assets = set(assets)
         for run in self._runs:
             # Jobs of earlier versions did not end in the pipeline's name.
             earlier = f"{run.job_name}_of_{names.identifier(run.tags.get(names.PIPELINE_TAG, ''))}"
-            if job in (run.job_name, earlier) or wanted & set(run.asset_selection or ()):
+            if job in (run.job_name, earlier) or own_assets & set(run.asset_selection or ()):
                 return f"run {run.run_id[:8]} is {run.status.value.lower()}"
         return None
 
 
-def _abandoned(run: DagsterRun) -> bool:
+def _is_dead(run: DagsterRun) -> bool:
     """Whether the code server of a run on this machine has died, as after a power cut. Such a run stays "started" for ever.
 
     The function trusts the status of a run on another machine or by another launcher.
@@ -171,7 +171,7 @@ def _abandoned(run: DagsterRun) -> bool:
     return False
 
 
-def asked_for(instance: DagsterInstance, pipeline: str, job: str, step: str | None = None) -> Sequence[RunRecord]:
+def request_history(instance: DagsterInstance, pipeline: str, job: str, step: str | None = None) -> Sequence[RunRecord]:
     """The last runs of a job that the sensor asked for, latest first; enough to know how long to wait. ``step``: the tag
     of the runs, the job's name by default."""
     return instance.get_run_records(
@@ -181,11 +181,11 @@ def asked_for(instance: DagsterInstance, pipeline: str, job: str, step: str | No
 
 def failed_ops(instance: DagsterInstance, run_id: str) -> set[str]:
     """The ops of a run that failed."""
-    found = instance.get_run_step_stats(run_id)
-    return {stats.step_key for stats in found if stats.status is not None and stats.status.value == "FAILURE"}
+    statistics = instance.get_run_step_stats(run_id)
+    return {stats.step_key for stats in statistics if stats.status is not None and stats.status.value == "FAILURE"}
 
 
-def backing_off(records: Sequence[RunRecord]) -> str | None:
+def backoff_reason(records: Sequence[RunRecord]) -> str | None:
     """Why a job that failed waits, by its last runs; None where it does not."""
     failures = 0
     for record in records:
@@ -194,14 +194,14 @@ def backing_off(records: Sequence[RunRecord]) -> str | None:
         failures += 1
     if not failures:
         return None
-    ended = records[0].end_time or records[0].update_timestamp.timestamp()
-    left = ended + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)) - time.time()
-    if left <= 0:
+    end = records[0].end_time or records[0].update_timestamp.timestamp()
+    wait = end + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)) - time.time()
+    if wait <= 0:
         return None
-    return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {left:.0f} s"
+    return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {wait:.0f} s"
 
 
-def held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+def hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
     """Why ETL and publishing of a staging pool wait for a failed check; None where none stands.
 
     The lake says which checks block (``lake.check_results``). A failed evaluation that another program reported to Dagster is
@@ -224,7 +224,7 @@ def _reported_failure(instance: DagsterInstance, key: AssetCheckKey) -> bool:
     status: Any = private(
         "dagster", "dagster._core.storage.asset_check_execution_record", "AssetCheckExecutionRecordStatus"
     )
-    done = {status.SUCCEEDED, status.FAILED}
-    records = instance.event_log_storage.get_asset_check_execution_history(key, limit=1, status=done)
+    statuses = {status.SUCCEEDED, status.FAILED}
+    records = instance.event_log_storage.get_asset_check_execution_history(key, limit=1, status=statuses)
     evaluation = records[0].evaluation if records else None
-    return evaluation is not None and not evaluation.passed and KEPT not in evaluation.metadata
+    return evaluation is not None and not evaluation.passed and LAKE_MARK not in evaluation.metadata

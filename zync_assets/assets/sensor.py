@@ -40,10 +40,10 @@ from dagster import (
 )
 
 from zync_assets.assets import names, reports, runs
-from zync_assets.assets.facts import Facts, Grid, Step, TickFailed, due_steps, error_line, gather, grids, keys_of_run
+from zync_assets.assets.facts import Facts, Grid, Step, TickFailure, due_steps, error_line, gather, grids, keys_of_run
 from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, range_of
 from zync_assets.assets.reports import Extent, raw_extents, staging_extents, staging_schema, topic_extents
-from zync_assets.assets.runs import CHECKED, PROBLEMS, reachability, troubles
+from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.errors import ZyncError
 from zync_assets.offsets import OffsetRange, format_key, keys_over
@@ -62,7 +62,7 @@ SAVED_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class AssetPosition:
     """The position of an asset. ``first`` and ``next``: partition → the first offset, and the next offset."""
 
     key: AssetKey
@@ -77,43 +77,43 @@ class Standing:
         """The asset's path, as the cursor and the problems have it."""
         return "/".join(self.key.path)
 
-    def moved(self, before: Mapping[str, Any]) -> bool:
+    def differs(self, before: Mapping[str, Any]) -> bool:
         """Whether the asset stands elsewhere than the cursor says."""
         return before.get("next") != _as_json(self.next) or before.get("lag") != self.lag
 
 
-def standings(names: Names, facts: Facts) -> Iterator[Standing]:
+def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
     """The standing of each asset, upstream assets first."""
     for topic, plan in facts.ingest.items():
         parts = plan.topic_state.partitions
         lows, ends = {p.partition: p.low for p in parts}, {p.partition: p.end for p in parts}
         # The pipeline that the topic's asset is named after reports its lag there.
         elsewhere = names.follows(topic)
-        yield Standing(names.topic_key(topic), None, lows, ends, None if elsewhere else plan.lag)
+        yield AssetPosition(names.topic_key(topic), None, lows, ends, None if elsewhere else plan.lag)
         if plan.state is not None:
             key = names.pool_key(plan.input.pool, topic)
             lag = plan.lag if elsewhere else None
-            yield Standing(key, names.ingest_job(topic), plan.state.first, plan.state.next, lag)
+            yield AssetPosition(key, names.ingest_job(topic), plan.state.first, plan.state.next, lag)
     for pool, plan in facts.etl.items():
         for item in names.pipeline.outputs_of(pool):
-            placed = {p: at for (topic, p), at in plan.head.outputs.items() if topic == item.topic}
-            if placed:
-                base = {p: at.base for p, at in placed.items()}
-                upcoming = {p: at.next for p, at in placed.items()}
-                yield Standing(names.pool_key(pool, item.topic), names.staging_job(pool), base, upcoming)
+            positions = {p: at for (topic, p), at in plan.head.outputs.items() if topic == item.topic}
+            if positions:
+                base = {p: at.base for p, at in positions.items()}
+                upcoming = {p: at.next for p, at in positions.items()}
+                yield AssetPosition(names.pool_key(pool, item.topic), names.staging_job(pool), base, upcoming)
     for topic, plan in facts.publish.items():
         if plan.topic_state is not None and plan.position is not None:
-            yield Standing(
+            yield AssetPosition(
                 names.topic_key(topic),
                 names.staging_job(plan.output.pool),
                 {0: plan.position.base},
-                {0: min(plan.verified, plan.end)},
+                {0: min(plan.verified_end, plan.end)},
                 plan.lag,
             )
 
 
 def news(
-    facts: Facts, instance: DagsterInstance, standing: Standing, before: Mapping[str, Any], now: float
+    facts: Facts, instance: DagsterInstance, asset: AssetPosition, before: Mapping[str, Any], now: float
 ) -> tuple[list[News], dict[str, Any]]:
     """Events of the ranges in which an asset moved since ``before`` and which no run has reported as they are now; and
     what the cursor says of the asset after them.
@@ -121,23 +121,23 @@ def news(
     ``before`` and the second result: ``next`` (partition → offset up to which all is reported), ``lag``, ``turn`` (the
     partition whose turn is first), ``used`` (seconds since the epoch up to which the asset's time is used up).
     """
-    used = max(float(before.get("used", 0.0)), now - SAVED_SECONDS)
-    growing = used <= now
-    position, keys, turn = _turn(standing, before, growing)
-    fresh = [key for key in keys if key not in _reported(instance, standing, keys)]
-    more = {} if standing.lag is None else {"lag": standing.lag}
-    extents, schema = _extents(facts, standing, fresh)
-    events: list[News] = [reports.materialization(standing.key, extent, schema, more) for extent in extents]
-    spent = sum(not extent.complete for extent in extents)
-    lag = standing.lag if events else before.get("lag")
-    if growing and lag != standing.lag:
-        events.append(AssetObservation(standing.key, metadata=more))
-        spent, lag = spent + 1, standing.lag
+    busy_until = max(float(before.get("used", 0.0)), now - SAVED_SECONDS)
+    growing = busy_until <= now
+    position, keys, turn = _turn(asset, before, growing)
+    fresh = [key for key in keys if key not in _known_ranges(instance, asset, keys)]
+    more = {} if asset.lag is None else {"lag": asset.lag}
+    extents, schema = _extents(facts, asset, fresh)
+    events: list[News] = [reports.materialization(asset.key, extent, schema, more) for extent in extents]
+    cost = sum(not extent.complete for extent in extents)
+    lag = asset.lag if events else before.get("lag")
+    if growing and lag != asset.lag:
+        events.append(AssetObservation(asset.key, metadata=more))
+        cost, lag = cost + 1, asset.lag
     after: dict[str, Any] = {"next": _as_json(position), "lag": lag}
     if turn is not None:
         after["turn"] = turn
-    if spent or used > now - SAVED_SECONDS:
-        after["used"] = round(used + spent * EVENT_SECONDS, 1)
+    if cost or busy_until > now - SAVED_SECONDS:
+        after["used"] = round(busy_until + cost * EVENT_SECONDS, 1)
     return events, after
 
 
@@ -146,7 +146,7 @@ def _as_json(position: Positions) -> dict[str, int]:
 
 
 def _turn(
-    standing: Standing, before: Mapping[str, Any], growing: bool
+    asset: AssetPosition, before: Mapping[str, Any], growing: bool
 ) -> tuple[dict[int, int], list[OffsetRange], int | None]:
     """Each partition's position after this tick, the ranges of this tick, and the partition whose turn is first in the
     next one (None: any). ``growing``: whether ranges that still grow have their turn."""
@@ -155,9 +155,9 @@ def _turn(
     position: dict[int, int] = {}
     keys: list[OffsetRange] = []
     turn: int | None = None
-    for partition in sorted(standing.next, key=lambda p: (p < first, p)):
-        end = standing.next[partition]
-        at = min(old.get(partition, standing.first.get(partition, end)), end)
+    for partition in sorted(asset.next, key=lambda p: (p < first, p)):
+        end = asset.next[partition]
+        at = min(old.get(partition, asset.first.get(partition, end)), end)
         for key in keys_over([OffsetRange(partition, at, end)]):
             if key.end > end and not growing:
                 break
@@ -170,37 +170,37 @@ def _turn(
     return position, keys, turn
 
 
-def _reported(instance: DagsterInstance, standing: Standing, keys: Iterable[OffsetRange]) -> set[OffsetRange]:
+def _known_ranges(instance: DagsterInstance, asset: AssetPosition, keys: Iterable[OffsetRange]) -> set[OffsetRange]:
     """Those ranges whose last event says where the range ends now. Two queries, however many ranges there are."""
-    wanted = {format_key(key): key for key in keys}
-    if not wanted:
+    keys_by_name = {format_key(key): key for key in keys}
+    if not keys_by_name:
         return set()
     kind = DagsterEventType.ASSET_MATERIALIZATION
-    latest = instance.get_latest_storage_id_by_partition(standing.key, kind, set(wanted))
+    latest = instance.get_latest_storage_id_by_partition(asset.key, kind, set(keys_by_name))
     if not latest:
         return set()
-    asked = AssetRecordsFilter(asset_key=standing.key, storage_ids=list(latest.values()))
-    found: set[OffsetRange] = set()
-    for record in instance.fetch_materializations(asked, limit=len(latest)).records:
+    records_filter = AssetRecordsFilter(asset_key=asset.key, storage_ids=list(latest.values()))
+    ranges: set[OffsetRange] = set()
+    for record in instance.fetch_materializations(records_filter, limit=len(latest)).records:
         event = record.asset_materialization
-        key = wanted.get(event.partition or "") if event is not None else None
+        key = keys_by_name.get(event.partition or "") if event is not None else None
         if event is None or key is None:
             continue
         last = event.metadata.get("last")
-        if last is not None and last.value == min(standing.next[key.partition], key.end) - 1:
-            found.add(key)
-    return found
+        if last is not None and last.value == min(asset.next[key.partition], key.end) - 1:
+            ranges.add(key)
+    return ranges
 
 
-def _extents(facts: Facts, standing: Standing, keys: Sequence[OffsetRange]) -> tuple[list[Extent], pa.Schema | None]:
-    place, topic = standing.key.path[-2:]
+def _extents(facts: Facts, asset: AssetPosition, keys: Sequence[OffsetRange]) -> tuple[list[Extent], pa.Schema | None]:
+    place, topic = asset.key.path[-2:]
     if not keys:
         return [], None
     if place == KAFKA:
         if topic in facts.publish:
             state = facts.publish[topic].topic_state
-            published = {p: OffsetRange(p, standing.first[p], end) for p, end in standing.next.items()}
-            return (topic_extents(state, keys, published), None) if state else ([], None)
+            ranges = {p: OffsetRange(p, asset.first[p], end) for p, end in asset.next.items()}
+            return (topic_extents(state, keys, ranges), None) if state else ([], None)
         return topic_extents(facts.ingest[topic].topic_state, keys), None
     if place in facts.etl:
         state = facts.etl[place].state
@@ -246,11 +246,11 @@ def build_sensor(names: Names, jobs: Sequence[Any], *, running: bool) -> SensorD
     def tick(context: SensorEvaluationContext) -> SensorResult:
         try:
             return evaluate(names, context.instance, context.cursor, time.time())
-        except TickFailed:
+        except TickFailure:
             raise
         except Exception as error:
             _log.exception("the tick of pipeline %s ended early", pipeline.name)
-            raise TickFailed(
+            raise TickFailure(
                 f"Pipeline {pipeline.name}: {error_line(error)}. The tick ended early and nothing is lost: the next tick looks"
                 " again. If this stays, the log of the code server has the details."
             ) from None
@@ -270,45 +270,45 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     texts = dict(facts.problems)
     active = runs.Active(instance)
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
-    known: dict[str, list[str]] = {}
+    keys_by_definition: dict[str, list[str]] = {}
     for grid in grids(names, facts):
-        known[grid.definition], more = _keys(instance, active, grid)
+        keys_by_definition[grid.definition], more = _keys(instance, active, grid)
         changes += more
     events: list[News | AssetCheckEvaluation] = []
     after = dict(before)
-    for standing in standings(names, facts):
-        old = before.get(standing.place, {})
-        if not standing.moved(old):
+    for asset in asset_positions(names, facts):
+        old = before.get(asset.place, {})
+        if not asset.differs(old):
             continue
-        if standing.job is not None and active.holds(standing.job, [standing.key]):
+        if asset.job is not None and active.holds(asset.job, [asset.key]):
             # Its run reports it.
             continue
         try:
-            found, after[standing.place] = news(facts, instance, standing, old, now)
+            asset_news, after[asset.place] = news(facts, instance, asset, old, now)
         except Exception as error:
             # Whatever it is, the other assets are reported.
-            texts.setdefault(standing.place, error_line(error))
+            texts.setdefault(asset.place, error_line(error))
             continue
-        events += found
+        events += asset_news
     requests: list[RunRequest] = []
     notes: list[str] = []
     for step, last in _in_turn(pipeline, instance, due_steps(names, facts)):
-        keys = keys_of_run(step, known[step.partitions])
+        keys = keys_of_run(step, keys_by_definition[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
             continue
         if under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
-        elif reason := _held_back(pipeline, instance, step):
+        elif reason := _hold_reason(pipeline, instance, step):
             texts[step.job] = reason
-        elif reason := runs.backing_off(last):
+        elif reason := runs.backoff_reason(last):
             texts[step.job] = reason
-            rest = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
+            remainder = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
             tag = REST + step.job
-            again = runs.asked_for(instance, pipeline.name, step.job, tag)
+            again = runs.request_history(instance, pipeline.name, step.job, tag)
             free = active.count(pipeline.name) + len(requests) < MOST_RUNS
-            if rest is not None and free and not runs.backing_off(again):
-                requests.append(_request(pipeline, rest, keys, tag))
+            if remainder is not None and free and not runs.backoff_reason(again):
+                requests.append(_request(pipeline, remainder, keys, tag))
         elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
             notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
         else:
@@ -316,25 +316,25 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     idle = not (requests or events or changes or notes or texts)
     if idle and not before.get(FIRST_CHECKS) and not active.count(pipeline.name):
         requests, after[FIRST_CHECKS] = _first_checks(names, facts, instance)
-    found = troubles(texts, before, now)
-    results, after[CHECKED] = reachability(names, facts, found, before)
+    current = troubles(texts, before, now)
+    results, after[REACHABILITY] = reachability(names, facts, current, before)
     events += results
-    after[PROBLEMS] = found.since
-    if found.red(idle=not (requests or events or changes)):
-        raise TickFailed("\n".join([f"Pipeline {pipeline.name} has problems that last:", *found.lines]))
+    after[PROBLEMS] = current.since
+    if current.red(idle=not (requests or events or changes)):
+        raise TickFailure("\n".join([f"Pipeline {pipeline.name} has problems that last:", *current.lines]))
     return SensorResult(
         run_requests=requests,
-        skip_reason=None if requests else "; ".join([*found.lines, *notes]) or "Everything is up to date.",
+        skip_reason=None if requests else "; ".join([*current.lines, *notes]) or "Everything is up to date.",
         cursor=json.dumps(after, sort_keys=True),
         dynamic_partitions_requests=changes,
         asset_events=events,
     )
 
 
-def _held_back(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+def _hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
     """Why a step's checks hold it back. A record of blocks that can't be read holds its own step back, and no other."""
     try:
-        return runs.held_back(pipeline, instance, step)
+        return runs.hold_reason(pipeline, instance, step)
     except ZyncError as error:
         return error_line(error)
 
@@ -346,24 +346,26 @@ def _keys(
 
     Keys that somebody added and that name no range are deleted, unless a run may be on its way to refuse them.
     """
-    there = list(instance.get_dynamic_partitions(grid.definition))
+    definition_keys = list(instance.get_dynamic_partitions(grid.definition))
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
-    strange = [key for key in there if (part := range_of(key)) is None or part.partition not in grid.partitions]
+    strange = [
+        key for key in definition_keys if (part := range_of(key)) is None or part.partition not in grid.partitions
+    ]
     if strange and not active.holds(grid.job, grid.assets):
         changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange))
-        there = [key for key in there if key not in strange]
-    if new := names.new_keys(there, grid.keys)[:MOST_KEYS]:
+        definition_keys = [key for key in definition_keys if key not in strange]
+    if new := names.new_keys(definition_keys, grid.keys)[:MOST_KEYS]:
         changes.append(AddDynamicPartitionsRequest(grid.definition, new))
-        there += new
-    return there, changes
+        definition_keys += new
+    return definition_keys, changes
 
 
 def _in_turn(
     pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[Step]
 ) -> list[tuple[Step, Sequence[RunRecord]]]:
     """The steps with their last runs, the one that has waited longest since its last run first."""
-    found = [(step, runs.asked_for(instance, pipeline.name, step.job)) for step in steps]
-    return sorted(found, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
+    pairs = [(step, runs.request_history(instance, pipeline.name, step.job)) for step in steps]
+    return sorted(pairs, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
 
 
 def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:

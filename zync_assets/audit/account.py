@@ -20,7 +20,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
-from zync_assets.lake.raw_files import LOST, RANGE_STAGES
+from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
 from zync_assets.lake.rows import FileOffsets, Recent, distinct, integers, read_columns, without
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -135,11 +135,11 @@ def read_facts(
     ``cached``: a ledger file that this process has read in this way before is not read again, unless another program
     changed the file since.
     """
-    before = (_cache.get(state.opened.uri) or {}) if cached else {}
+    before = (_cache.get(state.table.uri) or {}) if cached else {}
     marks = {_mark(state.uri(item), item.path): state.uri(item) for item in state.ledger_files}
     each = {mark: before.get(mark) or _read(uri) for mark, uri in marks.items()}
     if cached:
-        _cache.put(state.opened.uri, each, sum(item.records for item in state.ledger_files))
+        _cache.put(state.table.uri, each, sum(item.records for item in state.ledger_files))
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[Place, str], int | None] = {}
@@ -284,7 +284,7 @@ def _side_rows(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange] | N
     Raises DamagedFile."""
     state, side = snapshot.raw(topic), snapshot.quarantine(topic)
     columns = ["kafka.partition", "kafka.offset", "stage", "end"]
-    for item in quarantine.quarantine_files(state, side, checked=False) if state and side else ():
+    for item in quarantine.quarantine_files(state, side, check=False) if state and side else ():
         span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
         if side is None or (ranges is not None and not touches(span, ranges)):
             continue
@@ -305,7 +305,7 @@ def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange
     left_out: list[np.ndarray] = []
     for rows in _side_rows(snapshot, topic):
         partitions, offsets, ends = rows.partitions, rows.offsets, rows.ends
-        losses, out = rows.stages == LOST, rows.stages == DROPPED_STAGE
+        losses, out = rows.stages == LOSS, rows.stages == DROPPED_STAGE
         counts = np.unique(partitions[~out], return_counts=True)
         for partition, count in zip(*(part.tolist() for part in counts), strict=True):
             entries[partition] = entries.get(partition, 0) + count
@@ -339,7 +339,7 @@ def quarantined_offsets(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetR
     state = snapshot.raw(topic)
     if state is not None and len(offsets):
         replays = [item for item in raw.raw_files(state, ranges) if raw.is_replay(item)]
-        replayed = FileOffsets(state.opened.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
+        replayed = FileOffsets(state.table.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
         offsets = without(offsets, replayed)
     return offsets
 

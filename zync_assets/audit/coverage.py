@@ -50,7 +50,7 @@ def log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
     for item in files:
         low, end = state.first.get(item.partition or 0, 0), state.next.get(item.partition or 0, 0)
         if not raw.is_replay(item):
-            low = max(low, state.kept.get(item.partition or 0, 0))
+            low = max(low, state.retention_start.get(item.partition or 0, 0))
         if (item.first or 0) < low or (item.last or 0) >= end:
             yield (
                 f"file {item.path} holds offsets {item.first} to {item.last} of partition {item.partition},"
@@ -118,12 +118,12 @@ class Marks:
 
     def between(self, topic: str, partition: int, first: int, end: int) -> np.ndarray:
         """The marked offsets with ``first <= offset < end``, sorted."""
-        found = [np.empty(0, np.int64)]
+        parts = [np.empty(0, np.int64)]
         for number, chunk in sorted(self._chunks.get((topic, partition), {}).items()):
             base = number * CHUNK
             if base < end and first < base + CHUNK:
-                found.append(np.flatnonzero(chunk) + base)
-        every = np.concatenate(found)
+                parts.append(np.flatnonzero(chunk) + base)
+        every = np.concatenate(parts)
         return every[(every >= first) & (every < end)]
 
     def places(self) -> Iterator[tuple[str, int]]:
@@ -147,7 +147,7 @@ def problems(
 ) -> Iterator[str]:
     """The problems of the account, the worst first within a partition. Fills ``numbers``. Raises DamagedFile."""
     # A check of one batch repeats often, and may use cached files. A check of the whole account reads the present files.
-    facts, waiting, counted = read_facts(state, cached=ranges is not None)
+    facts, waiting, entry_counts = read_facts(state, cached=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
@@ -157,8 +157,8 @@ def problems(
             f" and the ledger has {waiting[rule, topic]}"
         )
     if ranges is not None:
-        yield from _count_problems(state, counted)
-    if (strange := tampering.strange_file(state.opened, state.files)) is not None:
+        yield from _count_problems(state, entry_counts)
+    if (strange := tampering.strange_file(state.table, state.files)) is not None:
         yield strange
     marks = Marks()
     yield from _read_sources(state, ranges, marks, numbers)
@@ -168,19 +168,19 @@ def problems(
         if (topic, partition) not in facts:
             yield f"outputs were made of {topic}, partition {partition}, which is not in the account"
     totals: Counter[str] = Counter()
-    for (topic, partition), found in facts.items():
+    for (topic, partition), place_facts in facts.items():
         position = state.head.inputs.get((topic, partition))
         if position is None or topic not in {item.topic for item in snapshot.pipeline.inputs}:
             continue
-        part = _InputPartition(snapshot, state, topic, partition, position, found, marks)
+        part = _InputPartition(snapshot, state, topic, partition, position, place_facts, marks)
         yield from part.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
     numbers["sources"] = marks.count
     numbers |= {name: totals[name] for name in CLASSES if totals[name]}
 
 
-def _count_problems(state: StagingState, counted: Counted) -> Iterator[str]:
+def _count_problems(state: StagingState, entry_counts: Counted) -> Iterator[str]:
     """A class that was changed in the ledger, in whatever batch, is found without a look at a record."""
-    for (place, name), entries in sorted(counted.items()):
+    for (place, name), entries in sorted(entry_counts.items()):
         head = state.head.counts.get((*place, name), 0)
         if entries is not None and entries != head:
             yield (
@@ -189,15 +189,15 @@ def _count_problems(state: StagingState, counted: Counted) -> Iterator[str]:
             )
 
 
-def _ledger_problems(place: tuple[str, int], found: Facts | None, position: Position | None) -> Iterator[str]:
+def _ledger_problems(place: tuple[str, int], facts: Facts | None, position: Position | None) -> Iterator[str]:
     name = f"{place[0]}, partition {place[1]}"
     if position is None:
         yield f"{name}: the ledger has facts and the account no position"
-    elif found is None:
+    elif facts is None:
         if position.seen > position.first:
             yield f"{name}: offsets {position.first} to {position.seen - 1} are in no class of the account"
     else:
-        yield from (f"{name}: {text}" for text in found.problems(position.first, position.seen))
+        yield from (f"{name}: {text}" for text in facts.problems(position.first, position.seen))
 
 
 def _read_sources(
@@ -248,22 +248,22 @@ class _InputPartition:
             yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
             return
         if self.position.table not in (None, table.table_id):
-            yield f"{name}: the account is of another raw table than {table.opened.uri}, which was made since"
+            yield f"{name}: the account is of another raw table than {table.table.uri}, which was made since"
             return
-        kept = table.kept.get(self.partition, 0)
-        if self.position.seen < kept:
-            yield f"{name}: seen is {self.position.seen}, and retention removed all below offset {kept}"
+        retention_start = table.retention_start.get(self.partition, 0)
+        if self.position.seen < retention_start:
+            yield f"{name}: seen is {self.position.seen}, and retention removed all below offset {retention_start}"
             return
         low = table.first.get(self.partition, -1)
         # A pool that came after retention removed something begins where the raw pool began then.
-        if self.position.first != low and not low < self.position.first <= kept:
+        if self.position.first != low and not low < self.position.first <= retention_start:
             yield (f"{name}: the account begins at offset {self.position.first}, {pool}.{self.topic} at {low}")
         for first, end in ((0, self.position.first), (self.position.seen, 1 << 62)):
             for offset in self.marks.between(self.topic, self.partition, first, end)[:1]:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
-        ingested = FileOffsets(table.opened.uri, raw.raw_files(table, [span]))
-        windows = list(self._windows(batch, whole, kept))
+        raw_offsets = FileOffsets(table.table.uri, raw.raw_files(table, [span]))
+        windows = list(self._windows(batch, whole, retention_start))
         parts = normalize(OffsetRange(self.partition, first, end) for first, end in windows)
         aside = quarantined_offsets(self.snapshot, self.topic, parts)
         counts = np.zeros(len(CLASSES), np.int64)
@@ -271,9 +271,9 @@ class _InputPartition:
         present = 0
         for first, end in windows:
             quarantined = aside[(aside >= first) & (aside < end)]
-            existing = distinct(np.concatenate([ingested.between(first, end), quarantined]))
+            existing = distinct(np.concatenate([raw_offsets.between(first, end), quarantined]))
             present += len(existing)
-            if end <= kept:
+            if end <= retention_start:
                 # Retention removed the records. The outputs' sources show which records existed.
                 existing = distinct(
                     np.concatenate([existing, self.marks.between(self.topic, self.partition, first, end)])
@@ -287,41 +287,43 @@ class _InputPartition:
         # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
         counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
         if whole:
-            removed = None
-            if self.position.first < kept:
-                counts = self._with_removed(counts)
+            retention_count = None
+            if self.position.first < retention_start:
+                counts = self._with_retention(counts)
                 # A pool that was added later saw an unknown part of the removed records.
-                removed = table.removed.get(self.partition, 0) if self.position.first == low else None
+                retention_count = table.retention_count.get(self.partition, 0) if self.position.first == low else None
             yield from (f"{name}: {text}" for text in self._counter_problems(counts))
-            if removed is not None and self.position.records != removed + present:
+            if retention_count is not None and self.position.records != retention_count + present:
                 yield (
                     f"{name}: {self.position.records} records were counted below seen; {present} are there, and retention"
-                    f" removed {removed}"
+                    f" removed {retention_count}"
                 )
         totals.update(dict(zip(CLASSES, counts.tolist(), strict=True)))
 
-    def _with_removed(self, counts: np.ndarray) -> np.ndarray:
+    def _with_retention(self, counts: np.ndarray) -> np.ndarray:
         """The counts of classes where retention removed records that made no output: the account's counters are believed."""
-        believed = counts.copy()
+        totals = counts.copy()
         for name in ("unmatched", "dropped"):
             code = CLASSES.index(name)
-            counted = self.state.head.counts.get((self.topic, self.partition, name), 0)
-            believed[code] = max(counted, counts[code])
-        return believed
+            head_count = self.state.head.counts.get((self.topic, self.partition, name), 0)
+            totals[code] = max(head_count, counts[code])
+        return totals
 
-    def _windows(self, batch: Sequence[OffsetRange] | None, whole: bool, kept: int) -> Iterator[tuple[int, int]]:
-        """Spans of a chunk's size, all of them or those that the batch touches; none reaches over ``kept``."""
+    def _windows(
+        self, batch: Sequence[OffsetRange] | None, whole: bool, retention_start: int
+    ) -> Iterator[tuple[int, int]]:
+        """Spans of a chunk's size, all of them or those that the batch touches; none reaches over ``retention_start``."""
         low, high = self.position.first, self.position.seen
         spans = [
             (first, end)
             for base in range(low - low % CHUNK, high, CHUNK)
-            for first, end in ((base, min(base + CHUNK, kept)), (max(base, kept), base + CHUNK))
+            for first, end in ((base, min(base + CHUNK, retention_start)), (max(base, retention_start), base + CHUNK))
             if first < end
         ]
-        marked = set(self.marks.chunks(self.topic, self.partition))
+        chunks = set(self.marks.chunks(self.topic, self.partition))
         for first, end in spans:
             span = OffsetRange(self.partition, max(first, low), min(end, high))
-            if whole or (first - first % CHUNK, first - first % CHUNK + CHUNK) in marked or touches(span, batch or ()):
+            if whole or (first - first % CHUNK, first - first % CHUNK + CHUNK) in chunks or touches(span, batch or ()):
                 yield span.first, span.end
 
     def _window_problems(
@@ -333,14 +335,14 @@ class _InputPartition:
         quarantined: np.ndarray,
         batch: Sequence[OffsetRange] | None,
     ) -> Iterator[tuple[str, str]]:
-        made = self.marks.between(self.topic, self.partition, first, end)
-        done = existing[classes == DONE]
-        wrong = np.setdiff1d(made, done, assume_unique=True)
+        sources = self.marks.between(self.topic, self.partition, first, end)
+        done_offsets = existing[classes == DONE]
+        wrong = np.setdiff1d(sources, done_offsets, assume_unique=True)
         if len(wrong):
-            found = self.facts.classes(wrong[:1])[0]
-            what = "done and not in the raw pool" if found == DONE else _class_name(found)
-            yield "made", f"offset {wrong[0]} made an output and is {what}"
-        idle = np.setdiff1d(done, made, assume_unique=True)
+            code = self.facts.classes(wrong[:1])[0]
+            fate = "done and not in the raw pool" if code == DONE else _class_name(code)
+            yield "made", f"offset {wrong[0]} made an output and is {fate}"
+        idle = np.setdiff1d(done_offsets, sources, assume_unique=True)
         if batch is not None:
             # Of an earlier batch's new records, and of those completed since, the outputs were not looked at.
             keep = np.zeros(len(idle), dtype=bool)
@@ -353,18 +355,18 @@ class _InputPartition:
         missing = without(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
         if len(missing):
             yield "missing", f"offset {missing[0]} is pending and not in the raw pool"
-        undecoded = self.facts.classes(quarantined)
+        codes = self.facts.classes(quarantined)
         aside = (CLASSES.index("quarantined"), CLASSES.index("dropped"))  # dropped: given up by hand
-        strays = quarantined[~np.isin(undecoded, aside)]
+        strays = quarantined[~np.isin(codes, aside)]
         if len(strays):
-            found = self.facts.classes(strays[:1])[0]
-            yield "undecoded", f"offset {strays[0]} is in quarantine and the account says {_class_name(found)}"
+            code = self.facts.classes(strays[:1])[0]
+            yield "undecoded", f"offset {strays[0]} is in quarantine and the account says {_class_name(code)}"
 
     def _counter_problems(self, counts: np.ndarray) -> Iterator[str]:
-        for name, found in zip(CLASSES, counts.tolist(), strict=True):
-            counted = self.state.head.counts.get((self.topic, self.partition, name), 0)
-            if counted != found:
-                yield f"{counted} records were counted as {name}, and {found} are"
+        for name, count in zip(CLASSES, counts.tolist(), strict=True):
+            head_count = self.state.head.counts.get((self.topic, self.partition, name), 0)
+            if head_count != count:
+                yield f"{head_count} records were counted as {name}, and {count} are"
         if self.position.records != int(counts.sum()):
             yield f"{self.position.records} records were counted below seen, and {int(counts.sum())} are there"
 

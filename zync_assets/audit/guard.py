@@ -22,7 +22,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
 from zync_assets.lake import raw, storage
-from zync_assets.lake.check_results import Block, Checked, CheckResult, Look, Number, Place, conclude, remedy
+from zync_assets.lake.check_results import Block, CheckResult, CheckState, Look, Number, Place, conclude, remedy
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, positions, read_columns
@@ -37,7 +37,7 @@ CONTIGUOUS = "contiguous_output_offsets"
 LOOKS = 3
 """How often a pool is looked at, where something is wrong and another process has gone on meanwhile."""
 
-UNPUBLISHED = "Nothing was published."
+PUBLISH_OUTCOME = "Nothing was published."
 
 
 def exactly_once_done_coverage(
@@ -62,11 +62,11 @@ def exactly_once_done_coverage(
     problems, numbers = _coverage(snapshot, state, ranges)
     for _ in range(LOOKS - 1):
         later = Snapshot(pipeline)
-        now = later.staging(pool) if problems else None
-        if now is None or now.head.batch == state.head.batch:
+        later_state = later.staging(pool) if problems else None
+        if later_state is None or later_state.head.batch == state.head.batch:
             break
         # Another process committed a batch during the look, and retention may have removed records of it.
-        snapshot, state = later, now
+        snapshot, state = later, later_state
         problems, numbers = _coverage(snapshot, state, ranges)
     good = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
     return conclude(COVERAGE, pool, "error", problems, good, numbers, coverage_look(snapshot, pool, state, ranges))
@@ -100,12 +100,12 @@ def contiguous_output_offsets(
         return conclude(CONTIGUOUS, subject, "error", [], "nothing transformed yet", {"records": 0})
     files = state.output_files(topic)
     parts = None if ranges is None else list(ranges)
-    selected = [item for item in files if parts is None or _touches(item, parts)]
+    own_files = [item for item in files if parts is None or _touches(item, parts)]
     problems = [*_numbering_problems(state, topic, files)]
-    for item in selected:
+    for item in own_files:
         problems += _file_problems(state, topic, item)
-    records = sum(item.records for item in selected)
-    numbers: dict[str, Number] = {"files": len(selected), "records": records}
+    records = sum(item.records for item in own_files)
+    numbers: dict[str, Number] = {"files": len(own_files), "records": records}
     good = f"{records} outputs follow each other"
     look = numbering_look(snapshot, topic, state, parts)
     return conclude(CONTIGUOUS, subject, "error", problems, good, numbers, look)
@@ -120,9 +120,9 @@ def coverage_look(
     """The look of the account's check: at ``ranges``, or at every input and output of the account."""
     extent = {place: (item.first, item.seen) for place, item in state.head.inputs.items()}
     extent |= {place: (item.base, item.next) for place, item in state.head.outputs.items()}
-    if not snapshot.checked(pool).began(Look(COVERAGE, pool, state.table_id, {})):
+    if not snapshot.check_state(pool).has_begun(Look(COVERAGE, pool, state.table_id, {})):
         extent = _of_older_lakes(snapshot, pool, state, extent)
-    return Look(COVERAGE, pool, state.table_id, _looked(extent, state, ranges), extent, together=True)
+    return Look(COVERAGE, pool, state.table_id, _look_ranges(extent, state, ranges), extent, together=True)
 
 
 def numbering_look(
@@ -132,10 +132,10 @@ def numbering_look(
     pool = snapshot.pipeline.output(topic).pool
     subject = pool_path(pool, topic)
     extent = {place: (item.base, item.next) for place, item in state.head.outputs.items() if place[0] == topic}
-    if not snapshot.checked(pool).began(Look(CONTIGUOUS, subject, state.table_id, {})):
+    if not snapshot.check_state(pool).has_begun(Look(CONTIGUOUS, subject, state.table_id, {})):
         extent = _of_older_lakes(snapshot, pool, state, extent)
-    given = None if ranges is None else {topic: ranges}
-    return Look(CONTIGUOUS, subject, state.table_id, _looked(extent, state, given), extent)
+    topic_ranges = None if ranges is None else {topic: ranges}
+    return Look(CONTIGUOUS, subject, state.table_id, _look_ranges(extent, state, topic_ranges), extent)
 
 
 def _of_older_lakes(
@@ -146,25 +146,25 @@ def _of_older_lakes(
     Checks begin at the first unpublished outputs, and after the inputs that ETL has seen. A check of years of old data would
     take too long.
     """
-    verified = {place: snapshot.published(pool, place[0]).verified or 0 for place in state.head.outputs}
-    if not any(verified.values()):
+    verified_ends = {place: snapshot.publish_state(pool, place[0]).verified_end or 0 for place in state.head.outputs}
+    if not any(verified_ends.values()):
         return dict(extent)
-    outputs = {place: max(item.base, verified[place]) for place, item in state.head.outputs.items()}
+    outputs = {place: max(item.base, verified_ends[place]) for place, item in state.head.outputs.items()}
     return {place: (min(outputs.get(place, end), end), end) for place, (_, end) in extent.items()}
 
 
-def _looked(
+def _look_ranges(
     extent: Mapping[Place, tuple[int, int]], state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
 ) -> dict[str, tuple[OffsetRange, ...]]:
     """The existing offsets of the requested ``ranges``, by topic; every existing offset if ``ranges`` is None."""
     firsts = {place: item.first for place, item in state.head.inputs.items()}
     firsts |= {place: item.base for place, item in state.head.outputs.items()}
-    found: dict[str, tuple[OffsetRange, ...]] = {}
+    ranges_by_topic: dict[str, tuple[OffsetRange, ...]] = {}
     for (topic, partition), (_, end) in extent.items():
         whole = [OffsetRange(partition, min(firsts[topic, partition], end), end)]
         parts = whole if ranges is None else subtract(whole, subtract(whole, ranges.get(topic, ())))
-        found[topic] = (*found.get(topic, ()), *parts)
-    return found
+        ranges_by_topic[topic] = (*ranges_by_topic.get(topic, ()), *parts)
+    return ranges_by_topic
 
 
 def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:
@@ -176,11 +176,11 @@ def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:
 
 def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFile]) -> Iterator[str]:
     """By the log and the head alone."""
-    known = {partition: item for (name, partition), item in state.head.outputs.items() if name == topic}
+    partitions = {partition: item for (name, partition), item in state.head.outputs.items() if name == topic}
     for item in files:
-        if item.partition not in known:
+        if item.partition not in partitions:
             yield f"file {item.path} holds outputs of partition {item.partition}, which the account does not know"
-    for partition, position in sorted(known.items()):
+    for partition, position in sorted(partitions.items()):
         own = [item for item in files if item.partition == partition]
         edges = [position.base, *[(item.last or 0) + 1 for item in own]]
         starts = [*[item.first or 0 for item in own], position.next]
@@ -229,27 +229,27 @@ def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False) -> No
     if state is None:
         return
 
-    checked = snapshot.checked(pool)
-    account = unchecked(checked, coverage_look(snapshot, pool, state))
-    numbering = unchecked(checked, numbering_look(snapshot, topic, state))
+    check_state = snapshot.check_state(pool)
+    account = backlog(check_state, coverage_look(snapshot, pool, state))
+    numbering = backlog(check_state, numbering_look(snapshot, topic, state))
     if whole or account:
         check = partial(exactly_once_done_coverage, pipeline, pool, None if whole else account, snapshot)
-        require_passed(snapshot, pool, check, UNPUBLISHED, soon=not whole)
+        require_pass(snapshot, pool, check, PUBLISH_OUTCOME, soon=not whole)
     if whole or account or numbering:
         parts = None if whole else numbering.get(topic, [])
         check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)
-        require_passed(snapshot, pool, check, UNPUBLISHED, soon=not whole)
+        require_pass(snapshot, pool, check, PUBLISH_OUTCOME, soon=not whole)
     for block in blocks(snapshot, pool, [topic]):
-        raise CheckFailed(f"topic {topic}: {block} {UNPUBLISHED} {remedy(pipeline)}")
+        raise CheckFailed(f"topic {topic}: {block} {PUBLISH_OUTCOME} {remedy(pipeline)}")
 
 
-def refuse_blocked(snapshot: Snapshot, pool: str, topics: Iterable[str]) -> None:
+def refuse_blocks(snapshot: Snapshot, pool: str, topics: Iterable[str]) -> None:
     """CheckFailed while a blocking check of one of a staging pool's raw tables has failed and not passed since."""
     for block in raw_blocks(snapshot, topics):
         raise CheckFailed(f"pool {pool}: {block} Nothing was transformed. {remedy(snapshot.pipeline)}")
 
 
-def refuse_disordered(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
+def refuse_disorder(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
     """CheckFailed unless the raw files of a batch's new records hold the offsets that the Delta log says, each once and in
     ascending order.
 
@@ -261,74 +261,74 @@ def refuse_disordered(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequen
         state, item = snapshot.raw(topic), pipeline.input(topic)
         if state is None or not parts:
             continue
-        checked = snapshot.checked(item.pool)
+        check_state = snapshot.check_state(item.pool)
         look = Look(MONOTONIC, pool_path(item.pool, topic), state.table_id, {topic: tuple(parts)})
-        new = [part for part in parts if (checked.passed(look, (topic, part.partition)) or 0) < part.end]
+        new = [part for part in parts if (check_state.progress(look, (topic, part.partition)) or 0) < part.end]
         files = raw.raw_files(state, new)
-        in_files = (problem for file in files for problem in file_problems(state.opened.uri, file))
+        in_files = (problem for file in files for problem in file_problems(state.table.uri, file))
         for problem in chain(log_problems(state, files), in_files):
             line = " ".join(problem.split()).rstrip(" .")
             raise CheckFailed(
-                f"pool {pool}: table {state.opened.uri}: {line}. Nothing was transformed. Restore the file from a copy,"
+                f"pool {pool}: table {state.table.uri}: {line}. Nothing was transformed. Restore the file from a copy,"
                 f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"
             )
 
 
 def blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]:
     """The failed checks that hold back some output topics of a staging pool."""
-    found = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
-    checked = snapshot.checked(pool)
-    if checked.blocks and (state := snapshot.staging(pool)) is not None:
-        found += checked.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
-    return found
+    pool_blocks = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
+    check_state = snapshot.check_state(pool)
+    if check_state.blocks and (state := snapshot.staging(pool)) is not None:
+        pool_blocks += check_state.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
+    return pool_blocks
 
 
 def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:
     """The failed checks of some inputs' raw tables."""
-    found: list[Block] = []
+    topic_blocks: list[Block] = []
     for item in map(snapshot.pipeline.input, topics):
-        checked = snapshot.checked(item.pool)
-        if checked.blocks and (state := snapshot.raw(item.topic)) is not None:
-            found += checked.blocks_of([pool_path(item.pool, item.topic)], [state.table_id])
-    return found
+        check_state = snapshot.check_state(item.pool)
+        if check_state.blocks and (state := snapshot.raw(item.topic)) is not None:
+            topic_blocks += check_state.blocks_of([pool_path(item.pool, item.topic)], [state.table_id])
+    return topic_blocks
 
 
-def newly_staged(snapshot: Snapshot, pool: str) -> Mapping[str, Sequence[OffsetRange]]:
+def account_backlog(snapshot: Snapshot, pool: str) -> Mapping[str, Sequence[OffsetRange]]:
     """Topic → the offsets of a pool's inputs and outputs that the check of its account has not passed yet."""
     state = snapshot.staging(pool)
-    return {} if state is None else unchecked(snapshot.checked(pool), coverage_look(snapshot, pool, state))
+    return {} if state is None else backlog(snapshot.check_state(pool), coverage_look(snapshot, pool, state))
 
 
-def unchecked(checked: Checked, look: Look) -> Mapping[str, Sequence[OffsetRange]]:
+def backlog(check_state: CheckState, look: Look) -> Mapping[str, Sequence[OffsetRange]]:
     """Topic → the offsets of the look's extent that no look has passed yet; empty where all have."""
-    found: dict[str, list[OffsetRange]] = {}
+    ranges: dict[str, list[OffsetRange]] = {}
     for (topic, partition), (begin, end) in look.extent.items():
-        passed = checked.passed(look, (topic, partition))
-        first = begin if passed is None else passed
+        progress = check_state.progress(look, (topic, partition))
+        first = begin if progress is None else progress
         if first < end:
-            found.setdefault(topic, []).append(OffsetRange(partition, first, end))
-    return found
+            ranges.setdefault(topic, []).append(OffsetRange(partition, first, end))
+    return ranges
 
 
-def require_passed(
+def require_pass(
     snapshot: Snapshot, pool: str, check: Callable[[], CheckResult], outcome: str, *, soon: bool = False
 ) -> None:
     """Run a blocking check and keep its result. CheckFailed if the check fails. ``outcome``: such as "Nothing was published."."""
-    found = snapshot.record(pool, check, soon=soon)
-    if not found.passed:
+    result = snapshot.record(pool, check, soon=soon)
+    if not result.passed:
         way_out = remedy(snapshot.pipeline)
-        cure = "" if way_out in found.summary else f" {way_out}"
-        raise CheckFailed(f"{found.subject}: {found.name}: {found.summary} {outcome}{cure}")
+        cure = "" if way_out in result.summary else f" {way_out}"
+        raise CheckFailed(f"{result.subject}: {result.name}: {result.summary} {outcome}{cure}")
 
 
-def check_seen(item: Input, head: Head, found: RawState | None) -> None:
-    """LakeError where a staging pool's account has seen more of an input than there is. ``found`` is not older than ``head``."""
-    for partition, seen in head.seen(item.topic).items():
-        upcoming = found.next.get(partition, 0) if found else 0
-        if seen > upcoming:
-            has = f"its next offset is {upcoming}" if found else "the table is not there"
+def check_rollback(item: Input, head: Head, state: RawState | None) -> None:
+    """LakeError where a staging pool's account has seen more of an input than there is. ``state`` is not older than ``head``."""
+    for partition, offset in head.seen(item.topic).items():
+        upcoming = state.next.get(partition, 0) if state else 0
+        if offset > upcoming:
+            has = f"its next offset is {upcoming}" if state else "the table is not there"
             raise LakeError(
-                f"table {table_name(item.pool, item.topic)}: partition {partition} was transformed up to offset {seen},"
+                f"table {table_name(item.pool, item.topic)}: partition {partition} was transformed up to offset {offset},"
                 f" and {has}: it went back to an older version, or is gone. Nothing was done: what is ingested again need"
                 " not be what was."
                 " Put the newer table back, or begin anew: give the input another pool, and its outputs another staging pool"
@@ -341,21 +341,21 @@ def check_begins(pipeline: Pipeline, pool: str) -> None:
     somebody else's. An output with ``start-at: end`` may begin on such a topic. A topic that can't be asked tells nothing."""
     outputs = [item for item in pipeline.outputs_of(pool) if item.start_at != "end"]
     for topic, state in survey(pipeline.kafka, [item.topic for item in outputs]).states.items():
-        used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
-        if used:
+        ends = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
+        if ends:
             raise KafkaError(
-                f"topic {topic} holds records already (its ends: {', '.join(used)}), and the lake has no table"
+                f"topic {topic} holds records already (its ends: {', '.join(ends)}), and the lake has no table"
                 f" {storage.staging_uri(pipeline.lake, pool)}, which they came from if this pipeline ran before. Nothing was"
                 " done. If the lake was removed, moved or is not mounted, put it back. If the pipeline is new, give the"
                 " output an empty topic, or set start-at: end."
             )
 
 
-def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None) -> None:
+def check_before_ingest(pipeline: Pipeline, item: Input, raw_state: RawState | None) -> None:
     """The same before a batch is added to the table."""
     heads: list[Head] = []
-    snapshot = Snapshot(pipeline, {item.topic: found})
-    if found is None and not any(map(snapshot.has_staging, pipeline.staging_pools)):
+    snapshot = Snapshot(pipeline, {item.topic: raw_state})
+    if raw_state is None and not any(map(snapshot.has_staging, pipeline.staging_pools)):
         for pool in pipeline.readers_of(item.topic):
             check_begins(pipeline, pool)
     for pool in pipeline.staging_pools:
@@ -365,9 +365,9 @@ def check_before_ingest(pipeline: Pipeline, item: Input, found: RawState | None)
                 heads.append(state.head)
     for head in heads:
         try:
-            check_seen(item, head, found)
+            check_rollback(item, head, raw_state)
         except LakeError:
             # Another process may have ingested and transformed since the table was opened.
-            check_seen(item, head, raw.open_raw(pipeline.lake, item.pool, item.topic))
-    if found is not None:
-        raw.check_whole(found)
+            check_rollback(item, head, raw.open_raw(pipeline.lake, item.pool, item.topic))
+    if raw_state is not None:
+        raw.check_whole(raw_state)

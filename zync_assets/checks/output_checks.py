@@ -24,14 +24,21 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import CheckResult, Number, conclude
-from zync_assets.lake.publication import Published, WrittenSchema, went_back
+from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline, table_name, topic_path
 from zync_assets.pipeline_file.keys import joining_kinds
-from zync_assets.publish.encoding import ENCODED_SCHEMA, alike_ids, differing, encoded_rows, is_same, staged_topic
+from zync_assets.publish.encoding import (
+    ENCODED_SCHEMA,
+    alike_ids,
+    encoded_rows,
+    header_differences,
+    is_same,
+    staged_topic,
+)
 
 PENDING_AGE = "pending_age"
 
@@ -109,11 +116,11 @@ def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> flo
     """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
     input any more. Raises LakeError."""
     inputs = {item.topic for item in snapshot.pipeline.inputs}
-    found = snapshot.raw(topic) if topic in inputs else None
-    if found is None:
+    state = snapshot.raw(topic) if topic in inputs else None
+    if state is None:
         return None
-    files = raw.raw_files(found, [OffsetRange(partition, offset, offset + 1)])
-    row = rows_at(found.opened.uri, files, partition, [offset], []).get(offset)
+    files = raw.raw_files(state, [OffsetRange(partition, offset, offset + 1)])
+    row = rows_at(state.table.uri, files, partition, [offset], []).get(offset)
     return None if row is None else row["kafka"]["time"].timestamp()
 
 
@@ -123,8 +130,8 @@ def _age_problems(
     facts, *_ = read_facts(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
-    for (topic, partition), found in facts.items():
-        waiting = found.waiting
+    for (topic, partition), place_facts in facts.items():
+        waiting = place_facts.waiting
         when = raw_time(snapshot, topic, partition, int(waiting[0])) if len(waiting) else None
         if when is not None:
             oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
@@ -162,54 +169,54 @@ def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
     """The broker knows an input topic, lets this pipeline look at it, and every partition has a leader."""
     subject = topic_path(topic)
     try:
-        found = topic_states(pipeline.kafka, [topic]).get(topic)
+        state = topic_states(pipeline.kafka, [topic]).get(topic)
     except KafkaError as error:
         return conclude(REACHABLE, subject, "error", [str(error)], "", {})
-    if found is None:
+    if state is None:
         problem = f"topic {topic} is not there. Create it, or take it out of inputs."
         return conclude(REACHABLE, subject, "error", [problem], "", {})
-    records = sum(item.end - item.low for item in found.partitions)
-    numbers = {"partitions": len(found.partitions), "offsets": records}
-    return conclude(REACHABLE, subject, "error", [], f"all {len(found.partitions)} partitions have leaders", numbers)
+    records = sum(item.end - item.low for item in state.partitions)
+    numbers = {"partitions": len(state.partitions), "offsets": records}
+    return conclude(REACHABLE, subject, "error", [], f"all {len(state.partitions)} partitions have leaders", numbers)
 
 
 def staging_equals_topic(
-    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, *, unverified: bool = False
+    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, *, backlog: bool = False
 ) -> CheckResult:
     """Check that the published record at offset k of the topic equals, byte for byte, the record that staging numbers k.
 
-    Reads ``ranges`` of the topic, or the whole topic; if ``unverified``, all that publish has not verified. Records that
+    Reads ``ranges`` of the topic, or the whole topic; if ``backlog``, all that publish has not verified. Records that
     retention or a compacted topic's compaction removed are not compared. Raises BrokerUnavailable, RegistryError.
     """
     pool, subject = pipeline.output(topic).pool, topic_path(topic)
     # Each before the one that it is made from: the pipeline may be at work, and must not look like damage.
     snapshot = Snapshot(pipeline)
-    done = snapshot.published(pool, topic)
-    if unverified:
-        ranges = [OffsetRange(0, done.verified or 0, NO_END)]
-    found = topic_states(pipeline.kafka, [topic]).get(topic)
-    high = high_watermark(pipeline.kafka, topic, 0) if found else 0
+    publish_state = snapshot.publish_state(pool, topic)
+    if backlog:
+        ranges = [OffsetRange(0, publish_state.verified_end or 0, NO_END)]
+    topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if topic_state else 0
     try:
         state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
     position = state.head.outputs.get((topic, 0)) if state else None
     recreate = pipeline.command("to-kafka", "--recreate", topic)
-    loss = went_back(pool, topic, done.verified, position.next if position else None, recreate)
+    loss = rollback_error(pool, topic, publish_state.verified_end, position.next if position else None, recreate)
     if loss is not None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(loss)], "", {"compared": 0})
     if state is None or position is None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
     numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
-    if found is None:
-        known = done.topic_known() or position.topic_id is not None
-        problems = [f"topic {topic} was published to and is gone"] if known else []
+    if topic_state is None:
+        has_history = publish_state.has_topic() or position.topic_id is not None
+        problems = [f"topic {topic} was published to and is gone"] if has_history else []
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
-    problems = list(_identity_problems(found, position, done, recreate))
+    problems = list(_identity_problems(topic_state, position, publish_state, recreate))
     if not problems:
         try:
-            problems += _watermark_problems(high, position, done, numbers)
-            problems += _content_problems(pipeline, state, found, high, position, done, ranges, numbers)
+            problems += _watermark_problems(high, position, publish_state, numbers)
+            problems += _content_problems(pipeline, state, topic_state, high, position, publish_state, ranges, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
@@ -220,64 +227,76 @@ def staging_equals_topic(
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
 
 
-def _identity_problems(found: TopicState, position: OutputPosition, done: Published, recreate: str) -> Iterator[str]:
-    known = done.made_for(found.topic_id) if done.topic_known() else position.topic_id in (None, found.topic_id)
-    if not known:
+def _identity_problems(
+    topic_state: TopicState, position: OutputPosition, publish_state: PublishState, recreate: str
+) -> Iterator[str]:
+    if publish_state.has_topic():
+        same_topic = publish_state.belongs_to(topic_state.topic_id)
+    else:
+        same_topic = position.topic_id in (None, topic_state.topic_id)
+    if not same_topic:
         yield (
-            f"topic {found.topic} was deleted and created again (its id is now {found.topic_id});"
+            f"topic {topic_state.topic} was deleted and created again (its id is now {topic_state.topic_id});"
             f" to publish all of staging to it: {recreate}"
         )
 
 
 def _watermark_problems(
-    high: int, position: OutputPosition, done: Published, numbers: dict[str, Number]
+    high: int, position: OutputPosition, publish_state: PublishState, numbers: dict[str, Number]
 ) -> Iterator[str]:
-    numbers |= {"high_watermark": high, "lag": max(0, position.next - max(position.base, done.verified or 0))}
+    numbers |= {
+        "high_watermark": high,
+        "lag": max(0, position.next - max(position.base, publish_state.verified_end or 0)),
+    }
     if high > position.next:
         yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
-    if done.verified is not None and high < done.verified:
-        yield f"the topic ends at offset {high} and was published up to {done.verified}: it has lost records"
+    if publish_state.verified_end is not None and high < publish_state.verified_end:
+        yield f"the topic ends at offset {high} and was published up to {publish_state.verified_end}: it has lost records"
 
 
 def _content_problems(
     pipeline: Pipeline,
     state: StagingState,
-    found: TopicState,
+    topic_state: TopicState,
     high: int,
     position: OutputPosition,
-    done: Published,
+    publish_state: PublishState,
     ranges: Iterable[OffsetRange] | None,
     numbers: dict[str, Number],
 ) -> Iterator[str]:
-    first = max(position.base, found.partitions[0].low)
+    first = max(position.base, topic_state.partitions[0].low)
     whole = [OffsetRange(0, first, max(first, min(position.next, high)))]
     parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
-    gaps_allowed = bool(parts) and is_compacted(pipeline.kafka, found.topic)
-    staged = staged_topic(state, found.topic, pipeline.registry)
-    used: set[WrittenSchema] = set()
-    compared, compacted = 0, 0
+    tolerates_gaps = bool(parts) and is_compacted(pipeline.kafka, topic_state.topic)
+    outputs = staged_topic(state, topic_state.topic, pipeline.registry)
+    schemas: set[WrittenSchema] = set()
+    comparisons, gaps = 0, 0
     for part in parts:
-        ours = _Ahead(encoded_rows(staged, part.first, part.end, used))
+        ours = _Ahead(encoded_rows(outputs, part.first, part.end, schemas))
         # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
-        theirs = read_range(pipeline.kafka, found.topic, 0, part.first, part.end, uncommitted=True)
+        theirs = read_range(pipeline.kafka, topic_state.topic, 0, part.first, part.end, uncommitted=True)
         for mine, other in _side_by_side(ours, theirs, part):
             offsets = integers(other.column("offset"))
             missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)
-            compacted += len(missing)
-            if len(missing) and not gaps_allowed:
+            gaps += len(missing)
+            if len(missing) and not tolerates_gaps:
                 yield f"the topic holds no record at offset {missing[0]}, where staging holds one"
                 return
-            same = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
-            differs = _differs(same["key"], other.column("key")) | _differs(same["value"], other.column("value"))
-            differs |= differing(same["headers"], other.column("headers"))
-            alike = alike_ids(staged, used, done)
+            counterpart = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
+            differs = _differs(counterpart["key"], other.column("key")) | _differs(
+                counterpart["value"], other.column("value")
+            )
+            differs |= header_differences(counterpart["headers"], other.column("headers"))
+            alike = alike_ids(outputs, schemas, publish_state)
             for at in np.flatnonzero(differs).tolist():
-                one, two = (tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (same, other))
-                if not is_same(one, two, alike):
+                left, right = (
+                    tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (counterpart, other)
+                )
+                if not is_same(left, right, alike):
                     yield f"the record at offset {offsets[at]} is not staging's"
                     return
-            compared += len(offsets)
-            numbers |= {"compared": compared, "compacted": compacted}
+            comparisons += len(offsets)
+            numbers |= {"compared": comparisons, "compacted": gaps}
 
 
 @dataclass
@@ -285,12 +304,12 @@ class _Ahead:
     """Staged rows, taken up to an offset at a time."""
 
     batches: Iterator[pa.RecordBatch]
-    left: pa.Table = field(default_factory=ENCODED_SCHEMA.empty_table)
+    remainder: pa.Table = field(default_factory=ENCODED_SCHEMA.empty_table)
 
     def take(self, count: int) -> pa.Table:
-        while self.left.num_rows < count:
-            self.left = pa.concat_tables([self.left, pa.Table.from_batches([next(self.batches)])])
-        rows, self.left = self.left.slice(0, count), self.left.slice(count)
+        while self.remainder.num_rows < count:
+            self.remainder = pa.concat_tables([self.remainder, pa.Table.from_batches([next(self.batches)])])
+        rows, self.remainder = self.remainder.slice(0, count), self.remainder.slice(count)
         return rows
 
 
@@ -309,9 +328,9 @@ def _side_by_side(
 
 def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
     """A mask of the rows in which two columns differ. Null equals only null."""
-    same = pc.fill_null(pc.equal(mine, other), False)
+    equal = pc.fill_null(pc.equal(mine, other), False)
     both_null = pc.and_(pc.is_null(mine), pc.is_null(other))
-    return ~np.asarray(pc.or_(same, both_null).to_numpy(), dtype=bool)
+    return ~np.asarray(pc.or_(equal, both_null).to_numpy(), dtype=bool)
 
 
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
@@ -322,20 +341,20 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     """
     for item in pipeline.inputs:
         for check in raw_checks.BLOCKING.values():
-            yield recorded(pipeline, item.pool, partial(check, pipeline, item.topic, None))
+            yield record_check(pipeline, item.pool, partial(check, pipeline, item.topic, None))
         yield raw_checks.schema_change(pipeline, item.topic)
         yield raw_checks.quarantine_size(pipeline, item.topic)
     for pool in pipeline.staging_pools:
-        yield recorded(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
+        yield record_check(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
         for output in pipeline.outputs_of(pool):
-            yield recorded(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
+            yield record_check(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
         yield pending_age(pipeline, pool)
         yield source_order(pipeline, pool)
         for output in pipeline.outputs_of(pool):
             yield staging_equals_topic(pipeline, output.topic)
 
 
-def recorded(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:
+def record_check(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:
     """Run a blocking check of a pool on a snapshot of its own, which it gets as ``snapshot``, and keep the result."""
     snapshot = Snapshot(pipeline)
     return snapshot.record(pool, partial(check, snapshot=snapshot))

@@ -37,15 +37,17 @@ def schema_changes(
     """
     parts = None if ranges is None else list(ranges)
     registry = Registry(pipeline.registry) if pipeline.registry else None
-    found: dict[str, list[str]] = {"key": [], "value": []}
-    for side, texts in found.items():
+    texts_by_side: dict[str, list[str]] = {"key": [], "value": []}
+    for side, texts in texts_by_side.items():
         writers = [item for item in state.writers if item.side == side]
         for before, item in pairwise(writers):
             if item.changes and (parts is None or any(_is_in(item, part) for part in parts)):
-                what = f"partition {item.partition}, offset {item.offset}: {_diff(registry, before, item)}".rstrip(": ")
+                change = f"partition {item.partition}, offset {item.offset}: {_diff(registry, before, item)}".rstrip(
+                    ": "
+                )
                 name = "a new schema" if item.id is None else f"id {item.id}"
-                texts.append(f"{name} from {what}")
-    return found
+                texts.append(f"{name} from {change}")
+    return texts_by_side
 
 
 def _is_in(item: WriterSchema, part: OffsetRange) -> bool:
@@ -82,26 +84,26 @@ def monotonic_offsets(
         return _nothing_yet(MONOTONIC, pipeline, topic, "error")
     problems = [
         f"file {item.path} carries no offsets in the log, so no reader would find it"
-        for item in state.opened.files
+        for item in state.table.files
         if item.partition is None
     ]
-    everything = raw.raw_files(state)
-    problems += log_problems(state, everything)
-    parts = _ingested(state, ranges)
-    selected = everything if ranges is None else raw.raw_files(state, parts)
-    for item in selected:
-        problems += file_problems(state.opened.uri, item)
-    problems += _replay_problems(state, everything)
-    if (strange := tampering.strange_file(state.opened, everything)) is not None:
+    all_files = raw.raw_files(state)
+    problems += log_problems(state, all_files)
+    parts = _ingest_ranges(state, ranges)
+    files = all_files if ranges is None else raw.raw_files(state, parts)
+    for item in files:
+        problems += file_problems(state.table.uri, item)
+    problems += _replay_problems(state, all_files)
+    if (strange := tampering.strange_file(state.table, all_files)) is not None:
         problems.append(strange)
-    records = sum(item.records for item in selected)
+    records = sum(item.records for item in files)
     return conclude(
         MONOTONIC,
         subject(pipeline, topic),
         "error",
         problems,
-        f"{records} records in {len(selected)} files ascend",
-        {"files": len(selected), "records": records},
+        f"{records} records in {len(files)} files ascend",
+        {"files": len(files), "records": records},
         raw_look(MONOTONIC, snapshot, topic, state, parts),
     )
 
@@ -119,40 +121,40 @@ def no_unexplained_loss(
     state = snapshot.raw(topic)
     if state is None:
         return _nothing_yet(NO_LOSS, pipeline, topic, "error")
-    found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
-    if found is None:
+    kafka_state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
+    if kafka_state is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
-    place, parts = subject(pipeline, topic), _ingested(state, ranges)
+    place, parts = subject(pipeline, topic), _ingest_ranges(state, ranges)
     look = raw_look(NO_LOSS, snapshot, topic, state, parts)
-    if not state.made_from(found.topic_id):
+    if not state.comes_from(kafka_state.topic_id):
         problem = (
-            f"topic {topic} was deleted and created again (its id is now {found.topic_id}):"
+            f"topic {topic} was deleted and created again (its id is now {kafka_state.topic_id}):"
             f" {place} can't be compared with it"
         )
         return conclude(NO_LOSS, place, "error", [problem], "", {"compared": 0}, look)
     problems: list[str] = []
     numbers: dict[str, Number] = {}
     totals = {"compared": 0, "missing": 0, "doubled": 0, "gone_from_kafka": 0}
-    watermarks = {item.partition: item for item in found.partitions}
+    watermarks = {item.partition: item for item in kafka_state.partitions}
     try:
         side = read_quarantine(snapshot, topic, parts)
         numbers["quarantined"] = len(side.records)
         if state.left_out:
             numbers["left_out"] = sum(state.left_out.values())
-        if state.removed:
-            numbers["removed_by_retention"] = sum(state.removed.values())
+        if state.retention_count:
+            numbers["removed_by_retention"] = sum(state.retention_count.values())
         problems += _count_problems(state, side)
         for part in parts:
             mark = watermarks.get(part.partition)
-            if part.partition in found.away:
-                raise found.away[part.partition]
+            if part.partition in kafka_state.away:
+                raise kafka_state.away[part.partition]
             if mark is None or mark.end < part.end:
                 end = mark.end if mark else 0
                 problems.append(
                     f"partition {part.partition} of topic {topic} ends at offset {end}, and up to offset {part.end}"
                     " was ingested: the topic has lost records"
                 )
-            low = max(mark.low if mark else 0, state.kept.get(part.partition, 0))
+            low = max(mark.low if mark else 0, state.retention_start.get(part.partition, 0))
             first, end = max(part.first, low), min(part.end, mark.end if mark else 0)
             if first < end:
                 reader = _kafka_offsets(pipeline, topic, part.partition, first, end)
@@ -180,13 +182,13 @@ def schema_change(
     counts: dict[str, dict[int, int]] = {"key": {}, "value": {}}
     try:
         for item in raw.raw_files(state, ranges):
-            uri = storage.join(state.opened.uri, item.path)
+            uri = storage.join(state.table.uri, item.path)
             for batch in read_columns(uri, ["key_schema_id", "value_schema_id"]):
-                for side, known in counts.items():
+                for side, side_counts in counts.items():
                     ids, times = np.unique(integers(batch[f"{side}_schema_id"]), return_counts=True)
                     for schema_id, count in zip(ids.tolist(), times.tolist(), strict=True):
                         if schema_id >= 0:
-                            known[schema_id] = known.get(schema_id, 0) + count
+                            side_counts[schema_id] = side_counts.get(schema_id, 0) + count
     except DamagedFile as error:
         return conclude(SCHEMA_CHANGE, place, "warn", [str(error)], "", {})
     numbers: dict[str, Number] = {}
@@ -216,21 +218,21 @@ def quarantine_size(
     if state is None:
         return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
-    parts = _ingested(state, ranges)
+    parts = _ingest_ranges(state, ranges)
     try:
         side = read_quarantine(snapshot, topic, parts)
-        everything = quarantined_records(pipeline, Selection((topic,)), snapshot)
+        records = quarantined_records(pipeline, Selection((topic,)), snapshot)
     except (DamagedFile, LakeError) as error:
         return conclude(QUARANTINE_SIZE, place, "warn", [str(error)], "", {})
-    inside = [item for item in everything if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
-    undecoded = [item for item in inside if item.stage != "etl"]
-    failed = [item for item in inside if item.stage == "etl"]
+    inside = [item for item in records if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
+    codec_failures = [item for item in inside if item.stage != "etl"]
+    rule_failures = [item for item in inside if item.stage == "etl"]
     problems: list[str] = []
-    for found, what in ((undecoded, "could not be decoded"), (failed, "could not be transformed")):
-        if found:
-            first = found[0]
+    for failures, fault in ((codec_failures, "could not be decoded"), (rule_failures, "could not be transformed")):
+        if failures:
+            first = failures[0]
             place_of_first = f"{first.partition}:{first.offset}: {first.error}"
-            problems.append(f"{len(found)} of the records {what}, the first at {place_of_first}")
+            problems.append(f"{len(failures)} of the records {fault}, the first at {place_of_first}")
     if side.lost:
         problems.append(f"retention removed {', '.join(map(str, side.lost))} before they were ingested")
     numbers = {
@@ -245,13 +247,15 @@ def raw_look(name: str, snapshot: Snapshot, topic: str, state: RawState, ranges:
     pipeline = snapshot.pipeline
     look = Look(name, subject(pipeline, topic), state.table_id, {topic: tuple(ranges)})
     begin = dict(state.first)
-    if not snapshot.checked(pipeline.input(topic).pool).began(look):
+    if not snapshot.check_state(pipeline.input(topic).pool).has_begun(look):
         # The table is older than the lake's check results. Checks begin after the offsets that ETL has seen.
-        begin |= {p: min(seen, state.next[p]) for p, seen in _seen(snapshot, topic).items() if p in state.next}
+        begin |= {
+            p: min(offset, state.next[p]) for p, offset in _account_ends(snapshot, topic).items() if p in state.next
+        }
     return replace(look, extent={(topic, p): (begin.get(p, 0), end) for p, end in state.next.items()})
 
 
-def _seen(snapshot: Snapshot, topic: str) -> dict[int, int]:
+def _account_ends(snapshot: Snapshot, topic: str) -> dict[int, int]:
     """Partition → the lowest seen offset of the staging pools that read the topic."""
     heads: list[dict[int, int]] = []
     for pool in snapshot.pipeline.readers_of(topic):
@@ -260,8 +264,8 @@ def _seen(snapshot: Snapshot, topic: str) -> dict[int, int]:
         except LakeError:  # a finding of the staging pool's own checks
             state = None
         heads.append(state.head.seen(topic) if state else {})
-    shared = set.intersection(*map(set, heads)) if heads else set[int]()
-    return {p: min(head[p] for head in heads) for p in shared}
+    partitions = set.intersection(*map(set, heads)) if heads else set[int]()
+    return {p: min(head[p] for head in heads) for p in partitions}
 
 
 def subject(pipeline: Pipeline, topic: str) -> str:
@@ -272,7 +276,7 @@ def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) 
     return conclude(name, subject(pipeline, topic), severity, [], "nothing ingested yet", {"records": 0})
 
 
-def _ingested(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
+def _ingest_ranges(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
     """The ingested offsets of ``ranges``; every ingested offset if ``ranges`` is None."""
     whole = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
     return normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
@@ -284,9 +288,9 @@ def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str
         for partition, offsets in raw.replayed_offsets(state).items():
             again = offsets[:-1][np.diff(offsets) == 0]
             first, end = int(offsets[0]), int(offsets[-1]) + 1
-            others = [item for item in files if item.partition == partition and not raw.is_replay(item)]
-            near = [item for item in others if (item.first or 0) < end and first <= (item.last or 0)]
-            present = FileOffsets(state.opened.uri, near).between(first, end)
+            batch_files = [item for item in files if item.partition == partition and not raw.is_replay(item)]
+            near = [item for item in batch_files if (item.first or 0) < end and first <= (item.last or 0)]
+            present = FileOffsets(state.table.uri, near).between(first, end)
             for offset in [*again, *np.intersect1d(distinct(present), distinct(offsets), assume_unique=True)][:1]:
                 yield f"partition {partition}: offset {offset} was replayed and is there twice"
     except (DamagedFile, LakeError) as error:
@@ -295,13 +299,13 @@ def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str
 
 def _count_problems(state: RawState, side: Quarantined) -> Iterator[str]:
     for partition in sorted({*side.entries, *state.bad}):
-        counted, found = state.bad.get(partition, 0), side.entries.get(partition, 0)
-        if counted != found:
-            yield f"partition {partition}: {counted} quarantined entries were counted and {found} are there"
+        total, count = state.bad.get(partition, 0), side.entries.get(partition, 0)
+        if total != count:
+            yield f"partition {partition}: {total} quarantined entries were counted and {count} are there"
     for partition in sorted({*np.unique(side.left_out[:, 0]).tolist(), *state.left_out}):
-        counted, found = state.left_out.get(partition, 0), side.left_out_records(partition)
-        if counted != found:
-            yield f"partition {partition}: {counted} records were counted as left out by the shape and {found} are there"
+        total, count = state.left_out.get(partition, 0), side.left_out_records(partition)
+        if total != count:
+            yield f"partition {partition}: {total} records were counted as left out by the shape and {count} are there"
 
 
 def _kafka_offsets(
@@ -332,13 +336,13 @@ def _compare(
     reader: Iterable[tuple[int, np.ndarray]],
     totals: dict[str, int],
 ) -> list[str]:
-    ingested = FileOffsets(state.opened.uri, raw.raw_files(state, [part]))
+    raw_offsets = FileOffsets(state.table.uri, raw.raw_files(state, [part]))
     aside = side.offsets(part.partition)
     missing: list[int] = []
-    doubled: list[int] = []
+    doubles: list[int] = []
     for first, offsets in reader:
         end = int(offsets[-1]) + 1 if len(offsets) else part.end
-        ours = np.concatenate([ingested.between(first, end), aside[(aside >= first) & (aside < end)]])
+        ours = np.concatenate([raw_offsets.between(first, end), aside[(aside >= first) & (aside < end)]])
         present, times = np.unique(ours, return_counts=True)
         absent = side.unexplained(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
         totals["compared"] += len(offsets)
@@ -347,7 +351,7 @@ def _compare(
         # Compaction and retention may take a record after it was ingested: no loss of ours.
         totals["gone_from_kafka"] += len(np.setdiff1d(present, offsets, assume_unique=True))
         missing += absent[:1].tolist()
-        doubled += present[times > 1][:1].tolist()
-    place = f"partition {part.partition} of topic {state.opened.uri.rsplit('/', 1)[-1]}"
+        doubles += present[times > 1][:1].tolist()
+    place = f"partition {part.partition} of topic {state.table.uri.rsplit('/', 1)[-1]}"
     problems = [f"the record at offset {missing[0]} in {place} is in Kafka and not in the lake"] if missing else []
-    return problems + ([f"the record at offset {doubled[0]} in {place} is in the lake twice"] if doubled else [])
+    return problems + ([f"the record at offset {doubles[0]} in {place} is in the lake twice"] if doubles else [])

@@ -153,12 +153,12 @@ def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[i
     if table is None or not offsets:
         return {}
     span = OffsetRange(partition, min(offsets), max(offsets) + 1)
-    return rows_at(table.opened.uri, raw.raw_files(table, [span]), partition, offsets, ["key", "value"])
+    return rows_at(table.table.uri, raw.raw_files(table, [span]), partition, offsets, ["key", "value"])
 
 
 def _output(state: StagingState, topic: str, partition: int, offset: int) -> dict[str, Any] | None:
     columns = ["rule", "source", staging.key_column(topic), staging.value_column(topic)]
-    return rows_at(state.opened.uri, state.output_files(topic), partition, [offset], columns).get(offset)
+    return rows_at(state.table.uri, state.output_files(topic), partition, [offset], columns).get(offset)
 
 
 def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
@@ -179,7 +179,7 @@ def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> st
     if topic not in pools:
         return f"{record} can't be shown: {topic} is no input of {pipeline.path} any more"
     table = raw.open_raw(pipeline.lake, pools[topic], topic)
-    kept = table.kept.get(partition, 0) if table else 0
+    kept = table.retention_start.get(partition, 0) if table else 0
     if offset < kept:
         return f"{record} is removed: by retention, {table_name(pools[topic], topic)} begins at offset {kept} now"
     return f"{record} is not in {table_name(pools[topic], topic)}. Every check: {pipeline.command('check')}"
@@ -376,7 +376,7 @@ def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[s
         span = OffsetRange(record.partition, record.offset, record.offset + 1)
         ids = ["key_schema_id", "value_schema_id"]
         columns = ["key", "value", *ids]
-        row = rows_at(state.opened.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
+        row = rows_at(state.table.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
         found: Mapping[str, Any] = row.get(record.offset, {})
         sides = {name: found.get(name) for name in columns}
     else:

@@ -164,7 +164,7 @@ def input_rows(
     way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
     aside = _aside(snapshot, item.topic)
-    if table is not None and item.topic in states and not table.made_from(states[item.topic].topic_id):
+    if table is not None and item.topic in states and not table.comes_from(states[item.topic].topic_id):
         click.echo(
             f"note: topic {item.topic} is another topic than the one that {table_name(item.pool, item.topic)} was made from",
             err=True,
@@ -198,7 +198,7 @@ def input_rows(
 
 def _kept(table: RawState | None, partition: int) -> int | None:
     """The first offset that the raw table keeps."""
-    return None if table is None else table.kept.get(partition, table.first.get(partition))
+    return None if table is None else table.retention_start.get(partition, table.first.get(partition))
 
 
 def _aside(snapshot: Snapshot, topic: str) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.audit.guard import refuse_blocked, refuse_disordered
+from zync_assets.audit.guard import refuse_blocks, refuse_disorder
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
@@ -74,8 +74,8 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     bad records. Raises EtlError for every other failure.
     """
     snapshot = Snapshot(pipeline, batch.plan.raw)
-    refuse_blocked(snapshot, batch.plan.pool, batch.plan.ranges)
-    refuse_disordered(snapshot, batch.plan.pool, batch.plan.ranges)
+    refuse_blocks(snapshot, batch.plan.pool, batch.plan.ranges)
+    refuse_disorder(snapshot, batch.plan.pool, batch.plan.ranges)
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     with spark_failures(
         lambda text: EtlError(
@@ -141,7 +141,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             staged.remove()
 
     # 7. Compact staging, and let retention remove raw records that every reader has seen.
-    keep_up(batch.spark, state.opened if state else None)
+    keep_up(batch.spark, state.table if state else None)
     for topic, table in plan.raw.items():
         keep_short(pipeline, pipeline.input(topic), table)
     ranges = {topic: OffsetRange(0, outputs[topic, 0].next, end) for topic, end in staged.ends.items()}

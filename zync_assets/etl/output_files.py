@@ -279,7 +279,7 @@ class _File:
     def write_group(self) -> None:
         uri = storage.join(self.uri, self.path)
         table = pa.Table.from_batches(self._group)
-        with storage.accessed(uri, "can't be written"):
+        with storage.access_errors(uri, "can't be written"):
             if self._writer is None:
                 self._writer = _writer(uri, table.schema)
             self._writer.write_table(table)
@@ -290,7 +290,7 @@ class _File:
         if self._group:
             self.write_group()
         uri = storage.join(self.uri, self.path)
-        with storage.accessed(uri, "can't be written"):
+        with storage.access_errors(uri, "can't be written"):
             if self._writer is not None:
                 self._writer.close()
             size = storage.file_size(uri)

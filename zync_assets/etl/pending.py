@@ -92,7 +92,7 @@ def _large_pair(state: StagingState) -> list[DataFile] | None:
 
 def _written(state: StagingState, rows: pa.Table) -> DataFile:
     path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
-    return staging.write_entries(state.opened.uri, path, rows)
+    return staging.write_entries(state.table.uri, path, rows)
 
 
 def fold(rows: pa.Table) -> pa.Table:
@@ -182,11 +182,11 @@ def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
     files = state.ledger_files
     entries = sum(item.records for item in files)
     if entries > LOOKUP_ENTRIES:
-        _known.remove(state.opened.uri)
+        _known.remove(state.table.uri)
         return None
-    before = _known.get(state.opened.uri) or {}
+    before = _known.get(state.table.uri) or {}
     each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in files}
-    _known.put(state.opened.uri, each, entries)
+    _known.put(state.table.uri, each, entries)
     hashes = np.unique(wanted["hash"].to_numpy())
     found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_PENDING.empty_table()])
     found = found.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(["rule", *_PLACE])
@@ -207,7 +207,7 @@ def _with_hashes(item: _Waiting, hashes: npt.NDArray[np.int64]) -> pa.Table:
 def _read(uri: str) -> _Waiting:
     system, path = storage.filesystem(uri)
     names = ["kind", "topic", "partition", "first", "rule", "hash"]
-    with storage.accessed(uri, "can't be read"):
+    with storage.access_errors(uri, "can't be read"):
         entries = pq.ParquetFile(path, filesystem=system).read([f"account.{name}" for name in names]).flatten()
     entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
     is_kind = [pc.equal(entries["kind"], kind) for kind in ("pending", "completed")]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zync_assets.audit.guard import check_begins, check_seen
+from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, Reopening, Retry, reopen, with_joins
@@ -201,7 +201,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     for topic, offset in verified.items():
         position = head.outputs.get((topic, 0))
         recreate = pipeline.command("to-kafka", "--recreate", topic)
-        error = publication.went_back(pool, topic, offset, position.next if position else None, recreate)
+        error = publication.rollback_error(pool, topic, offset, position.next if position else None, recreate)
         if error is not None:
             raise error
     if state is None and pipeline.rules_of(pool):
@@ -210,7 +210,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
     for topic, found in states.items():
-        check_seen(pipeline.input(topic), head, found)
+        check_rollback(pipeline.input(topic), head, found)
         if found is None:
             continue
         _check_table(pool, head, topic, found)
@@ -301,7 +301,7 @@ def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
         if name == topic and item.table not in (None, found.table_id):
             raise EtlError(
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {item.seen} from another raw"
-                f" table than {found.opened.uri}, which was made since. Put the old table back, or begin anew: give this"
+                f" table than {found.table.uri}, which was made since. Put the old table back, or begin anew: give this"
                 " input's outputs another staging pool and other topics."
             )
 
@@ -313,14 +313,14 @@ def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: R
     without this pool, let retention remove the records.
     """
     for partition, seen in head.seen(topic).items():
-        kept = found.kept.get(partition, 0)
+        kept = found.retention_start.get(partition, 0)
         if seen < kept:
             now = staging.open_staging(pipeline.lake, pool)
             if now is not None and now.head.batch != head.batch:
                 return True
             raise EtlError(
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
-                f" {found.opened.uri} begins at offset {kept}: retention removed what is between, by a pipeline file that does"
+                f" {found.table.uri} begins at offset {kept}: retention removed what is between, by a pipeline file that does"
                 " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
                 " another staging pool and other topics, and let one file name all pools that read the input."
             )

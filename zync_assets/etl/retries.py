@@ -68,7 +68,7 @@ def carve(state: StagingState, parts: Sequence[ClassRange]) -> tuple[list[DataFi
         removed.append(item)
         if left.num_rows:
             path = f"{ACCOUNT_FOLDER}/carved-{uuid.uuid4().hex}.parquet"
-            added.append(staging.write_entries(state.opened.uri, path, left))
+            added.append(staging.write_entries(state.table.uri, path, left))
     return added, removed
 
 

@@ -80,7 +80,9 @@ def domains_of(inputs: Iterable[Input], states: States) -> Domains:
 def unseen(states: States, head: Head) -> dict[str, tuple[OffsetRange, ...]]:
     """Input topic → its offsets that are ingested and new to ETL."""
     return {
-        topic: () if state is None else tuple(new_ranges({**state.first, **state.kept, **head.seen(topic)}, state.next))
+        topic: ()
+        if state is None
+        else tuple(new_ranges({**state.first, **state.retention_start, **head.seen(topic)}, state.next))
         for topic, state in states.items()
     }
 
@@ -152,7 +154,7 @@ def _readings(pipeline: Pipeline, members: Sequence[Input], states: States) -> l
         tables = {item.topic: state for item in members if (state := states[item.topic]) is not None}
         for reading in read_readings(pipeline.lake, pool):
             ids = {topic: ends.topic_id for topic, ends in reading.topics.items() if topic in tables}
-            other = [topic for topic, name in ids.items() if name is None or not tables[topic].made_from(name)]
+            other = [topic for topic, name in ids.items() if name is None or not tables[topic].comes_from(name)]
             found.append(reading.without(other))
     return found
 
@@ -187,12 +189,12 @@ def _orders_of(states: States, stream: Stream, item: File) -> Orders:
     """The orders in a raw file; LakeError if the file can't be read."""
     state = states[stream.topic]
     assert state is not None and isinstance(item, DataFile)
-    uri = storage.join(state.opened.uri, item.path)
+    uri = storage.join(state.table.uri, item.path)
     known = _orders.get(uri)
     if known is not None:
         return known
     system, path = storage.filesystem(uri)
-    with storage.accessed(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+    with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
         table = file.read(columns=["kafka.offset", ORDER])
     offsets = pc.struct_field(table["kafka"].combine_chunks(), "offset").to_numpy(zero_copy_only=False)
     columns = [np.full(len(offsets), part) for part in LOWEST]

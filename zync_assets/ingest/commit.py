@@ -92,10 +92,10 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     # 7. Show the progress in Kafka, and look after the tables. A failure here does not undo the commit.
     until = {**(plan.state.next if plan.state else {}), **advance.next}
     _show_progress(pipeline, item.topic, until)
-    keep_up(batch.spark, plan.state.opened if plan.state else None, item.retention_ms)
+    keep_up(batch.spark, plan.state.table if plan.state else None, item.retention_ms)
     if side_files:
         side = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
-        with compaction.failures_logged(side):
+        with compaction.log_failures(side):
             compaction.tidy(tables.open_table(side))
     keep_short(pipeline, item, plan.state)
     return RawCommit(
@@ -115,7 +115,7 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> Reading:
     plan = batch.plan
     table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
-    orders = plan.state.orders if plan.state and plan.state.ordered else None
+    orders = plan.state.orders if plan.state and plan.state.has_order else None
     attempt, now = quarantine.new_attempt(), now_millis()
     return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
 

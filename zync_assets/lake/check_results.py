@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import compaction, storage, tables
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline
 
@@ -81,13 +81,13 @@ class Look:
             return False
         return not any(subtract(parts, self.ranges.get(topic, ())) for topic, parts in other.ranges.items())
 
-    def reach(self, place: Place, passed: int) -> int:
-        """The offset up to which the partition has passed after this look, if it had passed up to ``passed`` before."""
+    def reach(self, place: Place, progress: int) -> int:
+        """The offset up to which the partition has passed after this look, if it had passed up to ``progress`` before."""
         topic, partition = place
         for part in normalize(self.ranges.get(topic, ())):
-            if part.partition == partition and part.first <= passed < part.end:
+            if part.partition == partition and part.first <= progress < part.end:
                 return part.end
-        return passed
+        return progress
 
 
 @dataclass(frozen=True)
@@ -104,121 +104,126 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckState:
     """The results of one pool's blocking checks, in one version of the table."""
 
     lake: str
     pool: str
-    opened: Opened | None = field(repr=False)
+    table: LakeTable | None = field(repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of the pool, the oldest first."""
-        files = self.opened.files if self.opened else ()
-        found = [_read(self.opened.uri, item.path) for item in files] if self.opened else []
-        return tuple(sorted(found, key=lambda item: (item.time, item.path)))
+        files = self.table.files if self.table else ()
+        blocks = [_read(self.table.uri, item.path) for item in files] if self.table else []
+        return tuple(sorted(blocks, key=lambda item: (item.time, item.path)))
 
-    def blocks_of(self, subjects: Iterable[str], tables_there: Iterable[str]) -> list[Block]:
+    def blocks_of(self, subjects: Iterable[str], table_ids: Iterable[str]) -> list[Block]:
         """The blocks of some assets' tables. A block of a table that was replaced or removed blocks nothing."""
-        wanted, there = set(subjects), set(tables_there)
-        return [item for item in self.blocks if item.look.subject in wanted and item.look.table in there]
+        subjects, table_ids = set(subjects), set(table_ids)
+        return [item for item in self.blocks if item.look.subject in subjects and item.look.table in table_ids]
 
-    def began(self, look: Look) -> bool:
+    def has_begun(self, look: Look) -> bool:
         """Whether the check has passed over a part of the table since the lake keeps what checks say."""
-        return self.opened is not None and self.opened.number(_began(look)) is not None
+        return self.table is not None and self.table.number(_begin_number(look)) is not None
 
-    def passed(self, look: Look, place: Place) -> int | None:
+    def progress(self, look: Look, place: Place) -> int | None:
         """The offset below which a check has passed; None where it never has."""
-        name = _number(look, place)
-        kept = None if self.opened is None else self.opened.number(name)
-        return None if kept is None else max(kept, _recent.get((storage.checked_uri(self.lake, self.pool), name), 0))
+        name = _progress_number(look, place)
+        number = None if self.table is None else self.table.number(name)
+        return (
+            None if number is None else max(number, _recent.get((storage.checked_uri(self.lake, self.pool), name), 0))
+        )
 
 
 def offsets_text(look: Look) -> str:
     """The offsets of a look, for a message."""
-    parts = [f"{topic} {part}" for topic, found in sorted(look.ranges.items()) for part in found if not part.empty]
+    parts = [f"{topic} {part}" for topic, ranges in sorted(look.ranges.items()) for part in ranges if not part.empty]
     more = f" and {len(parts) - 4} more ranges" if len(parts) > 4 else ""
     return (", ".join(parts[:4]) or "no offsets") + more
 
 
-def open_checked(lake: str, pool: str) -> Checked:
+def open_check_state(lake: str, pool: str) -> CheckState:
     """The results of a pool's blocking checks; empty until a check has kept a result."""
-    return Checked(lake, pool, tables.open_table(storage.checked_uri(lake, pool)))
+    return CheckState(lake, pool, tables.open_table(storage.checked_uri(lake, pool)))
 
 
-def keep_failure(before: Checked, look: Look, summary: str) -> Checked:
+def keep_failure(before: CheckState, look: Look, summary: str) -> CheckState:
     """Write a block for the offsets of a failed check, unless an existing block covers them already."""
 
-    def change(now: Checked) -> _Change:
-        if any(item.look.covers(look) for item in now.blocks):
+    def change(state: CheckState) -> _Change:
+        if any(item.look.covers(look) for item in state.blocks):
             return [], [], {}
-        smaller = [item.path for item in now.blocks if look.covers(item.look)]
-        return [_write(storage.checked_uri(now.lake, now.pool), look, summary)], smaller, {}
+        smaller = [item.path for item in state.blocks if look.covers(item.look)]
+        return [_write(storage.checked_uri(state.lake, state.pool), look, summary)], smaller, {}
 
     return _commit(before, change)
 
 
-def keep_pass(before: Checked, look: Look, *, soon: bool = False) -> Checked:
+def keep_pass(before: CheckState, look: Look, *, soon: bool = False) -> CheckState:
     """Move the check's progress forward over what passed, and lift the blocks that the look covers.
 
     ``before``: the record as it was before the check looked; a block that came since stays. ``soon``: progress of less
     than UNKEPT offsets need not be committed, since a publisher that goes on and on can't commit each time.
     """
-    known = {item.path for item in before.blocks if look.covers(item.look)}
-    numbers = progress(before, look)
-    if soon and not known and numbers and before.opened is not None and before.began(look):
-        kept = {name: before.opened.number(name) for name in numbers}
-        if None not in kept.values() and sum(numbers.values()) - sum(n or 0 for n in kept.values()) < UNKEPT:
+    old_blocks = {item.path for item in before.blocks if look.covers(item.look)}
+    numbers = progress_numbers(before, look)
+    if soon and not old_blocks and numbers and before.table is not None and before.has_begun(look):
+        old_numbers = {name: before.table.number(name) for name in numbers}
+        if (
+            None not in old_numbers.values()
+            and sum(numbers.values()) - sum(n or 0 for n in old_numbers.values()) < UNKEPT
+        ):
             uri = storage.checked_uri(before.lake, before.pool)
             _recent.update({(uri, name): number for name, number in numbers.items()})
             return before
 
-    def change(now: Checked) -> _Change:
-        lifted = [item.path for item in now.blocks if item.path in known]
-        return [], lifted, progress(now, look)
+    def change(state: CheckState) -> _Change:
+        removals = [item.path for item in state.blocks if item.path in old_blocks]
+        return [], removals, progress_numbers(state, look)
 
     return _commit(before, change)
 
 
-def progress(now: Checked, look: Look) -> dict[str, int]:
+def progress_numbers(state: CheckState, look: Look) -> dict[str, int]:
     """The numbers that a passed look moves forward, past what is committed."""
-    found: dict[str, int] = {} if now.began(look) else {_began(look): 1}
+    numbers: dict[str, int] = {} if state.has_begun(look) else {_begin_number(look): 1}
     for place, (begin, end) in look.extent.items():
-        old, name = now.passed(look, place), _number(look, place)
+        old, name = state.progress(look, place), _progress_number(look, place)
         at = look.reach(place, begin if old is None else old)
         if look.together and at < end:
             return {}
-        if old is None or now.opened is None or at > (now.opened.number(name) or 0):
-            found[name] = at
-    return found
+        if old is None or state.table is None or at > (state.table.number(name) or 0):
+            numbers[name] = at
+    return numbers
 
 
-def _began(look: Look) -> str:
+def _begin_number(look: Look) -> str:
     return f"zync:began:{look.check}:{look.table}"
 
 
-def _number(look: Look, place: Place) -> str:
+def _progress_number(look: Look, place: Place) -> str:
     return f"zync:passed:{look.check}:{look.table}:{place[0]}:{place[1]}"
 
 
-def _commit(before: Checked, change: Callable[[Checked], _Change]) -> Checked:
-    now = before
+def _commit(before: CheckState, change: Callable[[CheckState], _Change]) -> CheckState:
+    state = before
     for _ in range(ATTEMPTS):
-        added, removed, numbers = change(now)
-        if not added and not removed and not numbers:
-            return now
+        additions, removals, numbers = change(state)
+        if not additions and not removals and not numbers:
+            return state
         with suppress(CommitConflict):
-            uri = storage.checked_uri(now.lake, now.pool)
-            if now.opened is None:
-                tables.create_table(uri, _SCHEMA, f"What the checks of {now.pool} said", added, numbers)
+            uri = storage.checked_uri(state.lake, state.pool)
+            if state.table is None:
+                tables.create_table(uri, _SCHEMA, f"What the checks of {state.pool} said", additions, numbers)
             else:
-                files = [item for item in now.opened.files if item.path in removed]
-                tables.commit(now.opened, added, numbers, removed=files)
-            now = open_checked(now.lake, now.pool)
-            compaction.tidy(now.opened)
-            return now
-        now = open_checked(now.lake, now.pool)
-    raise CommitConflict(f"pool {now.pool}: other checks kept their results {ATTEMPTS} times in a row; run again")
+                files = [item for item in state.table.files if item.path in removals]
+                tables.commit(state.table, additions, numbers, removals=files)
+            state = open_check_state(state.lake, state.pool)
+            compaction.tidy(state.table)
+            return state
+        state = open_check_state(state.lake, state.pool)
+    raise CommitConflict(f"pool {state.pool}: other checks kept their results {ATTEMPTS} times in a row; run again")
 
 
 def _write(uri: str, look: Look, summary: str) -> DataFile:
@@ -233,7 +238,7 @@ def _write(uri: str, look: Look, summary: str) -> DataFile:
     storage.make_folder(uri)
     place = storage.join(uri, path)
     system, full = storage.filesystem(place)
-    with storage.accessed(place, "can't be written"):
+    with storage.access_errors(place, "can't be written"):
         pq.write_table(rows, full, filesystem=system)
     return DataFile(path, storage.file_size(place), 1)
 
@@ -242,7 +247,7 @@ def _write(uri: str, look: Look, summary: str) -> DataFile:
 def _read(uri: str, path: str) -> Block:
     place = storage.join(uri, path)
     system, full = storage.filesystem(place)
-    with storage.accessed(place, "can't be read"):
+    with storage.access_errors(place, "can't be read"):
         [row] = pq.ParquetFile(full, filesystem=system).read().to_pylist()
     ranges: dict[str, list[OffsetRange]] = {}
     for part in row["ranges"]:
@@ -292,37 +297,37 @@ _log = logging.getLogger(__name__)
 
 
 def with_record(
-    pipeline: Pipeline, before: Checked, found: CheckResult, *, soon: bool = False
-) -> tuple[CheckResult, Checked]:
+    pipeline: Pipeline, before: CheckState, result: CheckResult, *, soon: bool = False
+) -> tuple[CheckResult, CheckState]:
     """Keep the result of a blocking check; returns the result, and the pool's results after that.
 
     ``before``: the pool's results from before the check. A check that passes is a failure all the same while a block stands
     that the check does not cover. If the lake can't be written, the result is not kept, and a warning says so. ``soon``: a
     pass need not be committed at once.
     """
-    if found.look is None:
-        return found, before
-    now = before
+    if result.look is None:
+        return result, before
+    state = before
     try:
-        now = (
-            keep_pass(before, found.look, soon=soon)
-            if found.passed
-            else keep_failure(before, found.look, found.summary)
+        state = (
+            keep_pass(before, result.look, soon=soon)
+            if result.passed
+            else keep_failure(before, result.look, result.summary)
         )
     except LakeError as error:
-        _log.warning("the result of check %s of %s is not kept: %s", found.name, found.subject, error)
-    return (_with_blocks(pipeline, found, now) if found.passed else found), now
+        _log.warning("the result of check %s of %s is not kept: %s", result.name, result.subject, error)
+    return (_with_blocks(pipeline, result, state) if result.passed else result), state
 
 
-def _with_blocks(pipeline: Pipeline, found: CheckResult, now: Checked) -> CheckResult:
-    assert found.look is not None
-    standing = [
-        item for item in now.blocks_of([found.look.subject], [found.look.table]) if item.look.check == found.name
+def _with_blocks(pipeline: Pipeline, result: CheckResult, state: CheckState) -> CheckResult:
+    assert result.look is not None
+    blocks = [
+        item for item in state.blocks_of([result.look.subject], [result.look.table]) if item.look.check == result.name
     ]
-    if not standing:
-        return found
-    summary = f"this look passed, and an earlier one failed that it does not cover: {standing[0]} {remedy(pipeline)}"
-    return replace(found, passed=False, summary=summary, numbers={**found.numbers, "blocks": len(standing)})
+    if not blocks:
+        return result
+    summary = f"this look passed, and an earlier one failed that it does not cover: {blocks[0]} {remedy(pipeline)}"
+    return replace(result, passed=False, summary=summary, numbers={**result.numbers, "blocks": len(blocks)})
 
 
 def remedy(pipeline: Pipeline) -> str:

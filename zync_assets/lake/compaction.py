@@ -46,7 +46,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform
 from zync_assets.errors import CommitConflict, LakeError, ZyncError
 from zync_assets.lake import log, raw, raw_files, storage, tables, tampering
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.raw_files import MAX_RECORDS
 from zync_assets.lake.staging import ACCOUNT
 
@@ -64,34 +64,34 @@ def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFil
 
     ``span``: milliseconds between the times of a run's records at the most, where old ones are to go, file by file.
     """
-    found: list[list[DataFile]] = []
+    runs: list[list[DataFile]] = []
     own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
     own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
     for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
-        found += [run for cut in _cut(list(neighbours), span) if len(run := _balanced(cut)) >= FILES]
-    return found
+        runs += [run for part in _cut(list(neighbours), span) if len(run := _balanced_run(part)) >= FILES]
+    return runs
 
 
 def _cut(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[DataFile]]:
     run: list[DataFile] = []
     for item in neighbours:
         apart = span is not None and bool(run) and (item.max_time or 0) - (run[0].min_time or 0) > span
-        if run and (apart or sum(each.records for each in run) + item.records > MAX_RECORDS):
+        if run and (apart or sum(file.records for file in run) + item.records > MAX_RECORDS):
             yield run
             run = []
         run.append(item)
     yield run
 
 
-def _balanced(run: Sequence[DataFile]) -> list[DataFile]:
+def _balanced_run(run: Sequence[DataFile]) -> list[DataFile]:
     """A run without its first files that hold more records than all later files together.
 
     With every rewrite of a record, the size of the record's file therefore at least doubles, however small the batches are.
     """
-    rest = sum(item.records for item in run)
+    remainder = sum(item.records for item in run)
     for place, item in enumerate(run):
-        rest -= item.records
-        if item.records <= rest:
+        remainder -= item.records
+        if item.records <= remainder:
             return list(run[place:])
     return []
 
@@ -107,7 +107,7 @@ def alike(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:
     types: pa.DataType = pa.null()
     for item in run:
         own = _columns(uri, item)
-        both = _joined(types, own)
+        both = _common_type(types, own)
         if both is None:
             if len(part) > 1:
                 yield part
@@ -122,40 +122,40 @@ def _columns(uri: str, item: DataFile) -> pa.DataType:
     return pa.struct(list(_open(uri, item).schema_arrow))
 
 
-def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
     """A type with the fields of both, and the wider of two integers; None where numbers are of two kinds."""
     kinds = pa.types
-    if kinds.is_null(one) or kinds.is_null(other):
-        return other if kinds.is_null(one) else one
-    if kinds.is_struct(one) and kinds.is_struct(other):
-        fields = {field.name: field.type for field in one}
-        for field in other:
-            both = _joined(fields.get(field.name, pa.null()), field.type)
+    if kinds.is_null(left) or kinds.is_null(right):
+        return right if kinds.is_null(left) else left
+    if kinds.is_struct(left) and kinds.is_struct(right):
+        fields = {field.name: field.type for field in left}
+        for field in right:
+            both = _common_type(fields.get(field.name, pa.null()), field.type)
             if both is None:
                 return None
             fields[field.name] = both
         return pa.struct(list(fields.items()))
-    if kinds.is_list(one) and kinds.is_list(other):
-        inner = _joined(one.value_type, other.value_type)
+    if kinds.is_list(left) and kinds.is_list(right):
+        inner = _common_type(left.value_type, right.value_type)
         return None if inner is None else pa.list_(inner)
-    if kinds.is_map(one) and kinds.is_map(other):
-        key, inner = _joined(one.key_type, other.key_type), _joined(one.item_type, other.item_type)
+    if kinds.is_map(left) and kinds.is_map(right):
+        key, inner = _common_type(left.key_type, right.key_type), _common_type(left.item_type, right.item_type)
         return None if key is None or inner is None else pa.map_(key, inner)
-    if kinds.is_integer(one) and kinds.is_integer(other):
-        return max(one, other, key=lambda kind: kind.bit_width)
-    return None if (_is_number(one) or _is_number(other)) and one != other else one
+    if kinds.is_integer(left) and kinds.is_integer(right):
+        return max(left, right, key=lambda kind: kind.bit_width)
+    return None if (_is_number(left) or _is_number(right)) and left != right else left
 
 
-def _narrowed(table: pa.DataType, own: pa.DataType) -> pa.DataType:
+def _narrow_type(table: pa.DataType, own: pa.DataType) -> pa.DataType:
     """The table's type, with numbers as the files have them."""
     kinds = pa.types
     if kinds.is_struct(table) and kinds.is_struct(own):
         types = {field.name: field.type for field in own}
-        return pa.struct([item.with_type(_narrowed(item.type, types.get(item.name, item.type))) for item in table])
+        return pa.struct([item.with_type(_narrow_type(item.type, types.get(item.name, item.type))) for item in table])
     if kinds.is_list(table) and kinds.is_list(own):
-        return pa.list_(table.value_field.with_type(_narrowed(table.value_type, own.value_type)))
+        return pa.list_(table.value_field.with_type(_narrow_type(table.value_type, own.value_type)))
     if kinds.is_map(table) and kinds.is_map(own):
-        return pa.map_(_narrowed(table.key_type, own.key_type), _narrowed(table.item_type, own.item_type))
+        return pa.map_(_narrow_type(table.key_type, own.key_type), _narrow_type(table.item_type, own.item_type))
     return own if _is_number(own) else table
 
 
@@ -171,7 +171,7 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
     """
     own: pa.DataType | None = pa.null()
     for item in run:
-        own = None if own is None else _joined(own, _columns(uri, item))
+        own = None if own is None else _common_type(own, _columns(uri, item))
     if own is None:
         raise LakeError(f"table {uri}: files {run[0].path} to {run[-1].path} have numbers of different types")
     name = f"compact-{uuid.uuid4().hex}"
@@ -179,19 +179,21 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
     path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
     storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
     types = {field.name: field.type for field in own}
-    kept = pa.schema([item.with_type(_narrowed(item.type, types[item.name])) for item in schema if item.name in types])
+    file_schema = pa.schema(
+        [item.with_type(_narrow_type(item.type, types[item.name])) for item in schema if item.name in types]
+    )
     system, full = storage.filesystem(storage.join(uri, path))
-    records, last, reached = 0, -1, None
-    with pq.ParquetWriter(full, kept, filesystem=system, compression="snappy") as writer:
+    records, last, last_time = 0, -1, None
+    with pq.ParquetWriter(full, file_schema, filesystem=system, compression="snappy") as writer:
         for item in run:
             for batch in storage.read_batches(_open(uri, item), _BATCH):
-                made = _conformed(batch, kept, reached)
-                offsets = pc.struct_field(made.column("kafka"), "offset").to_numpy()
+                output = _conform_batch(batch, file_schema, last_time)
+                offsets = pc.struct_field(output.column("kafka"), "offset").to_numpy()
                 if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
                     raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order. {_RESTORE}")
                 records, last = records + len(offsets), int(offsets[-1])
-                reached = raw_files.last_time(made.column("kafka"))
-                writer.write_batch(made)
+                last_time = raw_files.last_time(output.column("kafka"))
+                writer.write_batch(output)
     if records != sum(item.records for item in run):
         raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise. {_RESTORE}")
     low = [item.min_time for item in run if item.min_time is not None]
@@ -218,7 +220,7 @@ def _open(uri: str, item: DataFile) -> pq.ParquetFile:
         raise LakeError(f"table {uri}, file {item.path} can't be read: {error}. Restore it from a copy.") from error
 
 
-def _conformed(batch: pa.RecordBatch, schema: pa.Schema, reached: int | None) -> pa.RecordBatch:
+def _conform_batch(batch: pa.RecordBatch, schema: pa.Schema, last_time: int | None) -> pa.RecordBatch:
     columns = [
         conform(batch.column(field.name), field.type)
         if field.name in batch.schema.names
@@ -226,18 +228,18 @@ def _conformed(batch: pa.RecordBatch, schema: pa.Schema, reached: int | None) ->
         for field in schema
     ]
     place = schema.get_field_index("kafka")
-    columns[place] = raw_files.carried(columns[place], reached)
+    columns[place] = raw_files.carry_times(columns[place], last_time)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def commit(opened: Opened, made: Sequence[DataFile], runs: Sequence[Sequence[DataFile]]) -> None:
+def commit(table: LakeTable, files: Sequence[DataFile], runs: Sequence[Sequence[DataFile]]) -> None:
     """Put the written files in place of the runs. CommitConflict if another compaction came first."""
     tables.commit(
-        opened,
-        made,
-        {_NUMBER: (opened.number(_NUMBER) or 0) + 1},
-        removed=[item for run in runs for item in run],
-        partition_by=opened.metadata.partition_columns,
+        table,
+        files,
+        {_NUMBER: (table.number(_NUMBER) or 0) + 1},
+        removals=[item for run in runs for item in run],
+        partition_by=table.metadata.partition_columns,
         rewritten=True,
     )
 
@@ -256,80 +258,80 @@ LOOK_HOURS = 24
 MOST = 200_000
 """Files and log entries that one cleaning removes at the most."""
 _LOG_NUMBER = "zync:cleaned"
-_LOOKED = "zync:swept"
+_LOOK_NUMBER = "zync:swept"
 _ENTRY = re.compile(r"(\d{20})\.(json|crc|checkpoint\..*)")
 _DELETERS = 16
 _OWN_FOLDER = re.compile(r"(batch|compact)-[0-9a-f-]+")
 
 
-def is_due(opened: Opened) -> bool:
-    return opened.version // COMMITS > (opened.number(_LOG_NUMBER) or 0)
+def is_due(table: LakeTable) -> bool:
+    return table.version // COMMITS > (table.number(_LOG_NUMBER) or 0)
 
 
-def clean(opened: Opened, hours: float = RETENTION_HOURS) -> list[str]:
+def clean(table: LakeTable, hours: float = RETENTION_HOURS) -> list[str]:
     """Remove old entries of the log. If a look is due, also remove files that are older than ``hours`` and not, or no longer,
     in the table. Returns the paths of these files, relative to the table.
 
     Raises CommitConflict if another writer cleans the table at the same moment, TableDamaged if another program changed the
     table: its older versions may be needed.
     """
-    tampering.check(opened)
-    now, last = time.time(), opened.number(_LOOKED) or 0
+    tampering.check(table)
+    now, last = time.time(), table.number(_LOOK_NUMBER) or 0
     looks = now - last >= LOOK_HOURS * 3600
     # The number is set first: a look that fails is repeated a day later, not with each cleaning.
-    numbers = {_LOG_NUMBER: opened.version // COMMITS} | ({_LOOKED: int(now)} if looks else {})
-    tables.commit(opened, [], numbers, partition_by=opened.metadata.partition_columns)
-    found = tables.open_table(opened.uri)
-    if found is None:
+    numbers = {_LOG_NUMBER: table.version // COMMITS} | ({_LOOK_NUMBER: int(now)} if looks else {})
+    tables.commit(table, [], numbers, partition_by=table.metadata.partition_columns)
+    newest = tables.open_table(table.uri)
+    if newest is None:
         return []
-    clean_log(found)
+    clean_log(newest)
     if not looks:
         return []
-    system, base = storage.filesystem(opened.uri)
-    every = unneeded(found, hours)
-    gone = every[:MOST]
-    _each(opened.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), gone)
-    if not storage.is_store(opened.uri):
-        _remove_folders(base, gone)
-    if len(every) > MOST:
-        tables.commit(found, [], {_LOOKED: last}, partition_by=found.metadata.partition_columns)
-    return gone
+    system, base = storage.filesystem(table.uri)
+    candidates = unneeded_files(newest, hours)
+    paths = candidates[:MOST]
+    _delete_files(table.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), paths)
+    if not storage.is_store(table.uri):
+        _remove_folders(base, paths)
+    if len(candidates) > MOST:
+        tables.commit(newest, [], {_LOOK_NUMBER: last}, partition_by=newest.metadata.partition_columns)
+    return paths
 
 
-def clean_log(opened: Opened) -> int:
+def clean_log(table: LakeTable) -> int:
     """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions; how many there were.
 
     Returns the number of removed files. A table's property ``delta.logRetentionDuration`` can keep more files. The property
     ``delta.enableExpiredLogCleanup = false`` keeps every file.
     """
-    properties = opened.metadata.configuration
+    properties = table.metadata.configuration
     if properties.get("delta.enableExpiredLogCleanup", "").lower() == "false":
         return 0
-    system, log = storage.filesystem(storage.join(opened.uri, "_delta_log"))
+    system, log = storage.filesystem(storage.join(table.uri, "_delta_log"))
     entries = [
         (match, info)
         for info in system.get_file_info(fs.FileSelector(log))
         if (match := _ENTRY.fullmatch(info.base_name))
     ]
     whole = [match for match, _ in entries if match[2] == "checkpoint.parquet"]
-    limit = max((int(match[1]) for match in whole if int(match[1]) <= opened.version - LOG_VERSIONS), default=0)
-    kept_from = _kept_from(properties.get("delta.logRetentionDuration"))
+    limit = max((int(match[1]) for match in whole if int(match[1]) <= table.version - LOG_VERSIONS), default=0)
+    expiry_time = _expiry_time(properties.get("delta.logRetentionDuration"))
     # The oldest first: a log that begins late is whole, a log with a hole is not.
     early = sorted((match[0], (info.mtime_ns or 0) / 1e9) for match, info in entries if int(match[1]) < limit)
-    gone = [name for name, _ in takewhile(lambda each: each[1] <= kept_from, early)][:MOST]
-    _each(opened.uri, lambda name: system.delete_file(storage.join(log, name)), gone)
-    return len(gone)
+    names = [name for name, _ in takewhile(lambda pair: pair[1] <= expiry_time, early)][:MOST]
+    _delete_files(table.uri, lambda name: system.delete_file(storage.join(log, name)), names)
+    return len(names)
 
 
-def tidy(opened: Opened | None) -> None:
+def tidy(table: LakeTable | None) -> None:
     """Look after a side table, opened after a commit to it, where that is due."""
-    if opened is not None and is_due(opened):
-        with failures_logged(opened.uri):
-            clean(opened)
+    if table is not None and is_due(table):
+        with log_failures(table.uri):
+            clean(table)
 
 
 @contextmanager
-def failures_logged(uri: str) -> Generator[None]:
+def log_failures(uri: str) -> Generator[None]:
     """Log the failure of a table's upkeep instead of raising the error. A later commit tries again."""
     try:
         yield
@@ -339,25 +341,29 @@ def failures_logged(uri: str) -> Generator[None]:
         _log.warning("upkeep of table %s: %s", uri, error)
 
 
-def unneeded(opened: Opened, hours: float) -> list[str]:
+def unneeded_files(table: LakeTable, hours: float) -> list[str]:
     """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
     ago, or none names them. Paths relative to the table, the oldest first."""
     limit = time.time() - hours * 3600
-    kept = {item.path for item in opened.files}
-    kept |= {path for path, removed in log.removed(opened.uri, opened.version).items() if removed / 1000 > limit}
-    found = _stored(opened.uri, limit) if storage.is_store(opened.uri) else _on_disk(opened.uri, "", limit)
-    return [each[1] for each in sorted(each for each in found if each[1] not in kept)]
+    live_paths = {item.path for item in table.files}
+    live_paths |= {
+        path
+        for path, removal_time in log.removal_times(table.uri, table.version).items()
+        if removal_time / 1000 > limit
+    }
+    files = _store_files(table.uri, limit) if storage.is_store(table.uri) else _disk_files(table.uri, "", limit)
+    return [file[1] for file in sorted(file for file in files if file[1] not in live_paths)]
 
 
-def _stored(uri: str, limit: float) -> Iterator[tuple[float, str]]:
+def _store_files(uri: str, limit: float) -> Iterator[tuple[float, str]]:
     """The files below a table in a store that were written up to ``limit``: when, and the path relative to the table."""
     system, base = storage.filesystem(uri)
-    for path, written in storage.files_with_times(uri, ".parquet"):
-        if written <= limit and not _of_another_table(system, base, path):
-            yield written, path
+    for path, write_time in storage.files_with_times(uri, ".parquet"):
+        if write_time <= limit and not _of_another_table(system, base, path):
+            yield write_time, path
 
 
-def _on_disk(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]:
+def _disk_files(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]:
     """The files of a table in a folder, likewise. Arrow takes ten times as long for it.
 
     A batch's folder that changed after ``limit`` is passed over: its files are not older than the folder. Links are passed
@@ -366,40 +372,40 @@ def _on_disk(uri: str, folder: str, limit: float) -> Iterator[tuple[float, str]]
     base = os.path.join(uri, folder)  # noqa: PTH118  a week's files are a million paths
     if folder and os.path.exists(os.path.join(base, "_delta_log")):  # noqa: PTH110, PTH118
         return  # another table, as a raw table below a staging pool of its pool's name
-    with suppress(OSError), os.scandir(base) as found:  # another clean-up may just have removed the folder
-        for entry in found:
+    with suppress(OSError), os.scandir(base) as entries:  # another clean-up may just have removed the folder
+        for entry in entries:
             if entry.name.startswith(("_", ".")):
                 continue
             path = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir(follow_symlinks=False):
-                if not _OWN_FOLDER.fullmatch(entry.name) or _written(entry) <= limit:
-                    yield from _on_disk(uri, path, limit)
+                if not _OWN_FOLDER.fullmatch(entry.name) or _write_time(entry) <= limit:
+                    yield from _disk_files(uri, path, limit)
             elif entry.name.endswith(".parquet"):
-                written = _written(entry)
-                if written <= limit:
-                    yield written, path
+                write_time = _write_time(entry)
+                if write_time <= limit:
+                    yield write_time, path
 
 
-def _written(entry: os.DirEntry[str]) -> float:
+def _write_time(entry: os.DirEntry[str]) -> float:
     """When a file was written, or a folder was changed; infinity for a link, and for what the system can't look at."""
     with suppress(OSError):
         return math.inf if entry.is_symlink() else entry.stat(follow_symlinks=False).st_mtime
     return math.inf
 
 
-def _each(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:
+def _delete_files(uri: str, delete: Callable[[str], object], names: Sequence[str]) -> None:
     """Delete files, many at the same time because each request to a store waits. A missing file is no error."""
 
-    def gone(name: str) -> None:
+    def delete_file(name: str) -> None:
         with suppress(FileNotFoundError):
             delete(name)
 
     if not storage.is_store(uri):
         for name in names:
-            gone(name)
+            delete_file(name)
         return
     with ThreadPoolExecutor(_DELETERS) as pool:
-        list(pool.map(gone, names))
+        list(pool.map(delete_file, names))
 
 
 def _remove_folders(base: str, paths: Iterable[str]) -> None:
@@ -410,20 +416,20 @@ def _remove_folders(base: str, paths: Iterable[str]) -> None:
         for folder in Path(path).parents
         if _OWN_FOLDER.fullmatch(folder.parts[0] if folder.parts else "")
     }
-    for folder in sorted(folders, key=lambda each: -len(each.parts)):
+    for folder in sorted(folders, key=lambda item: -len(item.parts)):
         with suppress(OSError):
             Path(base, folder).rmdir()
 
 
-def _kept_from(retention: str | None) -> float:
+def _expiry_time(retention: str | None) -> float:
     """The time up to which entries may go, by ``interval <number> <unit>`` of the table; now where that is not set."""
-    found = re.fullmatch(r"\s*interval\s+(\d+)\s+(second|minute|hour|day|week)s?\s*", retention or "", re.IGNORECASE)
+    match = re.fullmatch(r"\s*interval\s+(\d+)\s+(second|minute|hour|day|week)s?\s*", retention or "", re.IGNORECASE)
     if retention is None:
         return time.time() + 1
-    if found is None:
+    if match is None:
         return 0
-    unit = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800}[found[2].lower()]
-    return time.time() - int(found[1]) * unit
+    unit = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800}[match[2].lower()]
+    return time.time() - int(match[1]) * unit
 
 
 def _of_another_table(system: fs.FileSystem, base: str, path: str) -> bool:

@@ -44,13 +44,13 @@ _READERS = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set, ``added`` its
-    ``add`` actions, and ``removed`` the paths of its ``remove`` actions."""
+    """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set, ``adds`` its
+    ``add`` actions, and ``removes`` the paths of its ``remove`` actions."""
 
     info: Mapping[str, Any]
     numbers: Mapping[str, int]
-    added: Sequence[Mapping[str, Any]]
-    removed: Sequence[str]
+    adds: Sequence[Mapping[str, Any]]
+    removes: Sequence[str]
 
 
 def newest_mark(uri: str, version: int) -> Mark | None:
@@ -73,17 +73,19 @@ def numbers(uri: str, version: int) -> dict[str, int]:
     """Application id → its last number, as of a version. LakeError where the log does not reach back to that version."""
     with _reaching(uri, version):
         checkpoint = _checkpoint(uri, version)
-        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "txn", "appId", "version")
-        return found | numbers_set(uri, 0 if checkpoint is None else checkpoint[0] + 1, version)
+        checkpoint_numbers = (
+            {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "txn", "appId", "version")
+        )
+        return checkpoint_numbers | numbers_set(uri, 0 if checkpoint is None else checkpoint[0] + 1, version)
 
 
 def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
     """Application ids that the versions from ``first`` to ``last`` set, each with its last number. FileNotFoundError if one
     of them has no entry (any more)."""
-    found: dict[str, int] = {}
+    last_numbers: dict[str, int] = {}
     for action in _actions(uri, "txn", first, last):
-        found[action["appId"]] = action["version"]
-    return found
+        last_numbers[action["appId"]] = action["version"]
+    return last_numbers
 
 
 def entry(uri: str, version: int) -> Entry | None:
@@ -98,8 +100,8 @@ def entries(uri: str, first: int, last: int) -> Iterator[Entry]:
     for actions in _read(uri, first, last, lambda line: True):
         info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
         numbers = {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action}
-        added = [action["add"] for action in actions if "add" in action]
-        yield Entry(info, numbers, added, [action["remove"]["path"] for action in actions if "remove" in action])
+        adds = [action["add"] for action in actions if "add" in action]
+        yield Entry(info, numbers, adds, [action["remove"]["path"] for action in actions if "remove" in action])
 
 
 def are_whole(uri: str, first: int, last: int) -> bool:
@@ -109,15 +111,17 @@ def are_whole(uri: str, first: int, last: int) -> bool:
     return all(name(version) in names for version in range(first, last + 1))
 
 
-def removed(uri: str, version: int) -> dict[str, int]:
+def removal_times(uri: str, version: int) -> dict[str, int]:
     """Path → when a commit removed the file, in milliseconds since the epoch, of the tombstones that the log still has.
     LakeError where the log does not reach back to that version."""
     with _reaching(uri, version):
         checkpoint = _checkpoint(uri, version)
-        found = {} if checkpoint is None else _in_checkpoint(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
+        times = (
+            {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
+        )
         for action in _actions(uri, "remove", 0 if checkpoint is None else checkpoint[0] + 1, version):
-            found[action["path"]] = action.get("deletionTimestamp") or 0
-    return {unquote(path): at or 0 for path, at in found.items()}
+            times[action["path"]] = action.get("deletionTimestamp") or 0
+    return {unquote(path): at or 0 for path, at in times.items()}
 
 
 def name(version: int) -> str:
@@ -131,14 +135,14 @@ def _actions(uri: str, kind: str, first: int, last: int) -> Iterator[Any]:
         yield from (action[kind] for action in actions if kind in action)
 
 
-def _read(uri: str, first: int, last: int, wanted: Callable[[str], bool]) -> Iterator[list[dict[str, Any]]]:
-    """The actions of each version's entry, of ``wanted`` lines only."""
+def _read(uri: str, first: int, last: int, line_filter: Callable[[str], bool]) -> Iterator[list[dict[str, Any]]]:
+    """The actions of each version's entry, of the lines that pass ``line_filter``."""
     system, path = _log(uri)
 
     def read(version: int) -> list[dict[str, Any]]:
         with system.open_input_file(storage.join(path, name(version))) as file:
             lines = file.read().decode().splitlines()
-        return [json.loads(line) for line in lines if line and wanted(line)]
+        return [json.loads(line) for line in lines if line and line_filter(line)]
 
     versions = range(first, last + 1)
     if not storage.is_store(uri) or len(versions) < 2:
@@ -165,30 +169,30 @@ def _checkpoint(uri: str, version: int) -> tuple[int, list[str]] | None:
     # Without a listing, which takes the longer the more entries there are.
     with suppress(FileNotFoundError, ValueError, KeyError):
         with system.open_input_file(storage.join(path, "_last_checkpoint")) as file:
-            told = json.loads(file.read())
-        single = f"{int(told['version']):020d}.checkpoint.parquet"
-        usable = told["version"] <= version and not told.get("parts")
+            hint = json.loads(file.read())
+        single = f"{int(hint['version']):020d}.checkpoint.parquet"
+        usable = hint["version"] <= version and not hint.get("parts")
         if usable and system.get_file_info(storage.join(path, single)).is_file:
-            return int(told["version"]), [single]
-    found: dict[int, list[str]] = {}
+            return int(hint["version"]), [single]
+    checkpoints: dict[int, list[str]] = {}
     for info in system.get_file_info(fs.FileSelector(path)):
         match = CHECKPOINT.fullmatch(info.base_name)
         if match is not None and int(match[1]) <= version:
-            found.setdefault(int(match[1]), []).append(info.base_name)
-    return max(found.items(), default=None)
+            checkpoints.setdefault(int(match[1]), []).append(info.base_name)
+    return max(checkpoints.items(), default=None)
 
 
-def _in_checkpoint(uri: str, names: Iterable[str], kind: str, key: str, number: str) -> dict[str, int]:
+def _checkpoint_numbers(uri: str, names: Iterable[str], kind: str, key: str, number: str) -> dict[str, int]:
     system, path = _log(uri)
-    found: dict[str, int] = {}
-    for each in names:
-        table = pq.ParquetFile(storage.join(path, each), filesystem=system).read(
+    values: dict[str, int] = {}
+    for file_name in names:
+        table = pq.ParquetFile(storage.join(path, file_name), filesystem=system).read(
             columns=[f"{kind}.{key}", f"{kind}.{number}"]
         )
         if kind in table.column_names:
             rows = table[kind].filter(pc.is_valid(pc.struct_field(table[kind], key)))
-            found |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))
-    return found
+            values |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))
+    return values
 
 
 def _log(uri: str) -> tuple[fs.FileSystem, str]:
@@ -198,8 +202,8 @@ def _log(uri: str) -> tuple[fs.FileSystem, str]:
 TOKEN = "zync.commit"
 """The key of a commit's own mark in its log entry. A writer finds its commit by the mark. The mark is no state."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_CARRIED = 100
-"""Versions from one opened table to the next over which numbers and files are carried; as many lie between two
+_CARRY_VERSIONS = 100
+"""Versions from one opened table to the next over which a table takes over numbers and files; as many lie between two
 checkpoints."""
 
 
@@ -225,13 +229,13 @@ class DataFile:
     """No record of the file has a lower order: the lowest ``high``, and the lowest ``low``. None: some records have none."""
     max_order: Order | None = None
     """No record of the file has a higher order: the highest ``high``, and the highest ``low``. None: no record has one."""
-    made: float = field(default_factory=time.time, compare=False, repr=False)
+    arrival: float = field(default_factory=time.time, compare=False, repr=False)
     """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
-    added: int | None = field(default=None, compare=False, repr=False)
+    commit_time: int | None = field(default=None, compare=False, repr=False)
     """When the file was committed, by its log entry: milliseconds since the epoch; None for a file that is not committed."""
 
 
-class Opened:
+class LakeTable:
     """A table at one version. A commit on this object conflicts with every commit since that version.
 
     It may have several holders, and the version never changes. delta-rs's own object, ``table``, goes on to the next
@@ -247,7 +251,7 @@ class Opened:
         self._table: DeltaTable | None = table
 
     @property
-    def table(self) -> DeltaTable:
+    def delta(self) -> DeltaTable:
         """delta-rs's object for this version. DeltaError if it was given away and the log lacks this version by now."""
         with self.lock:
             if self._table is None:
@@ -259,8 +263,8 @@ class Opened:
         """delta-rs's object, for a newer version of the table. Nobody else has it then. ``settle`` must have run before the
         commit on the object: the object shows the newer version since."""
         with self.lock:
-            table, self._table = self.table, None
-            return table
+            delta, self._table = self.delta, None
+            return delta
 
     def settle(self) -> None:
         """Ask delta-rs's object for all that holders ask for after a commit too. Where that fails, no commit happened yet."""
@@ -269,7 +273,7 @@ class Opened:
     @cached_property
     def delta_schema(self) -> Schema:
         with self.lock:
-            return self.table.schema()
+            return self.delta.schema()
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -278,7 +282,7 @@ class Opened:
     @cached_property
     def metadata(self) -> Metadata:
         with self.lock:
-            return self.table.metadata()
+            return self.delta.metadata()
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
@@ -295,36 +299,39 @@ class Opened:
         """The last version that was committed with an application id, or None."""
         return self.numbers.get(name)
 
-    def carry(self, before: Opened) -> None:
+    def carry(self, before: LakeTable) -> None:
         """Take over the numbers and files of an older version of the same table, with the changes of the commits since.
 
         The files are taken over if all these commits are zync's own. The statistics of other programs are for delta-rs.
         """
-        if not 0 <= self.version - before.version <= _CARRIED:
+        if not 0 <= self.version - before.version <= _CARRY_VERSIONS:
             return
         with suppress(FileNotFoundError):
-            since = list(entries(self.uri, before.version + 1, self.version))
-            known = before.__dict__.get("numbers")
-            if known is not None:
-                self.__dict__["numbers"] = {**known, **{name: n for each in since for name, n in each.numbers.items()}}
+            commits = list(entries(self.uri, before.version + 1, self.version))
+            old_numbers = before.__dict__.get("numbers")
+            if old_numbers is not None:
+                self.__dict__["numbers"] = {
+                    **old_numbers,
+                    **{name: n for commit in commits for name, n in commit.numbers.items()},
+                }
             files = before.__dict__.get("files")
-            if files is not None and all(TOKEN in each.info for each in since):
-                self.__dict__["files"] = _changed(files, since)
+            if files is not None and all(TOKEN in commit.info for commit in commits):
+                self.__dict__["files"] = _files_after(files, commits)
 
 
-def _changed(files: Iterable[DataFile], since: Iterable[Entry]) -> tuple[DataFile, ...]:
+def _files_after(files: Iterable[DataFile], commits: Iterable[Entry]) -> tuple[DataFile, ...]:
     """The files of a table after some commits of zync."""
-    found = {item.path: item for item in files}
-    for each in since:
-        for path in each.removed:
-            found.pop(unquote(path), None)
-        for action in each.added:
-            item = _added(action)
-            found[item.path] = item
-    return tuple(found.values())
+    files_by_path = {item.path: item for item in files}
+    for commit in commits:
+        for path in commit.removes:
+            files_by_path.pop(unquote(path), None)
+        for action in commit.adds:
+            item = _data_file(action)
+            files_by_path[item.path] = item
+    return tuple(files_by_path.values())
 
 
-def _added(action: Mapping[str, Any]) -> DataFile:
+def _data_file(action: Mapping[str, Any]) -> DataFile:
     """The file of an ``add`` action that zync wrote."""
     stats = json.loads(action["stats"])
     low, high = (stats.get(name, {}).get("kafka", {}) for name in ("minValues", "maxValues"))
@@ -340,13 +347,13 @@ def _added(action: Mapping[str, Any]) -> DataFile:
         action["partitionValues"].get("topic"),
         _order(stats, "minValues"),
         _order(stats, "maxValues"),
-        added=action["modificationTime"],
+        commit_time=action["modificationTime"],
     )
 
 
 def _order(stats: Mapping[str, Any], bound: str) -> Order | None:
-    found = stats.get(bound, {}).get("order")
-    return None if found is None else (found["high"], found["low"])
+    order = stats.get(bound, {}).get("order")
+    return None if order is None else (order["high"], order["low"])
 
 
 def _since_epoch(text: str | None) -> int | None:
@@ -354,17 +361,17 @@ def _since_epoch(text: str | None) -> int | None:
     return None if text is None else (datetime.fromisoformat(text) - EPOCH) // timedelta(milliseconds=1)
 
 
-def list_files(opened: Opened) -> list[DataFile]:
+def list_files(table: LakeTable) -> list[DataFile]:
     """Every file of the table as of the opened version, in no particular order."""
     # Not by pa.table, which imports pandas to see whether it is given one of its frames: a quarter of what a command takes.
-    actions = pa.RecordBatchReader.from_stream(opened.table.get_add_actions(flatten=True)).read_all()
+    actions = pa.RecordBatchReader.from_stream(table.delta.get_add_actions(flatten=True)).read_all()
     count = actions.num_rows
 
     def column(name: str) -> list[Any]:
         if name not in actions.column_names:
             return [None] * count
-        found = actions[name]
-        return (_millis(found) if pa.types.is_timestamp(found.type) else found).to_pylist()
+        values = actions[name]
+        return (_millis(values) if pa.types.is_timestamp(values.type) else values).to_pylist()
 
     def orders(bound: str) -> list[Order | None]:
         pairs = zip(column(f"{bound}.order.high"), column(f"{bound}.order.low"), strict=True)
@@ -372,8 +379,10 @@ def list_files(opened: Opened) -> list[DataFile]:
 
     now = time.time()
     return [
-        DataFile(unquote(path), size, records or 0, partition, first, last, low, high, group, least, most, now, added)
-        for path, size, records, partition, first, last, low, high, group, added, least, most in zip(
+        DataFile(
+            unquote(path), size, records or 0, partition, first, last, low, high, group, least, most, now, commit_time
+        )
+        for path, size, records, partition, first, last, low, high, group, commit_time, least, most in zip(
             column("path"),
             column("size_bytes"),
             column("num_records"),

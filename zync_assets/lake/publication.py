@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage, tables
-from zync_assets.lake.log import Opened
+from zync_assets.lake.log import LakeTable
 
 _SCHEMA = pa.schema([("topic", pa.string())])
 
@@ -37,55 +37,55 @@ class WrittenSchema:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishState:
     """How far one output partition has been published."""
 
-    opened: Opened | None = field(repr=False)
+    table: LakeTable | None = field(repr=False)
     topic: str
     partition: int
     window: int | None
-    verified: int | None
+    verified_end: int | None
 
-    def topic_known(self) -> bool:
-        return self.opened is not None and self.opened.number(f"zync:named:{self.topic}") is not None
+    def has_topic(self) -> bool:
+        return self.table is not None and self.table.number(f"zync:named:{self.topic}") is not None
 
-    def made_for(self, topic_id: str) -> bool:
-        return self.opened is not None and self.opened.number(f"zync:topic:{self.topic}:{topic_id}") == 0
+    def belongs_to(self, topic_id: str) -> bool:
+        return self.table is not None and self.table.number(f"zync:topic:{self.topic}:{topic_id}") == 0
 
-    def wrote(self, schema: WrittenSchema) -> bool:
+    def has_schema(self, schema: WrittenSchema) -> bool:
         """Whether records were announced that have this schema under this id."""
-        return self.opened is not None and self.opened.number(_schema_number(self.topic, schema)) is not None
+        return self.table is not None and self.table.number(_schema_number(self.topic, schema)) is not None
 
 
-def open_published(lake: str, pool: str, topic: str, partition: int = 0) -> Published:
+def open_publish_state(lake: str, pool: str, topic: str, partition: int = 0) -> PublishState:
     """How far an output partition has been published; all None where nothing was."""
-    return published_in(tables.open_table(storage.published_uri(lake, pool)), topic, partition)
+    return publish_state(tables.open_table(storage.published_uri(lake, pool)), topic, partition)
 
 
-def published_in(opened: Opened | None, topic: str, partition: int = 0) -> Published:
+def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> PublishState:
     """How far an output partition has been published, by the table of its pool."""
-    if opened is None:
-        return Published(None, topic, partition, None, None)
+    if table is None:
+        return PublishState(None, topic, partition, None, None)
     place = f"{topic}:{partition}"
-    return Published(
-        opened, topic, partition, opened.number(f"zync:window:{place}"), opened.number(f"zync:verified:{place}")
+    return PublishState(
+        table, topic, partition, table.number(f"zync:window:{place}"), table.number(f"zync:verified:{place}")
     )
 
 
 def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]:
     """Published output topic → its verified offset. Below this offset, Kafka's records equal staging's."""
-    opened = tables.open_table(storage.published_uri(lake, pool))
-    found = {topic: opened.number(f"zync:verified:{topic}:0") for topic in topics} if opened else {}
-    return {topic: offset for topic, offset in found.items() if offset is not None}
+    table = tables.open_table(storage.published_uri(lake, pool))
+    offsets = {topic: table.number(f"zync:verified:{topic}:0") for topic in topics} if table else {}
+    return {topic: offset for topic, offset in offsets.items() if offset is not None}
 
 
-def went_back(pool: str, topic: str, verified: int | None, end: int | None, recreate: str) -> LakeError | None:
+def rollback_error(pool: str, topic: str, verified_end: int | None, end: int | None, recreate: str) -> LakeError | None:
     """The error for a staging table that lacks published records; None if no published record is missing.
 
     ``verified``: the offset below which Kafka's records equal staging's; ``end``: the offset after the last staged record,
     None if staging has no such output; ``recreate``: the command that publishes all of staging again.
     """
-    if not verified or (end is not None and end >= verified):
+    if not verified_end or (end is not None and end >= verified_end):
         return None
     has = "is not there" if end is None else f"ends at offset {end}"
     otherwise = (
@@ -94,37 +94,37 @@ def went_back(pool: str, topic: str, verified: int | None, end: int | None, recr
         else f"to go on from what staging holds, publish all of it anew: {recreate}"
     )
     return LakeError(
-        f"pool {pool}: {topic} was published up to offset {verified}, and the staging table {has}: it went back to an older"
+        f"pool {pool}: {topic} was published up to offset {verified_end}, and the staging table {has}: it went back to an older"
         f" version, or is gone. Nothing was done. Put the newer table back; or, {otherwise}"
     )
 
 
-def commit_published(
+def commit_publish_state(
     lake: str,
     pool: str,
-    before: Published,
+    before: PublishState,
     *,
     window: int,
-    verified: int,
+    verified_end: int,
     topic_id: str,
-    replaced: bool = False,
+    replacement: bool = False,
     schemas: Iterable[WrittenSchema] = (),
-) -> Published:
+) -> PublishState:
     """Set an output's window and verified offset, and the topic that they are for; returns the new state.
 
     ``replaced``: the topic was created anew on purpose; ``schemas``: those of the records up to ``window``.
     Raises CommitConflict if another publisher of the topic committed since ``before`` was opened.
     """
     place = f"{before.topic}:{before.partition}"
-    numbers = {f"zync:window:{place}": window, f"zync:verified:{place}": verified}
-    if replaced or not before.made_for(topic_id):
+    numbers = {f"zync:window:{place}": window, f"zync:verified:{place}": verified_end}
+    if replacement or not before.belongs_to(topic_id):
         numbers |= {f"zync:topic:{before.topic}:{topic_id}": 0, f"zync:named:{before.topic}": 1}
-    numbers |= {_schema_number(before.topic, schema): 0 for schema in schemas if not before.wrote(schema)}
-    if before.opened is None:
+    numbers |= {_schema_number(before.topic, schema): 0 for schema in schemas if not before.has_schema(schema)}
+    if before.table is None:
         tables.create_table(storage.published_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
     else:
-        tables.commit(before.opened, [], numbers)
-    return open_published(lake, pool, before.topic, before.partition)
+        tables.commit(before.table, [], numbers)
+    return open_publish_state(lake, pool, before.topic, before.partition)
 
 
 def _schema_number(topic: str, schema: WrittenSchema) -> str:

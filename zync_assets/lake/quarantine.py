@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import BadRecords, CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import raw, staging, storage, tables, tampering
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
 from zync_assets.lake.rows import rows_at
@@ -43,7 +43,7 @@ from zync_assets.pipeline import Input, Pipeline
 
 _NUMBER = "zync:quarantine"
 _ATTEMPT = "attempt-"
-_SEALED = "zync:sealed:"
+_SEAL = "zync:sealed:"
 
 
 def new_attempt() -> int:
@@ -65,103 +65,103 @@ def add(
     CommitConflict if the raw table is another one by now.
     """
     uri = storage.quarantine_uri(lake, pool, topic)
-    opened = tables.open_table(uri)
+    table = tables.open_table(uri)
     check()
-    planned = state.next if state else {}
-    sealed = {f"{_SEALED}{p}": planned.get(p, 0) for p in sorted({item.partition or 0 for item in files})}
-    if opened is None:
+    next_offsets = state.next if state else {}
+    seals = {f"{_SEAL}{p}": next_offsets.get(p, 0) for p in sorted({item.partition or 0 for item in files})}
+    if table is None:
         if files:
-            tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1, **sealed})
+            tables.create_table(uri, BAD_SCHEMA, f"Quarantine of topic {topic}", files, {_NUMBER: 1, **seals})
         return
-    left = [item for item in opened.files if _is_left_over(opened, item, state)]
-    if files or left:
-        tables.commit(opened, files, {_NUMBER: (opened.number(_NUMBER) or 0) + 1, **sealed}, removed=left)
+    leftovers = [item for item in table.files if _is_leftover(table, item, state)]
+    if files or leftovers:
+        tables.commit(table, files, {_NUMBER: (table.number(_NUMBER) or 0) + 1, **seals}, removals=leftovers)
 
 
 def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> None:
     """Take out the files of an attempt that can't be committed any more. Whoever dies before leaves that to others."""
     while True:
-        opened = tables.open_table(storage.quarantine_uri(lake, pool, topic))
-        present = {item.path for item in opened.files} if opened else set[str]()
+        table = tables.open_table(storage.quarantine_uri(lake, pool, topic))
+        present = {item.path for item in table.files} if table else set[str]()
         own = [item for item in files if item.path in present]
-        if opened is None or not own:
+        if table is None or not own:
             return
         with suppress(CommitConflict):  # another writer of the side table was first; look again
-            tables.commit(opened, [], {_NUMBER: (opened.number(_NUMBER) or 0) + 1}, removed=own)
+            tables.commit(table, [], {_NUMBER: (table.number(_NUMBER) or 0) + 1}, removals=own)
             return
 
 
-def _is_left_over(opened: Opened, item: DataFile, state: RawState | None) -> bool:
+def _is_leftover(table: LakeTable, item: DataFile, state: RawState | None) -> bool:
     """Whether the raw table has passed a file, and the file is not of the attempt that was committed."""
     partition, first = item.partition or 0, item.first or 0
     if state is None or partition not in state.next:
         return False
-    sealed = opened.number(f"{_SEALED}{partition}")
+    seal = table.number(f"{_SEAL}{partition}")
     # A side table from before there were sealed offsets.
-    start = state.began.get(partition, state.next[partition]) if sealed is None else sealed
+    start = state.began.get(partition, state.next[partition]) if seal is None else seal
     if not start <= first < state.next[partition]:
         return False
     return not item.path.startswith(file_name(state.attempt.get(partition, 0)))
 
 
-def check_whole(state: RawState, opened: Opened | None) -> None:
+def check_whole(state: RawState, table: LakeTable | None) -> None:
     """TableDamaged if another program changed the side table's files, removed entries, or removed the table.
 
-    ``opened`` must not be older than ``state``.
+    ``table`` must not be older than ``state``.
     """
-    if opened is None:
+    if table is None:
         if any(state.bad.values()) or any(state.left_out.values()):
             raise TableDamaged(
-                f"table {state.opened.uri}: records of it are in quarantine, and the quarantine table is missing. Nothing"
+                f"table {state.table.uri}: records of it are in quarantine, and the quarantine table is missing. Nothing"
                 " was done. Restore the folder ~quarantine of the lake from a copy."
             )
         return
     present = Counter[int]()
-    for item in opened.files:
+    for item in table.files:
         present[item.partition or 0] += item.records
-    for partition, wanted in sorted(state.bad.items()):
-        if present[partition] < wanted:
-            raise tampering.changed(
-                opened, f"it holds {present[partition]} entries of partition {partition}, and {wanted} were put there"
+    for partition, count in sorted(state.bad.items()):
+        if present[partition] < count:
+            raise tampering.damage(
+                table, f"it holds {present[partition]} entries of partition {partition}, and {count} were put there"
             )
-    tampering.check(opened)
+    tampering.check(table)
 
 
-def quarantine_files(state: RawState, side: Opened | None, *, checked: bool = True) -> list[DataFile]:
+def quarantine_files(state: RawState, side: LakeTable | None, *, check: bool = True) -> list[DataFile]:
     """The files whose entries count for a raw table, sorted by partition and offset. ``side``: its side table, not older.
 
-    Raises TableDamaged if another program changed the side table. ``checked`` false: the caller reports the damage itself.
+    Raises TableDamaged if another program changed the side table. ``check`` false: the caller reports the damage itself.
     """
-    if checked:
+    if check:
         check_whole(state, side)
-    counted = [
+    files = [
         item
         for item in (side.files if side else ())
         if side is not None
         and (item.first or 0) < state.next.get(item.partition or 0, 0)
-        and not _is_left_over(side, item, state)
+        and not _is_leftover(side, item, state)
     ]
-    return sorted(counted, key=lambda item: (item.partition or 0, item.first or 0))
+    return sorted(files, key=lambda item: (item.partition or 0, item.first or 0))
 
 
-def entries(state: RawState, side: Opened | None, columns: Sequence[str] = ()) -> pa.Table:
+def entries(state: RawState, side: LakeTable | None, columns: Sequence[str] = ()) -> pa.Table:
     """The entries of records that lie in quarantine now: they count and were not replayed. Sorted by partition and offset.
 
     Columns: partition, offset, stage, error, kafka, and ``columns`` of ``raw_files.BAD_SCHEMA``. Raises LakeError for a file
     that can't be read.
     """
-    wanted = ["kafka", "stage", "error", *columns]
-    empty = pa.schema([BAD_SCHEMA.field(name) for name in wanted]).empty_table()
+    all_columns = ["kafka", "stage", "error", *columns]
+    empty = pa.schema([BAD_SCHEMA.field(name) for name in all_columns]).empty_table()
     parts = [empty]
     for item in quarantine_files(state, side):
         assert side is not None
         place = storage.join(side.uri, item.path)
         system, path = storage.filesystem(place)
         try:
-            table = pq.ParquetFile(path, filesystem=system).read(columns=wanted)
+            table = pq.ParquetFile(path, filesystem=system).read(columns=all_columns)
         except (OSError, pa.ArrowInvalid) as error:
             raise LakeError(f"file {place} can't be read: {error}. Restore it from a copy.") from error
-        parts.append(table.select(wanted).cast(empty.schema))
+        parts.append(table.select(all_columns).cast(empty.schema))
     rows = pa.concat_tables(parts)
     rows = rows.filter(pc.invert(pc.is_in(rows["stage"], pa.array(RANGE_STAGES))))
     for place, name in enumerate(("partition", "offset")):
@@ -170,8 +170,8 @@ def entries(state: RawState, side: Opened | None, columns: Sequence[str] = ()) -
         return rows
     partitions, offsets = rows["partition"].to_numpy(), rows["offset"].to_numpy()
     present = np.ones(rows.num_rows, dtype=np.bool_)
-    for partition, replayed in raw.replayed_offsets(state).items():
-        present &= (partitions != partition) | ~np.isin(offsets, replayed)
+    for partition, replay_offsets in raw.replayed_offsets(state).items():
+        present &= (partitions != partition) | ~np.isin(offsets, replay_offsets)
     return rows.filter(pa.array(present)).sort_by([("partition", "ascending"), ("offset", "ascending")])
 
 
@@ -222,7 +222,7 @@ def quarantined_records(
 ) -> list[QuarantinedRecord]:
     """The selected records that lie in quarantine, by topic in the file's order, partition and offset."""
     snapshot = snapshot or Snapshot(pipeline)
-    found: list[QuarantinedRecord] = []
+    records: list[QuarantinedRecord] = []
     accounts = {pool: _account(snapshot, pool) for pool in pipeline.staging_pools}
     for item in pipeline.inputs:
         if selection.topics and item.topic not in selection.topics:
@@ -230,10 +230,10 @@ def quarantined_records(
         state = snapshot.raw(item.topic)
         if state is None:
             continue
-        records = [*_undecoded(snapshot, item, state, accounts), *_failed(item, state, accounts)]
-        records.sort(key=lambda record: (record.partition, record.offset))
-        found += [record for record in records if selection.takes(*record.place)]
-    return found
+        topic_records = [*_codec_failures(snapshot, item, state, accounts), *_rule_failures(item, state, accounts)]
+        topic_records.sort(key=lambda record: (record.partition, record.offset))
+        records += [record for record in topic_records if selection.takes(*record.place)]
+    return records
 
 
 def quarantine_count(snapshot: Snapshot, item: Input) -> int:
@@ -242,7 +242,7 @@ def quarantine_count(snapshot: Snapshot, item: Input) -> int:
     if state is None:
         return 0
     pools = [snapshot.staging(pool) for pool in snapshot.pipeline.readers_of(item.topic)]
-    heads = [found.head for found in pools if found is not None]
+    heads = [pool_state.head for pool_state in pools if pool_state is not None]
     counts = [
         sum(n for (topic, _, kind), n in head.counts.items() if topic == item.topic and kind == "quarantined")
         for head in heads
@@ -311,7 +311,7 @@ def _account(snapshot: Snapshot, pool: str) -> _Account | None:
     return _Account({place: item.seen for place, item in state.head.inputs.items()}, entries)
 
 
-def _undecoded(
+def _codec_failures(
     snapshot: Snapshot, item: Input, state: RawState, accounts: Mapping[str, _Account | None]
 ) -> Iterable[QuarantinedRecord]:
     if not any(state.bad.values()):
@@ -335,7 +335,9 @@ def _undecoded(
         )
 
 
-def _failed(item: Input, state: RawState, accounts: Mapping[str, _Account | None]) -> Iterable[QuarantinedRecord]:
+def _rule_failures(
+    item: Input, state: RawState, accounts: Mapping[str, _Account | None]
+) -> Iterable[QuarantinedRecord]:
     for pool, account in accounts.items():
         for (topic, partition), rows in (account.entries if account else {}).items():
             if topic != item.topic:
@@ -346,10 +348,10 @@ def _failed(item: Input, state: RawState, accounts: Mapping[str, _Account | None
                 continue
             offsets = [entry["first"] for entry in own]
             span = OffsetRange(partition, min(offsets), max(offsets) + 1)
-            there = rows_at(state.opened.uri, raw.raw_files(state, [span]), partition, offsets, [])
+            present = rows_at(state.table.uri, raw.raw_files(state, [span]), partition, offsets, [])
             for entry in own:
-                found = there.get(entry["first"])
-                when = found["kafka"]["timestamp"] if found else None
+                row = present.get(entry["first"])
+                when = row["kafka"]["timestamp"] if row else None
                 yield QuarantinedRecord(
                     pool, topic, partition, entry["first"], "etl", entry["rule"], entry["text"], when, True
                 )

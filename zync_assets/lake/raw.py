@@ -48,7 +48,7 @@ import pyarrow.parquet as pq
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables, tampering
-from zync_assets.lake.log import DataFile, Opened, Order
+from zync_assets.lake.log import DataFile, LakeTable, Order
 from zync_assets.offsets import OffsetRange, normalize
 
 ORDER = "order"
@@ -75,7 +75,7 @@ class WriterSchema:
 class RawState:
     """How far a topic has been ingested, as one version of its raw table says."""
 
-    opened: Opened = field(repr=False)
+    table: LakeTable = field(repr=False)
     first: Mapping[int, int]
     """Partition → the offset where its first ingest began."""
     next: Mapping[int, int]
@@ -90,11 +90,11 @@ class RawState:
     """Partition → where its last batch began."""
     attempt: Mapping[int, int] = field(default_factory=dict)
     """Partition → the last committed attempt that put entries of it into the side table."""
-    kept: Mapping[int, int] = field(default_factory=dict)
+    retention_start: Mapping[int, int] = field(default_factory=dict)
     """Partition → the first offset that retention left, where it took some."""
-    removed: Mapping[int, int] = field(default_factory=dict)
+    retention_count: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that retention removed, ever."""
-    reached: Mapping[int, int] = field(default_factory=dict)
+    retention_time: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of what retention removed, milliseconds since the epoch."""
     records: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
@@ -103,7 +103,7 @@ class RawState:
     ``raw_files.highest_times`` is the whole answer."""
     orders: Mapping[int, Order] = field(default_factory=dict)
     """Partition → the highest order of all records before the next offset, where records have a source order."""
-    expected: pa.Schema | None = field(default=None, repr=False, kw_only=True)
+    reader_schema: pa.Schema | None = field(default=None, repr=False, kw_only=True)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
     with_ids: bool = field(default=False, kw_only=True)
     """Whether a reader of records wants the registry ids of their schemas, in ``kafka``."""
@@ -113,35 +113,35 @@ class RawState:
     @property
     def schema(self) -> pa.Schema:
         """The columns of a record, for its readers. ``order`` is no part of the record."""
-        return self.expected or self._record_schema
+        return self.reader_schema or self._record_schema
 
     @cached_property
     def _record_schema(self) -> pa.Schema:
-        columns = self.opened.schema
-        return columns.remove(columns.get_field_index(ORDER)) if self.ordered else columns
+        columns = self.table.schema
+        return columns.remove(columns.get_field_index(ORDER)) if self.has_order else columns
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether the table has the column ``order``. Its older files may lack the column."""
-        return ORDER in self.opened.schema.names
+        return ORDER in self.table.schema.names
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
         """All files, sorted by partition and offset as numbers."""
-        files = [item for item in self.opened.files if item.partition is not None]
+        files = [item for item in self.table.files if item.partition is not None]
         return tuple(sorted(files, key=lambda item: (item.partition or 0, item.first or 0)))
 
     @cached_property
     def writers(self) -> tuple[WriterSchema, ...]:
         """The writer schemas that came, keys' before values', in the order in which they came."""
-        found: list[WriterSchema] = []
+        writers: list[WriterSchema] = []
         for side in ("key", "value"):
-            for index in range(self.opened.number(f"zync:schemas:{side}") or 0):
+            for index in range(self.table.number(f"zync:schemas:{side}") or 0):
                 name = f"zync:schema:{side}:{index}"
-                number = self.opened.number(name)
-                where = [self.opened.number(f"{name}:{part}") or 0 for part in ("partition", "offset", "changes")]
-                found.append(WriterSchema(side, None if number == -1 else number, where[0], where[1], bool(where[2])))
-        return tuple(found)
+                number = self.table.number(name)
+                place = [self.table.number(f"{name}:{part}") or 0 for part in ("partition", "offset", "changes")]
+                writers.append(WriterSchema(side, None if number == -1 else number, place[0], place[1], bool(place[2])))
+        return tuple(writers)
 
     @cached_property
     def domain(self) -> str | None:
@@ -151,8 +151,8 @@ class RawState:
     @cached_property
     def _domains(self) -> list[tuple[int, str]]:
         """Number and name of each domain that the table had, in that order."""
-        named = ((number, name) for name, number in self.opened.numbers.items() if name.startswith(_DOMAIN))
-        return sorted((number, name.removeprefix(_DOMAIN)) for number, name in named)
+        domain_numbers = ((number, name) for name, number in self.table.numbers.items() if name.startswith(_DOMAIN))
+        return sorted((number, name.removeprefix(_DOMAIN)) for number, name in domain_numbers)
 
     def domain_number(self, name: str | None) -> dict[str, int]:
         """The number that sets the table's domain to ``name`` (None: time order); empty where it is the domain already."""
@@ -163,31 +163,31 @@ class RawState:
     @property
     def table_id(self) -> str:
         """The Delta table id. A new table at the same place has another id."""
-        return str(self.opened.metadata.id)
+        return str(self.table.metadata.id)
 
-    def made_from(self, topic_id: str) -> bool:
-        return self.opened.number(f"zync:topic:{topic_id}") is not None
+    def comes_from(self, topic_id: str) -> bool:
+        return self.table.number(f"zync:topic:{topic_id}") is not None
 
 
 def open_raw(lake: str, pool: str, topic: str) -> RawState | None:
     """The state of a raw table; None before the first ingest."""
-    opened = tables.open_table(storage.raw_uri(lake, pool, topic))
-    return None if opened is None else _state(opened)
+    table = tables.open_table(storage.raw_uri(lake, pool, topic))
+    return None if table is None else _state(table)
 
 
 @lru_cache(64)
-def _state(opened: Opened) -> RawState:
-    count = opened.number("zync:partitions") or 0
+def _state(table: LakeTable) -> RawState:
+    count = table.number("zync:partitions") or 0
 
     def of(name: str) -> dict[int, int]:
-        numbers = {p: opened.number(f"zync:{name}:{p}") for p in range(count)}
+        numbers = {p: table.number(f"zync:{name}:{p}") for p in range(count)}
         return {p: n for p, n in numbers.items() if n is not None}
 
-    bad, replays = dict.fromkeys(range(count), 0) | of("bad"), opened.number("zync:replay") or 0
+    bad, replays = dict.fromkeys(range(count), 0) | of("bad"), table.number("zync:replay") or 0
     more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
     highs, lows = of("order-high"), of("order-low")
     orders = {partition: (high, lows[partition]) for partition, high in highs.items()}
-    return RawState(opened, of("first"), of("next"), bad, replays, *more, orders=orders)
+    return RawState(table, of("first"), of("next"), bad, replays, *more, orders=orders)
 
 
 def check_whole(state: RawState) -> None:
@@ -195,33 +195,34 @@ def check_whole(state: RawState) -> None:
 
     The signs: a file without statistics, a record count other than ingested minus removed records, or a wrong checksum.
     """
-    held = Counter[int]()
-    for item in state.opened.files:
+    file_counts = Counter[int]()
+    for item in state.table.files:
         if item.partition is None or item.first is None or item.last is None:
-            raise tampering.changed(state.opened, f"the Delta log has no statistics of file {item.path}")
+            raise tampering.damage(state.table, f"the Delta log has no statistics of file {item.path}")
         if not is_replay(item):
-            held[item.partition or 0] += item.records
-    for partition, counted in sorted(state.records.items()):
-        wanted = counted - state.removed.get(partition, 0)
-        if held[partition] != wanted:
-            raise tampering.changed(
-                state.opened, f"it holds {held[partition]} records of partition {partition}, and {wanted} were ingested"
+            file_counts[item.partition or 0] += item.records
+    for partition, ingest_count in sorted(state.records.items()):
+        expectation = ingest_count - state.retention_count.get(partition, 0)
+        if file_counts[partition] != expectation:
+            raise tampering.damage(
+                state.table,
+                f"it holds {file_counts[partition]} records of partition {partition}, and {expectation} were ingested",
             )
-    tampering.check(state.opened)
+    tampering.check(state.table)
 
 
 def raw_files(state: RawState, ranges: Iterable[OffsetRange] | None = None) -> list[DataFile]:
     """The files that hold an offset of ``ranges`` (all files if None), sorted by partition and offset as numbers."""
     if ranges is None:
         return list(state.files)
-    wanted = normalize(ranges)
-    starts = [(part.partition, part.first) for part in wanted]
-    found: list[DataFile] = []
+    spans = normalize(ranges)
+    starts = [(part.partition, part.first) for part in spans]
+    files: list[DataFile] = []
     for item in state.files:
         at = bisect_left(starts, (item.partition or 0, (item.last or 0) + 1))
-        if at and wanted[at - 1].partition == item.partition and (item.first or 0) < wanted[at - 1].end:
-            found.append(item)
-    return found
+        if at and spans[at - 1].partition == item.partition and (item.first or 0) < spans[at - 1].end:
+            files.append(item)
+    return files
 
 
 def replay_name(number: int) -> str:
@@ -235,29 +236,29 @@ def is_replay(item: DataFile) -> bool:
 
 def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.int64]]:
     """Partition → the offsets, sorted, that replays after the ``since``-th brought. Reads one column of their files."""
-    found: dict[int, list[npt.NDArray[np.int64]]] = {}
+    offsets: dict[int, list[npt.NDArray[np.int64]]] = {}
     for item in raw_files(state):
         if is_replay(item) and int(item.path.split("-")[1]) > since:
-            found.setdefault(item.partition or 0, []).append(_offsets(state, item))
-    return {partition: np.sort(np.concatenate(parts)) for partition, parts in found.items()}
+            offsets.setdefault(item.partition or 0, []).append(_offsets(state, item))
+    return {partition: np.sort(np.concatenate(parts)) for partition, parts in offsets.items()}
 
 
-def held_ranges(state: RawState, part: OffsetRange, released: int = 0) -> list[OffsetRange]:
+def held_ranges(state: RawState, part: OffsetRange, release: int = 0) -> list[OffsetRange]:
     """The offsets of a range that the table has a record of, normalized. Only files with gaps are read: one column, a file
     at a time.
 
-    Below ``released`` only what replays brought counts: the rest may be removed at any moment.
+    Below ``release`` only what replays brought counts: the rest may be removed at any moment.
     """
-    found: list[OffsetRange] = []
+    ranges: list[OffsetRange] = []
     for item in raw_files(state, [part]):
         low, high = item.first or 0, item.last or 0
-        first, end = max(part.first, low if is_replay(item) else max(low, released)), min(part.end, high + 1)
+        first, end = max(part.first, low if is_replay(item) else max(low, release)), min(part.end, high + 1)
         if first < end and item.records == high - low + 1:
-            found.append(OffsetRange(part.partition, first, end))
+            ranges.append(OffsetRange(part.partition, first, end))
         elif first < end:
             offsets = _offsets(state, item)
-            found += runs(part.partition, offsets[(first <= offsets) & (offsets < end)])
-    return normalize(found)
+            ranges += runs(part.partition, offsets[(first <= offsets) & (offsets < end)])
+    return normalize(ranges)
 
 
 def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
@@ -270,7 +271,7 @@ def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
 
 
 def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
-    uri = storage.join(state.opened.uri, item.path)
+    uri = storage.join(state.table.uri, item.path)
     system, path = storage.filesystem(uri)
     try:
         table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"])
@@ -286,13 +287,13 @@ def commit_replay(
 
     Raises CommitConflict if another replay came first; nothing of this one is visible then.
     """
-    known = before.writers  # widening takes the opened table along
-    opened = tables.widen(before.opened, schema)
-    if opened is not before.opened and (
-        (opened.number("zync:replay") or 0) != before.replays or _count_writers(opened) != len(known)
+    old_writers = before.writers  # widening takes the opened table along
+    table = tables.widen(before.table, schema)
+    if table is not before.table and (
+        (table.number("zync:replay") or 0) != before.replays or _count_writers(table) != len(old_writers)
     ):
-        raise CommitConflict(f"table {opened.uri}: another writer committed first; run again")
-    tables.commit(opened, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
+        raise CommitConflict(f"table {table.uri}: another writer committed first; run again")
+    tables.commit(table, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
 
 
 @dataclass(frozen=True)
@@ -339,38 +340,43 @@ def commit_raw(uri: str, before: RawState | None, advance: RawAdvance) -> None:
         tables.create_table(uri, advance.schema, description, advance.files, numbers)
         crash_point("ingest:table-created")
         return
-    known = before.writers  # widening takes the opened table along
-    opened = tables.widen(before.opened, advance.schema)
-    if opened is not before.opened:
+    old_writers = before.writers  # widening takes the opened table along
+    table = tables.widen(before.table, advance.schema)
+    if table is not before.table:
         crash_point("ingest:columns-added")
-        found = _state(opened)
-        if (found.next, found.first, found.writers) != (before.next, before.first, known):
+        new_state = _state(table)
+        if (new_state.next, new_state.first, new_state.writers) != (before.next, before.first, old_writers):
             raise CommitConflict(f"table {uri}: another writer committed first; run again")
-    tables.commit(opened, advance.files, numbers)
+    tables.commit(table, advance.files, numbers)
     crash_point("ingest:committed")
 
 
 def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
     """Application id → number, for the commit of a batch."""
 
-    def known(name: str) -> Mapping[int, int]:
+    def old_numbers(name: str) -> Mapping[int, int]:
         return getattr(before, name) if before else {}
 
-    bad, records, left_out, upcoming = known("bad"), known("records"), known("left_out"), known("next")
+    bad, records, left_out, upcoming = (
+        old_numbers("bad"),
+        old_numbers("records"),
+        old_numbers("left_out"),
+        old_numbers("next"),
+    )
     starts = {**upcoming, **advance.first}
     numbers = {f"zync:next:{p}": end for p, end in advance.next.items()}
     numbers |= {f"zync:first:{p}": start for p, start in advance.first.items()}
     if advance.first:
-        numbers["zync:partitions"] = max([*advance.first, *known("first")]) + 1
+        numbers["zync:partitions"] = max([*advance.first, *old_numbers("first")]) + 1
     numbers |= {f"zync:bad:{p}": bad.get(p, 0) + count for p, count in advance.bad.items() if count}
     numbers |= {f"zync:began:{p}": starts[p] for p in advance.next}
     numbers |= {f"zync:attempt:{p}": attempt for p, attempt in advance.attempts.items()}
     for partition in advance.next:
         # A table of an older version may lack the count.
-        ingested = records.get(partition) if partition in upcoming else 0
-        if ingested is not None:
+        old_count = records.get(partition) if partition in upcoming else 0
+        if old_count is not None:
             new = sum(item.records for item in advance.files if item.partition == partition)
-            numbers[f"zync:records:{partition}"] = ingested + new
+            numbers[f"zync:records:{partition}"] = old_count + new
     numbers |= {f"zync:time:{p}": time for p, time in advance.times.items() if p in advance.next}
     for partition, (high, low) in advance.orders.items():
         if partition in advance.next:
@@ -384,14 +390,14 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
     return numbers
 
 
-def _count_writers(opened: Opened) -> int:
-    return sum(opened.number(f"zync:schemas:{side}") or 0 for side in ("key", "value"))
+def _count_writers(table: LakeTable) -> int:
+    return sum(table.number(f"zync:schemas:{side}") or 0 for side in ("key", "value"))
 
 
 def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for side in ("key", "value"):
-        have = sum(known.side == side for known in before.writers) if before else 0
+        have = sum(writer.side == side for writer in before.writers) if before else 0
         for index, item in enumerate([item for item in writers if item.side == side], have):
             name = f"zync:schema:{side}:{index}"
             numbers |= {name: -1 if item.id is None else item.id, f"{name}:changes": int(item.changes)}

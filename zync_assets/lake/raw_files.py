@@ -79,8 +79,8 @@ BAD_SCHEMA = pa.schema(
 ``stage``: ``key`` or ``value`` (could not be decoded), ``shape`` (the input's shape fails on it), or one of RANGE_STAGES.
 ``end`` is the offset after the entry."""
 
-LOST, DROPPED = "lost", "dropped"
-RANGE_STAGES = (LOST, DROPPED)
+LOSS, DROPPED = "lost", "dropped"
+RANGE_STAGES = (LOSS, DROPPED)
 """Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention removed
 them before they were ingested; or the input's shape left out these records."""
 
@@ -92,21 +92,21 @@ def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])
 
 
-def lost_rows(topic: str, lost: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
+def lost_rows(topic: str, ranges: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
     """Side-table rows for offset ranges that retention removed, one batch per range. ``now``: milliseconds since the epoch."""
     return [
         pa.RecordBatch.from_pylist(
             [
                 {
                     "kafka": {"topic": topic, "partition": part.partition, "offset": part.first, "time": now * 1000},
-                    "stage": LOST,
+                    "stage": LOSS,
                     "end": part.end,
                     "error": f"offsets {part.first} to {part.end - 1} were gone by retention before they were ingested",
                 }
             ],
             schema=BAD_SCHEMA,
         )
-        for part in lost
+        for part in ranges
     ]
 
 
@@ -120,10 +120,10 @@ def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.
     columns |= {"offset": firsts, "timestamp": pa.nulls(count, KAFKA_TYPE.field("timestamp").type)}
     columns["headers"] = pa.nulls(count, HEADERS_TYPE)
     place = pa.StructArray.from_arrays([columns[name] for name in KAFKA_TYPE.names], fields=list(KAFKA_TYPE))
-    nothing = pa.nulls(count, pa.binary())
+    nulls = pa.nulls(count, pa.binary())
     stages = pa.repeat(pa.scalar(DROPPED), count)
     return pa.RecordBatch.from_arrays(
-        [place, nothing, nothing, stages, pa.nulls(count, pa.string()), ends], schema=BAD_SCHEMA
+        [place, nulls, nulls, stages, pa.nulls(count, pa.string()), ends], schema=BAD_SCHEMA
     )
 
 
@@ -138,7 +138,7 @@ _ORDER_COLUMNS = (f"{ORDER}.high", f"{ORDER}.low")
 columns. A trial dictionary for every column would double the time of a write."""
 
 
-_WRITTEN = "can't be written"
+_WRITE_FAILURE = "can't be written"
 
 
 class RangeWriter:
@@ -201,7 +201,7 @@ class _OpenFile:
         self._orders: list[tuple[Order, Order]] = []
         ascending = _ASCENDING + (_ORDER_COLUMNS if ORDER in schema.names else ())
         system, path = storage.filesystem(self._uri)
-        with storage.accessed(self._uri, _WRITTEN):
+        with storage.access_errors(self._uri, _WRITE_FAILURE):
             system.create_dir(path.rsplit("/", 1)[0], recursive=True)
             self._writer = pq.ParquetWriter(
                 path,
@@ -223,11 +223,11 @@ class _OpenFile:
         if ORDER in self.schema.names:
             self._orders.append(_bounds(batch.column(ORDER)))
         self.records += batch.num_rows
-        with storage.accessed(self._uri, _WRITTEN):
+        with storage.access_errors(self._uri, _WRITE_FAILURE):
             self._writer.write_batch(batch)
 
     def finish(self) -> DataFile:
-        with storage.accessed(self._uri, _WRITTEN):
+        with storage.access_errors(self._uri, _WRITE_FAILURE):
             self._writer.close()
         return DataFile(
             self._path,
@@ -275,49 +275,49 @@ def highest_times(state: RawState | None) -> dict[int, int]:
     """
     if state is None:
         return {}
-    found = dict(state.reached)
-    for known in (state.times, _of_files(state.files)):
-        for partition, time in known.items():
-            found[partition] = max(found.get(partition, 0), time)
-    return found
+    highest = dict(state.retention_time)
+    for times in (state.times, _of_files(state.files)):
+        for partition, time in times.items():
+            highest[partition] = max(highest.get(partition, 0), time)
+    return highest
 
 
 def _of_files(files: Sequence[DataFile]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    highest: dict[int, int] = {}
     for item in files:
         if item.max_time is not None and item.partition is not None and not is_replay(item):
-            found[item.partition] = max(found.get(item.partition, 0), item.max_time)
-    return found
+            highest[item.partition] = max(highest.get(item.partition, 0), item.max_time)
+    return highest
 
 
-def carried_times(files: Sequence[DataFile], reached: Mapping[int, int] | None = None) -> dict[str, int]:
+def carried_times(files: Sequence[DataFile], retention_time: Mapping[int, int] | None = None) -> dict[str, int]:
     """File path → the highest record time of its partition before it, only where that is above the file's lowest.
 
-    ``files`` are all files of the table, sorted by partition and offset; ``reached``: partition → the highest time of
+    ``files`` are all files of the table, sorted by partition and offset; ``retention_time``: partition → the highest time of
     the records that retention removed. A replay's records have their final time.
     """
-    carried: dict[str, int] = {}
+    floors: dict[str, int] = {}
     partition, highest = None, None
     for item in files:
         if is_replay(item):
             continue
         if item.partition != partition:
-            partition, highest = item.partition, (reached or {}).get(item.partition or 0)
+            partition, highest = item.partition, (retention_time or {}).get(item.partition or 0)
         if highest is not None and item.min_time is not None and item.min_time < highest:
-            carried[item.path] = highest
+            floors[item.path] = highest
         if item.max_time is not None:
             highest = item.max_time if highest is None else max(highest, item.max_time)
-    return carried
+    return floors
 
 
-def carried(kafka: pa.StructArray, reached: int | None) -> pa.StructArray:
-    """Places of one partition in the order of their offsets, with times that begin at ``reached`` (microseconds since the
+def carry_times(kafka: pa.StructArray, floor: int | None) -> pa.StructArray:
+    """Places of one partition in the order of their offsets, with times that begin at ``floor`` (microseconds since the
     epoch; None: at their own) and never run back."""
     at = kafka.type.get_field_index("time")
     if at < 0:
         return kafka
     parts = kafka.flatten()
-    times = pc.max_element_wise(parts[at].cast(pa.int64()), pa.scalar(reached, pa.int64()))
+    times = pc.max_element_wise(parts[at].cast(pa.int64()), pa.scalar(floor, pa.int64()))
     parts[at] = pc.cumulative_max(times).cast(parts[at].type)
     return struct_of(kafka.type, parts, len(kafka), is_valid(kafka))
 
@@ -377,19 +377,19 @@ def orders_before(state: RawState, partition: int, offsets: npt.NDArray[np.int64
     """
     files = [item for item in state.files if item.partition == partition and not is_replay(item)]
     places = np.searchsorted(np.array([item.first or 0 for item in files], np.int64), offsets) - 1
-    found = np.tile(np.array(LOWEST, np.int64), (len(offsets), 1))
+    orders = np.tile(np.array(LOWEST, np.int64), (len(offsets), 1))
     for place in np.unique(places[places >= 0]).tolist():
         if files[place].max_order is None:
             continue  # the file has no orders: LOWEST
-        uri = storage.join(state.opened.uri, files[place].path)
+        uri = storage.join(state.table.uri, files[place].path)
         system, path = storage.filesystem(uri)
-        with storage.accessed(uri, "can't be read"):
+        with storage.access_errors(uri, "can't be read"):
             table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset", ORDER]).flatten().flatten()
         at = places == place
         last = np.searchsorted(table["kafka.offset"].to_numpy(), offsets[at]) - 1
         for side, name in enumerate(_ORDER_COLUMNS):
-            found[at, side] = table[name].fill_null(LOWEST[side]).to_numpy()[last]
-    return pa.StructArray.from_arrays([pa.array(found[:, side].copy()) for side in (0, 1)], fields=list(ORDER_TYPE))
+            orders[at, side] = table[name].fill_null(LOWEST[side]).to_numpy()[last]
+    return pa.StructArray.from_arrays([pa.array(orders[:, side].copy()) for side in (0, 1)], fields=list(ORDER_TYPE))
 
 
 def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: str) -> list[DataFile]:
@@ -402,12 +402,12 @@ def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: s
     uri = storage.join(table_uri, item.path)
     system, path = storage.filesystem(uri)
     writer = RangeWriter(table_uri, item.partition or 0, name)
-    with storage.accessed(uri, "can't be read"), writer, pq.ParquetFile(path, filesystem=system) as file:
+    with storage.access_errors(uri, "can't be read"), writer, pq.ParquetFile(path, filesystem=system) as file:
         for batch in storage.read_batches(file, _ROWS):
             place = batch.schema.get_field_index("kafka")
-            kafka = carried(batch.column(place), time * 1000)
+            kafka = carry_times(batch.column(place), time * 1000)
             batch = batch.set_column(place, batch.schema.field(place), kafka)
             if order is not None:
                 batch, order = with_orders(batch, order)
             writer.write(batch)
-    return [made for made, _ in writer.files]
+    return [data_file for data_file, _ in writer.files]

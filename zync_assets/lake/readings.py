@@ -109,7 +109,7 @@ def _write(uri: str, readings: Sequence[Reading]) -> None:
     text = json.dumps([_row(item) for item in readings]).encode()
     # delta-rs's file takes Python's bytes alone, and Arrow passes it a buffer unless a buffered stream copies the text.
     with (
-        storage.accessed(uri, "can't be written"),
+        storage.access_errors(uri, "can't be written"),
         pa.BufferedOutputStream(system.open_output_stream(path), len(text) + 1) as file,
     ):
         file.write(text)

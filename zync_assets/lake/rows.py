@@ -77,15 +77,15 @@ def integers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
 def distinct(numbers: np.ndarray) -> np.ndarray:
     """The numbers without doubles, sorted. numpy's own ``unique`` hashes, which takes almost a second for a million numbers
     in a row; these are mostly sorted already."""
-    ordered = np.sort(numbers, kind="stable")
-    keep = np.ones(len(ordered), dtype=bool)
-    keep[1:] = ordered[1:] != ordered[:-1]
-    return ordered[keep]
+    ascending = np.sort(numbers, kind="stable")
+    keep = np.ones(len(ascending), dtype=bool)
+    keep[1:] = ascending[1:] != ascending[:-1]
+    return ascending[keep]
 
 
-def without(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+def without(numbers: np.ndarray, exclusions: np.ndarray) -> np.ndarray:
     """Those numbers that are not among the others, sorted and without doubles."""
-    return np.setdiff1d(distinct(numbers), distinct(others), assume_unique=True)
+    return np.setdiff1d(distinct(numbers), distinct(exclusions), assume_unique=True)
 
 
 class FileOffsets:
@@ -95,14 +95,14 @@ class FileOffsets:
     def __init__(self, table_uri: str, files: Sequence[DataFile]) -> None:
         self._uri = table_uri
         self._files = list(files)
-        self._held: dict[str, np.ndarray] = {}
+        self._offsets: dict[str, np.ndarray] = {}
 
     def between(self, first: int, end: int) -> np.ndarray:
         """Offsets with ``first <= offset < end``, in no particular order, each as often as it occurs."""
         self._files = [item for item in self._files if (item.last or 0) >= first]
-        touched = {item.path for item in self._files if (item.first or 0) < end}
-        self._held = {path: self._held[path] if path in self._held else self._load(path) for path in touched}
-        parts = [offsets[(offsets >= first) & (offsets < end)] for offsets in self._held.values()]
+        paths = {item.path for item in self._files if (item.first or 0) < end}
+        self._offsets = {path: self._offsets[path] if path in self._offsets else self._load(path) for path in paths}
+        parts = [offsets[(offsets >= first) & (offsets < end)] for offsets in self._offsets.values()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _load(self, path: str) -> np.ndarray:
@@ -118,42 +118,42 @@ def rows_at(
     ``columns`` are read besides ``kafka``; one that a file lacks is left out. Maps become dicts.
     Raises LakeError for a file that can't be read.
     """
-    found: dict[int, dict[str, Any]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for item in files:
-        wanted = [offset for offset in offsets if (item.first or 0) <= offset <= (item.last or 0)]
-        if item.partition == partition and wanted:
+        candidates = [offset for offset in offsets if (item.first or 0) <= offset <= (item.last or 0)]
+        if item.partition == partition and candidates:
             uri = storage.join(table_uri, item.path)
             try:
-                found |= _read(uri, wanted, columns)
+                rows |= _read(uri, candidates, columns)
             except (OSError, pa.ArrowInvalid) as error:
                 raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
-    return found
+    return rows
 
 
-def _read(uri: str, wanted: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+def _read(uri: str, offsets: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
     system, path = storage.filesystem(uri)
     with pq.ParquetFile(path, filesystem=system) as file:
-        groups = _groups(file.metadata, min(wanted), max(wanted))
+        groups = _groups(file.metadata, min(offsets), max(offsets))
         present = [name for name in ("kafka", *columns) if name in file.schema_arrow.names]
-        places = pa.array(wanted, pa.int64())
-        found: dict[int, dict[str, Any]] = {}
+        places = pa.array(offsets, pa.int64())
+        rows: dict[int, dict[str, Any]] = {}
         for batch in storage.read_batches(file, 20_000, present, groups):
-            offsets = pc.struct_field(batch.column("kafka"), "offset")
-            for row in python_rows(batch.filter(pc.is_in(offsets, places))):
-                found[row["kafka"]["offset"]] = row
-        return found
+            batch_offsets = pc.struct_field(batch.column("kafka"), "offset")
+            for row in python_rows(batch.filter(pc.is_in(batch_offsets, places))):
+                rows[row["kafka"]["offset"]] = row
+        return rows
 
 
 def _groups(footer: pq.FileMetaData, low: int, high: int) -> list[int]:
     """The row groups whose statistics don't rule out an offset between ``low`` and ``high``."""
     names = [footer.schema.column(i).path for i in range(footer.num_columns)]
     column = names.index("kafka.offset")
-    found: list[int] = []
+    groups: list[int] = []
     for group in range(footer.num_row_groups):
         span = footer.row_group(group).column(column).statistics
         if span is None or not span.has_min_max or (span.min <= high and low <= span.max):
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
 K = TypeVar("K")

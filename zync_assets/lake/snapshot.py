@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from zync_assets.lake import publication, raw, staging, storage, tables
-from zync_assets.lake.check_results import Checked, CheckResult, open_checked, with_record
-from zync_assets.lake.log import Opened
-from zync_assets.lake.publication import Published
+from zync_assets.lake.check_results import CheckResult, CheckState, open_check_state, with_record
+from zync_assets.lake.log import LakeTable
+from zync_assets.lake.publication import PublishState
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Pipeline
@@ -37,7 +37,7 @@ class Snapshot:
         """The raw table of an input topic; None before the first ingest."""
         return self._once(("raw", topic), lambda: raw.open_raw(self.pipeline.lake, self._raw_pool(topic), topic))
 
-    def quarantine(self, topic: str) -> Opened | None:
+    def quarantine(self, topic: str) -> LakeTable | None:
         """The side table of an input's raw table, never older than the raw table; None before the first entry."""
         self.raw(topic)
         return self._table(storage.quarantine_uri(self.pipeline.lake, self._raw_pool(topic), topic))
@@ -50,13 +50,13 @@ class Snapshot:
         """Whether there is a staging table, whatever state it is in."""
         return staging.has_begun(self._staging_table(pool))
 
-    def published(self, pool: str, topic: str) -> Published:
+    def publish_state(self, pool: str, topic: str) -> PublishState:
         """How far an output topic of a staging pool has been published."""
-        return publication.published_in(self._table(storage.published_uri(self.pipeline.lake, pool)), topic)
+        return publication.publish_state(self._table(storage.published_uri(self.pipeline.lake, pool)), topic)
 
-    def checked(self, pool: str) -> Checked:
+    def check_state(self, pool: str) -> CheckState:
         """The results of a pool's blocking checks."""
-        return self._once(("checked", pool), lambda: open_checked(self.pipeline.lake, pool))
+        return self._once(("checked", pool), lambda: open_check_state(self.pipeline.lake, pool))
 
     def record(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
         """Run a blocking check of a pool and keep its result in the lake (``check_results.with_record``).
@@ -64,17 +64,17 @@ class Snapshot:
         The snapshot then has the pool's check results as they are after the commit.
         """
         # Before the check: the check lifts no block that comes while the check runs.
-        before = self.checked(pool)
+        before = self.check_state(pool)
         result, self._states["checked", pool] = with_record(self.pipeline, before, check(), soon=soon)
         return result
 
-    def _staging_table(self, pool: str) -> Opened | None:
+    def _staging_table(self, pool: str) -> LakeTable | None:
         return self._table(storage.staging_uri(self.pipeline.lake, pool))
 
     def _raw_pool(self, topic: str) -> str:
         return self.pipeline.input(topic).pool
 
-    def _table(self, uri: str) -> Opened | None:
+    def _table(self, uri: str) -> LakeTable | None:
         return self._once(("table", uri), lambda: tables.open_table(uri))
 
     def _once(self, key: Hashable, open_state: Callable[[], T]) -> T:

@@ -48,7 +48,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import storage, tables, tampering
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 
 ACCOUNT = "#account"
 ACCOUNT_FOLDER = "topic=%23account"
@@ -168,18 +168,18 @@ class Head:
 class StagingState:
     """One version of a staging table."""
 
-    opened: Opened = field(repr=False)
+    table: LakeTable = field(repr=False)
     head: Head
     files: tuple[DataFile, ...] = field(repr=False)
 
     @property
     def schema(self) -> pa.Schema:
-        return self.opened.schema
+        return self.table.schema
 
     @property
     def table_id(self) -> str:
         """The Delta table id. A new table at the same place has another id."""
-        return str(self.opened.metadata.id)
+        return str(self.table.metadata.id)
 
     def output_files(self, topic: str) -> list[DataFile]:
         """Files of an output topic, sorted by partition and offset as numbers."""
@@ -192,10 +192,10 @@ class StagingState:
 
     def released(self, topic: str, partition: int) -> int:
         """Below this offset raw records, but for those of replays, may be removed: no batch looks at them again."""
-        return self.opened.number(f"zync:released:{topic}:{partition}") or 0
+        return self.table.number(f"zync:released:{topic}:{partition}") or 0
 
     def uri(self, item: DataFile) -> str:
-        return storage.join(self.opened.uri, item.path)
+        return storage.join(self.table.uri, item.path)
 
 
 def open_staging(lake: str, pool: str) -> StagingState | None:
@@ -203,7 +203,7 @@ def open_staging(lake: str, pool: str) -> StagingState | None:
     return staging_state(tables.open_table(storage.staging_uri(lake, pool)))
 
 
-def staging_state(opened: Opened | None) -> StagingState | None:
+def staging_state(opened: LakeTable | None) -> StagingState | None:
     """The state of a staging table in one version; None where there is none yet. Raises TableDamaged."""
     if opened is None or not has_begun(opened):
         return None
@@ -211,19 +211,19 @@ def staging_state(opened: Opened | None) -> StagingState | None:
     batch = opened.number("zync:batch")
     heads = [item for item in files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
     if batch is None or len(heads) != 1:
-        raise tampering.changed(opened, f"its account has {len(heads)} head files and batch {batch}")
+        raise tampering.damage(opened, f"its account has {len(heads)} head files and batch {batch}")
     number = int(heads[0].path.removeprefix(_HEAD)[:12])
     if number != batch:
-        raise tampering.changed(opened, f"its account is that of batch {number}, and batch {batch} was committed")
+        raise tampering.damage(opened, f"its account is that of batch {number}, and batch {batch} was committed")
     return StagingState(opened, _head(opened, heads[0], batch), files)
 
 
-def has_begun(opened: Opened | None) -> bool:
+def has_begun(opened: LakeTable | None) -> bool:
     """Whether a table is a staging table, whatever state it is in."""
     return opened is not None and "account" in opened.schema.names
 
 
-def _head(opened: Opened, item: DataFile, batch: int) -> Head:
+def _head(opened: LakeTable, item: DataFile, batch: int) -> Head:
     """The head in its file, read again where another program changed the file."""
     system, path = storage.filesystem(storage.join(opened.uri, item.path))
     info = system.get_file_info(path)
@@ -231,13 +231,13 @@ def _head(opened: Opened, item: DataFile, batch: int) -> Head:
 
 
 @lru_cache(16)
-def _head_of(opened: Opened, path: str, batch: int, _mark: tuple[int | None, int | None]) -> Head:
+def _head_of(opened: LakeTable, path: str, batch: int, _mark: tuple[int | None, int | None]) -> Head:
     return _parse_head(batch, _read_head(opened, path))
 
 
-def _read_head(opened: Opened, path: str) -> list[dict[str, Any]]:
+def _read_head(opened: LakeTable, path: str) -> list[dict[str, Any]]:
     uri = storage.join(opened.uri, path)
-    with storage.accessed(uri, _UNREADABLE):
+    with storage.access_errors(uri, _UNREADABLE):
         try:
             return _entries(uri).to_pylist()
         except (FileNotFoundError, pa.ArrowInvalid):
@@ -254,8 +254,8 @@ def check_whole(state: StagingState) -> None:
         numbered = sum(item.next - item.base for (name, _), item in state.head.outputs.items() if name == topic)
         held = sum(item.records for item in state.output_files(topic))
         if held != numbered:
-            raise tampering.changed(state.opened, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
-    tampering.check(state.opened)
+            raise tampering.damage(state.table, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
+    tampering.check(state.table)
 
 
 def read_ledger(state: StagingState, kinds: Iterable[str] | None = None) -> pa.Table:
@@ -296,17 +296,17 @@ def commit_batch(
         crash_point("etl:table-created")
         return
     old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
-    known = _planned_on(before.head, before.opened)
-    opened = tables.widen(before.opened, schema)
-    if opened is not before.opened:
+    known = _planned_on(before.head, before.table)
+    opened = tables.widen(before.table, schema)
+    if opened is not before.table:
         crash_point("etl:columns-added")
-    if opened is not before.opened and _planned_on(before.head, opened) != known:
+    if opened is not before.table and _planned_on(before.head, opened) != known:
         raise CommitConflict(f"table {uri}: another writer committed first; run again")
-    tables.commit(opened, all_files, numbers, removed=[*removed, *old_heads], partition_by=["topic"])
+    tables.commit(opened, all_files, numbers, removals=[*removed, *old_heads], partition_by=["topic"])
     crash_point("etl:committed")
 
 
-def _planned_on(head: Head, opened: Opened) -> list[int | None]:
+def _planned_on(head: Head, opened: LakeTable) -> list[int | None]:
     """The numbers that must not change during a batch. A release of raw records keeps the batch number, so that the released
     offsets are compared too."""
     names = ["zync:batch", *(f"zync:released:{topic}:{partition}" for topic, partition in head.inputs)]
@@ -321,7 +321,7 @@ def release(state: StagingState, topic: str, until: Mapping[int, int]) -> None:
     later = {p: offset for p, offset in until.items() if offset > state.released(topic, p)}
     if later:
         numbers = {f"zync:released:{topic}:{p}": offset for p, offset in later.items()}
-        tables.commit(state.opened, [], {**numbers, "zync:batch": state.head.batch}, partition_by=["topic"])
+        tables.commit(state.table, [], {**numbers, "zync:batch": state.head.batch}, partition_by=["topic"])
 
 
 def ledger_file(uri: str, path: str) -> DataFile:
@@ -345,7 +345,7 @@ def write_entries(uri: str, path: str, rows: pa.Table) -> DataFile:
 def _write_account(uri: str, path: str, rows: pa.Array) -> DataFile:
     storage.make_folder(storage.join(uri, path.rsplit("/", 1)[0]))
     system, full = storage.filesystem(storage.join(uri, path))
-    with storage.accessed(storage.join(uri, path), "can't be written"):
+    with storage.access_errors(storage.join(uri, path), "can't be written"):
         pq.write_table(pa.table({"account": rows}), full, filesystem=system)
     return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
 
@@ -367,7 +367,7 @@ def _old_next(before: StagingState, head: Head, topic: str) -> int:
 
 
 def _read(uri: str) -> pa.Table:
-    with storage.accessed(uri, _UNREADABLE):
+    with storage.access_errors(uri, _UNREADABLE):
         return _entries(uri)
 
 

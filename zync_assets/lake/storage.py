@@ -44,8 +44,8 @@ BATCH_BYTES = 64 << 20
 
 def join(base: str, *parts: str) -> str:
     """A path or URI below another, opened by the same settings."""
-    joined = "/".join([base.rstrip("/"), *parts])
-    return LakeUri(joined, base.settings) if isinstance(base, LakeUri) else joined
+    path = "/".join([base.rstrip("/"), *parts])
+    return LakeUri(path, base.settings) if isinstance(base, LakeUri) else path
 
 
 def raw_uri(lake: str, pool: str, topic: str) -> str:
@@ -100,7 +100,7 @@ def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 @lru_cache(64)
 def _store(root: str, items: tuple[tuple[str, str], ...]) -> fs.FileSystem:
     place = LakeUri(root, dict(items))
-    with _in_our_words(place):
+    with _store_errors(place):
         return fs.PyFileSystem(_Bucket(place))
 
 
@@ -112,33 +112,33 @@ class _Bucket(DeltaStorageHandler):
         self._root = root
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        with _in_our_words(self._root):
+        with _store_errors(self._root):
             return super().get_file_info(paths)
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        with _in_our_words(self._root):
+        with _store_errors(self._root):
             return super().get_file_info_selector(selector)
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        with _in_our_words(self._root):
+        with _store_errors(self._root):
             return super().open_input_file(path)
 
     def open_output_stream(self, path: str, metadata: dict[str, str] | None = None) -> pa.PythonFile:
-        with _in_our_words(self._root):
+        with _store_errors(self._root):
             return super().open_output_stream(path, metadata)
 
     def delete_file(self, path: str) -> None:
-        with _in_our_words(self._root):
+        with _store_errors(self._root):
             super().delete_file(path)
 
 
 @contextmanager
-def _in_our_words(root: str) -> Generator[None]:
+def _store_errors(root: str) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if (told := stores.refusal(root, settings(root), error)) is not None:
-            raise told from None
+        if (refusal := stores.refusal(root, settings(root), error)) is not None:
+            raise refusal from None
         raise
     except (OSError, ValueError, DeltaError) as error:
         raise failure(root, error, f"lake {root}: {stores.first_line(error)}") from None
@@ -146,14 +146,14 @@ def _in_our_words(root: str) -> Generator[None]:
 
 def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
     """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
-    told = (
+    refusal = (
         stores.refusal(uri, settings(uri), error) if is_store(uri) else stores.disk_refusal(f"lake {uri}", str(error))
     )
-    return told or LakeError(otherwise)
+    return refusal or LakeError(otherwise)
 
 
 @contextmanager
-def accessed(uri: str, doing: str) -> Generator[None]:
+def access_errors(uri: str, doing: str) -> Generator[None]:
     """LakeError for what the system says while a file is read or written. ``doing``: such as ``can't be read``."""
     try:
         yield
@@ -256,25 +256,25 @@ def files_with_times(uri: str, suffix: str) -> list[tuple[str, float]]:
     system, path = filesystem(uri)
     selector = fs.FileSelector(path, allow_not_found=True, recursive=True)
     base = path.rstrip("/") + "/"
-    found = [
+    files = [
         (info.path.removeprefix(base), (info.mtime_ns or 0) / 1e9)
         for info in system.get_file_info(selector)
         if info.type == fs.FileType.File and info.path.endswith(suffix)
     ]
-    return [each for each in found if not any(part.startswith(("_", ".")) for part in each[0].split("/"))]
+    return [file for file in files if not any(part.startswith(("_", ".")) for part in file[0].split("/"))]
 
 
 _LONGS = b"zync.longs"
 """On a column: some files hold a long where the table has a double."""
 
 
-def widened(have: pa.Schema, wanted: pa.Schema) -> pa.Schema:
-    """The columns of ``have``, with those of ``wanted`` in their places or after them.
+def wider_schema(old: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The columns of ``old``, with those of ``new`` in their places or after them.
 
-    SchemaError names a column whose values the wanted type has no room for.
+    SchemaError names a column whose values the new type has no room for.
     """
-    fields = {field.name: field for field in have}
-    for field in wanted:
+    fields = {field.name: field for field in old}
+    for field in new:
         if field.name in fields and not holds(field.type, fields[field.name].type):
             raise SchemaError(
                 f"column {field.name}: {field.type} does not hold what is there, {fields[field.name].type}"

@@ -107,14 +107,14 @@ def with_environment(uri: str, settings: Mapping[str, str], env: Mapping[str, st
     Each library would read other environment variables itself. With the completed settings, every library and Spark's tasks
     on other machines use the same values.
     """
-    found = dict(settings)
-    given = any(name in settings for name in _CREDENTIALS)
+    values = dict(settings)
+    has_credentials = any(name in settings for name in _CREDENTIALS)
     for name, item in KINDS[scheme(uri)].settings.items():
-        if name not in found and not (given and name in _CREDENTIALS):
+        if name not in values and not (has_credentials and name in _CREDENTIALS):
             value = next((env[variable] for variable in item.env if env.get(variable)), None)
             if value is not None:
-                found[name] = value
-    return found
+                values[name] = value
+    return values
 
 
 def delta_options(uri: str, settings: Mapping[str, str]) -> dict[str, str]:
@@ -161,15 +161,15 @@ def kind_of(uri: str) -> Kind:
     try:
         return KINDS[scheme(uri)]
     except KeyError:
-        known = ", ".join(f"{name}://" for name in KINDS)
-        raise LakeError(f"lake {uri}: no store of that kind is known here; known are {known} and folders") from None
+        schemes = ", ".join(f"{name}://" for name in KINDS)
+        raise LakeError(f"lake {uri}: no store of that kind is known here; known are {schemes} and folders") from None
 
 
 _TRACE = re.compile(r"(stack backtrace|\d+: |at )", re.IGNORECASE)
 """Of Rust's backtraces, which some errors of delta-rs carry."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"\b(40[0-9]|412|429|50[0-9]) [A-Z]")
-_UNANSWERED = (
+_SILENCE = (
     "error sending request",
     "tcp connect",
     "dns error",
@@ -209,8 +209,8 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
     text = str(error)
     bucket, kind = urlsplit(uri).netloc, kind_of(uri)
     where = f"at {endpoint}" if (endpoint := settings.get("endpoint")) else f"in {kind.name}"
-    found = _CODE.search(text) or _STATUS.search(text)
-    code = found[1] if found else ""
+    match = _CODE.search(text) or _STATUS.search(text)
+    code = match[1] if match else ""
     if any(sign in text for sign in _NO_BUCKET):
         return LakeError(
             f"lake {uri}: there is no bucket {bucket} {where}. Create it, or correct lake: in the pipeline file."
@@ -230,7 +230,7 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
             f"lake {uri}: the store {where} does not let these credentials do that ({code or 'AccessDenied'}). They need to"
             f" list, read, write and delete objects below {uri}."
         )
-    if any(sign in text for sign in _UNANSWERED):
+    if any(sign in text for sign in _SILENCE):
         return LakeUnavailable(
             f"lake {uri}: no answer from the store {where}. Nothing is lost: run again when it is up, or correct endpoint"
             " and region of lake: in the pipeline file."
@@ -242,11 +242,11 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
 
 def no_answer(text: str) -> LakeUnavailable | None:
     """The error for an object store that did not answer Spark; None where Spark's text is of something else."""
-    found = _OF_HADOOP.search(text)
-    if found is None or any(sign in text for sign in _NO_CREDENTIALS):
+    match = _OF_HADOOP.search(text)
+    if match is None or any(sign in text for sign in _NO_CREDENTIALS):
         return None
     return LakeUnavailable(
-        f"the lake's store does not answer Spark ({found[0]}). Nothing is lost: run again when it is up, or correct endpoint and"
+        f"the lake's store does not answer Spark ({match[0]}). Nothing is lost: run again when it is up, or correct endpoint and"
         " region of lake: in the pipeline file."
     )
 
@@ -266,18 +266,18 @@ _DISK = (
 
 def disk_refusal(place: str, text: str) -> LakeError | None:
     """What the file system at a place refuses; None where the text is of something else."""
-    for pattern, told in _DISK:
+    for pattern, fault in _DISK:
         if re.search(pattern, text):
             return LakeError(
-                f"{place}: {told}, and run again: nothing of this step is visible, and what was committed before is kept."
+                f"{place}: {fault}, and run again: nothing of this step is visible, and what was committed before is kept."
             )
     return None
 
 
 def missing_file(text: str) -> LakeError | None:
     """The error for a data file that Spark did not find; None for the text of another error."""
-    found = re.search(r"(?:PATH_NOT_FOUND|FILE_NOT_EXIST|FILE_READ|FAILED_READ_FILE|FileNotFound)", text)
-    if found is None:
+    match = re.search(r"(?:PATH_NOT_FOUND|FILE_NOT_EXIST|FILE_READ|FAILED_READ_FILE|FileNotFound)", text)
+    if match is None:
         return None
     place = re.search(r"(?:file|s3a?|gs|abfss?):/[^\s,]+\.parquet", text)
     name = re.sub("^file:/+", "/", place[0]) if place else "of a table"
@@ -291,8 +291,8 @@ def missing_file(text: str) -> LakeError | None:
 
 def _table(file: str) -> str:
     """The table that a data file belongs to. Compaction and ETL write into folders of the table."""
-    found = re.fullmatch(r"(.+?)/(?:(?:batch-\d{12}-[0-9a-f]{12}|compact-[0-9a-f]{32}|topic=[^/]+)/.+|[^/]+)", file)
-    return found[1] if found else file
+    match = re.fullmatch(r"(.+?)/(?:(?:batch-\d{12}-[0-9a-f]{12}|compact-[0-9a-f]{32}|topic=[^/]+)/.+|[^/]+)", file)
+    return match[1] if match else file
 
 
 def first_line(error: BaseException) -> str:

@@ -22,17 +22,17 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableUnsupported
 from zync_assets.lake import log, storage, stores, tampering
-from zync_assets.lake.log import EPOCH, TOKEN, DataFile, Opened, Order
+from zync_assets.lake.log import EPOCH, TOKEN, DataFile, LakeTable, Order
 
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
 _FORBIDDEN_OFF = ("false", "none")
 """Properties that ask a writer for what is not done here."""
-_known: dict[str, int] = {}
+_versions: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
-_newest: dict[str, tuple[Opened, log.Mark]] = {}
+_newest: dict[str, tuple[LakeTable, log.Mark]] = {}
 """Place → the table object opened last, and the mark of its version's log entry."""
-_passed_on: dict[str, tuple[DeltaTable, log.Mark]] = {}
+_handovers: dict[str, tuple[DeltaTable, log.Mark]] = {}
 """Place → delta-rs's object of a version that a commit was based on, and what tells that version."""
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
@@ -48,23 +48,23 @@ _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=F
 the log instead."""
 
 
-def open_table(uri: str, version: int | None = None) -> Opened | None:
+def open_table(uri: str, version: int | None = None) -> LakeTable | None:
     """The table at a place; None for an empty place.
 
     Raises TableUnsupported for a table that this package could misread, or whose progress could get lost. Raises LakeError
     for a table that this process has seen and that has vanished or is at an older version now. Returns the known object if
     its version is still the newest, without a read of the log.
     """
-    known = _newest.get(uri) if version is None else None
-    newest = _known.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
-    if known is not None and known[0].version >= newest and log.newest_mark(uri, known[0].version) == known[1]:
-        return known[0]
+    latest = _newest.get(uri) if version is None else None
+    newest = _versions.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
+    if latest is not None and latest[0].version >= newest and log.newest_mark(uri, latest[0].version) == latest[1]:
+        return latest[0]
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return _absent(uri)
     try:
-        table = _advanced(uri) if version is None else None
-        table = table or DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
+        delta = _advance(uri) if version is None else None
+        delta = delta or DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
         return _absent(uri)
     except (DeltaError, OSError) as error:
@@ -74,73 +74,73 @@ def open_table(uri: str, version: int | None = None) -> Opened | None:
                 f"table {uri} uses a feature of the Delta protocol that is not known here: {stores.first_line(error)}."
                 f" {_WITHOUT}"
             ) from None
-        raise _failed(uri, error, "the Delta log can't be read", " Restore its files from a copy.") from None
-    protocol = table.protocol()
+        raise _lake_error(uri, error, "the Delta log can't be read", " Restore its files from a copy.") from None
+    protocol = delta.protocol()
     features = set(protocol.reader_features or ())
     if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:
         raise TableUnsupported(
             f"table {uri} asks for reader version {protocol.min_reader_version} with {sorted(features)}; files are read here"
             f" past Delta's own reader, which knows none of these. {_WITHOUT}"
         )
-    if "delta.setTransactionRetentionDuration" in table.metadata().configuration:
+    if "delta.setTransactionRetentionDuration" in delta.metadata().configuration:
         raise TableUnsupported(
             f"table {uri} sets delta.setTransactionRetentionDuration, which would remove the record of what was ingested."
             " Unset that property."
         )
     if version is None:
-        if table.version() < newest:
+        if delta.version() < newest:
             raise LakeError(
-                f"table {uri} went back: it is at version {table.version()}, and was at {newest} when this process saw it"
+                f"table {uri} went back: it is at version {delta.version()}, and was at {newest} when this process saw it"
                 " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
             )
-        _known[uri] = max(table.version(), _known.get(uri, 0))
-    opened = Opened(uri, table)
+        _versions[uri] = max(delta.version(), _versions.get(uri, 0))
+    table = LakeTable(uri, delta)
     if version is None:
-        _remember(opened, known)
-    return opened
-
-
-def _advanced(uri: str) -> DeltaTable | None:
-    """delta-rs's object of an older version, at the newest one now: it reads the log entries since alone. None where there
-    is none, or the log is another one by now."""
-    table, known = _passed_on.pop(uri, (None, None))
-    if table is None or log.mark(uri, table.version()) != known:
-        return None
-    try:
-        table.update_incremental()
-    except (DeltaError, OSError):
-        return None  # whoever reads the whole log says what is wrong with it
+        _remember(table, latest)
     return table
 
 
-def _pass_on(opened: Opened) -> None:
+def _advance(uri: str) -> DeltaTable | None:
+    """delta-rs's object of an older version, at the newest one now: it reads the log entries since alone. None where there
+    is none, or the log is another one by now."""
+    delta, mark = _handovers.pop(uri, (None, None))
+    if delta is None or log.mark(uri, delta.version()) != mark:
+        return None
+    try:
+        delta.update_incremental()
+    except (DeltaError, OSError):
+        return None  # whoever reads the whole log says what is wrong with it
+    return delta
+
+
+def _pass_on(table: LakeTable) -> None:
     """Let the next opening of a table have the object that a commit was made on."""
-    known = _newest.get(opened.uri)
-    if known is not None and known[0] is opened:
-        _passed_on[opened.uri] = opened.give_away(), known[1]
+    latest = _newest.get(table.uri)
+    if latest is not None and latest[0] is table:
+        _handovers[table.uri] = table.give_away(), latest[1]
 
 
-def _drop(opened: Opened) -> None:
+def _drop(table: LakeTable) -> None:
     """Read the log the next time, after a failed commit on an object: a newer version may hide behind a removed entry, and
     the object may hold settings of the store that no longer hold."""
-    known = _newest.get(opened.uri)
-    if known is not None and known[0] is opened:
-        _newest.pop(opened.uri, None)  # another thread's failed commit may have dropped the object meanwhile
-    _passed_on.pop(opened.uri, None)
+    latest = _newest.get(table.uri)
+    if latest is not None and latest[0] is table:
+        _newest.pop(table.uri, None)  # another thread's failed commit may have dropped the object meanwhile
+    _handovers.pop(table.uri, None)
 
 
-def _remember(opened: Opened, before: tuple[Opened, log.Mark] | None) -> None:
-    found = log.mark(opened.uri, opened.version)
-    if before is not None and log.mark(opened.uri, before[0].version) == before[1]:
-        opened.carry(before[0])
-    if found is None:
-        _newest.pop(opened.uri, None)
+def _remember(table: LakeTable, before: tuple[LakeTable, log.Mark] | None) -> None:
+    mark = log.mark(table.uri, table.version)
+    if before is not None and log.mark(table.uri, before[0].version) == before[1]:
+        table.carry(before[0])
+    if mark is None:
+        _newest.pop(table.uri, None)
     else:
-        _newest[opened.uri] = opened, found
+        _newest[table.uri] = table, mark
 
 
 def _absent(uri: str) -> None:
-    if uri in _known:
+    if uri in _versions:
         raise LakeError(
             f"table {uri} was there and is gone: its folder was moved or deleted, or is not mounted. Put it back and run again."
             " If it is meant to be gone, start this program anew."
@@ -149,27 +149,27 @@ def _absent(uri: str) -> None:
 
 def forget(uri: str) -> None:
     """A place whose tables are deleted on purpose."""
-    for known in [known for known in _known if known == uri or known.startswith(f"{uri}/")]:
-        del _known[known]
-        _newest.pop(known, None)
-        _passed_on.pop(known, None)
+    for place in [place for place in _versions if place == uri or place.startswith(f"{uri}/")]:
+        del _versions[place]
+        _newest.pop(place, None)
+        _handovers.pop(place, None)
 
 
-def expect_nothing() -> None:
+def forget_versions() -> None:
     """Forget the known versions, at the begin of a Spark task.
 
     A worker process may have served another command before, and the lake may have been removed and created again since. The
     process that runs the command guards against older versions.
     """
-    _known.clear()
+    _versions.clear()
 
 
-def _check_writable(opened: Opened) -> None:
+def _check_writable(table: LakeTable) -> None:
     """Refuse to write where the table asks for more than is done here (Delta protocol, "Requirements for Writers")."""
-    for name, value in sorted(opened.metadata.configuration.items()):
+    for name, value in sorted(table.metadata.configuration.items()):
         if name.startswith(_FORBIDDEN) and value.lower() not in _FORBIDDEN_OFF:
             raise TableUnsupported(
-                f"table {opened.uri} has the property {name} = {value}, and this version of zync can't obey it."
+                f"table {table.uri} has the property {name} = {value}, and this version of zync can't obey it."
                 " Nothing was committed. Unset the property."
             )
 
@@ -179,7 +179,7 @@ def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
 
     The files are old if the process was stopped, or the machine slept, for days before the commit.
     """
-    age = (time.time() - min((item.made for item in files), default=time.time())) / 3600
+    age = (time.time() - min((item.arrival for item in files), default=time.time())) / 3600
     if age > UNCOMMITTED_HOURS:
         raise CommitConflict(
             f"table {uri}: files that were written {age / 24:.0f} days ago are not committed, because a clean-up may have"
@@ -210,24 +210,24 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            commit_properties=_properties({**numbers, **tampering.begun(files)}, token, retries=0),
+            commit_properties=_properties({**numbers, **tampering.first_numbers(files)}, token, retries=0),
             post_commithook_properties=_HOOKS,
             storage_options=storage.delta_options(uri),
         )
     except (DeltaError, OSError) as error:
-        found = open_table(uri)
-        if found is None:
-            raise _failed(uri, error, "it could not be created") from None
-        if not _committed(found, token, -1):
+        table = open_table(uri)
+        if table is None:
+            raise _lake_error(uri, error, "it could not be created") from None
+        if not _has_commit(table, token, -1):
             raise CommitConflict(f"table {uri} was created by another writer at the same moment; run again") from error
 
 
 def commit(
-    opened: Opened,
+    table: LakeTable,
     files: Sequence[DataFile],
     numbers: Mapping[str, int],
     *,
-    removed: Sequence[DataFile] = (),
+    removals: Sequence[DataFile] = (),
     partition_by: Sequence[str] = (),
     rewritten: bool = False,
 ) -> None:
@@ -237,110 +237,110 @@ def commit(
     committed one of the numbers since the table was opened, or if files are older than UNCOMMITTED_HOURS. Also raises it if
     the log was cleaned so far that conflicts can't be found. Raises TableDamaged if another program changed the files.
     """
-    _check_writable(opened)
-    _check_fresh(opened.uri, files)
-    if files or removed:
-        tampering.check(opened)
+    _check_writable(table)
+    _check_fresh(table.uri, files)
+    if files or removals:
+        tampering.check(table)
     now = int(time.time() * 1000)
-    numbers = {**numbers, **tampering.carried(opened, numbers, files, removed)}
-    before, token = opened.version, uuid.uuid4().hex
+    numbers = {**numbers, **tampering.sum_numbers(table, numbers, files, removals)}
+    before, token = table.version, uuid.uuid4().hex
     try:
-        with opened.lock:
-            opened.settle()
-            opened.table.create_write_transaction(
+        with table.lock:
+            table.settle()
+            table.delta.create_write_transaction(
                 [
-                    RemoveAction(item.path, not rewritten, _removed_at(item, now), partition_values=_group(item))
-                    for item in removed
+                    RemoveAction(item.path, not rewritten, _removal_time(item, now), partition_values=_group(item))
+                    for item in removals
                 ]
                 + [_add(item, not rewritten) for item in files],
                 mode="append",
-                schema=opened.delta_schema,
+                schema=table.delta_schema,
                 partition_by=list(partition_by),
                 commit_properties=_properties(numbers, token),
                 post_commithook_properties=_HOOKS,
             )
-            _known[opened.uri] = max(before + 1, _known.get(opened.uri, 0))
-            _pass_on(opened)
+            _versions[table.uri] = max(before + 1, _versions.get(table.uri, 0))
+            _pass_on(table)
     except (DeltaError, OSError) as error:
-        _drop(opened)
-        found = open_table(opened.uri)
-        if found is not None and _committed(found, token, before):
+        _drop(table)
+        newest = open_table(table.uri)
+        if newest is not None and _has_commit(newest, token, before):
             return
-        _check_refused(opened, found, error)
+        _check_refusal(table, newest, error)
         if isinstance(error, CommitFailedError):
-            raise CommitConflict(f"table {opened.uri}: another writer committed first; run again") from error
-        _check_log(opened, found, error)
-        raise _failed(opened.uri, error, "the commit failed and nothing of it is visible") from None
+            raise CommitConflict(f"table {table.uri}: another writer committed first; run again") from error
+        _check_log(table, newest, error)
+        raise _lake_error(table.uri, error, "the commit failed and nothing of it is visible") from None
 
 
-def widen(opened: Opened, wanted: pa.Schema) -> Opened:
-    """Give the table the columns of ``wanted``, in a commit of its own that touches no file; the table opened anew.
+def widen(table: LakeTable, columns: pa.Schema) -> LakeTable:
+    """Give the table some ``columns``, in a commit of its own that touches no file; the table opened anew.
 
-    Columns are added, nested ones too, and get wider types; those that ``wanted`` lacks stay. CommitConflict if another
+    Columns are added, nested ones too, and get wider types; those that ``columns`` lacks stay. CommitConflict if another
     writer changed the schema since the table was opened. ``create_write_transaction`` leaves a table's schema as it was
     even when the files are wider, and ``alter.add_columns`` refuses another type: an overwrite of no rows does it.
     """
-    schema = storage.widened(opened.schema, wanted)
-    if Schema.from_arrow(schema).to_json() == opened.delta_schema.to_json():
-        return opened
-    before, token = opened.version, uuid.uuid4().hex
+    schema = storage.wider_schema(table.schema, columns)
+    if Schema.from_arrow(schema).to_json() == table.delta_schema.to_json():
+        return table
+    before, token = table.version, uuid.uuid4().hex
     try:
         write_deltalake(
-            # A fresh object, because write_deltalake moves its object to the new version, and ``Opened`` never changes.
-            DeltaTable(opened.uri, version=before, storage_options=storage.delta_options(opened.uri)),
+            # A fresh object, because write_deltalake moves its object to the new version, and ``LakeTable`` never changes.
+            DeltaTable(table.uri, version=before, storage_options=storage.delta_options(table.uri)),
             schema.empty_table(),
             mode="overwrite",
             schema_mode="overwrite",
             predicate="false",
-            partition_by=opened.metadata.partition_columns or None,
+            partition_by=table.metadata.partition_columns or None,
             commit_properties=_properties({}, token),
             post_commithook_properties=_HOOKS,
         )
     except (DeltaError, OSError) as error:
-        _drop(opened)
-        found = open_table(opened.uri)
-        if found is not None and _committed(found, token, before):
-            return found
-        _check_refused(opened, found, error)
+        _drop(table)
+        newest = open_table(table.uri)
+        if newest is not None and _has_commit(newest, token, before):
+            return newest
+        _check_refusal(table, newest, error)
         if isinstance(error, CommitFailedError):
-            raise CommitConflict(f"table {opened.uri}: another writer changed the schema first; run again") from error
-        _check_log(opened, found, error)
-        raise SchemaError(f"table {opened.uri}: its columns can't be changed: {error}") from error
-    found = open_table(opened.uri)
-    if found is None:
-        raise LakeError(f"table {opened.uri} vanished")
-    return found
+            raise CommitConflict(f"table {table.uri}: another writer changed the schema first; run again") from error
+        _check_log(table, newest, error)
+        raise SchemaError(f"table {table.uri}: its columns can't be changed: {error}") from error
+    newest = open_table(table.uri)
+    if newest is None:
+        raise LakeError(f"table {table.uri} vanished")
+    return newest
 
 
-def _failed(uri: str, error: Exception, what: str, cure: str = "") -> LakeError:
-    return storage.failure(uri, error, f"table {uri}: {what}: {stores.first_line(error)}.{cure}")
+def _lake_error(uri: str, error: Exception, problem: str, cure: str = "") -> LakeError:
+    return storage.failure(uri, error, f"table {uri}: {problem}: {stores.first_line(error)}.{cure}")
 
 
-def _check_refused(opened: Opened, found: Opened | None, error: Exception) -> None:
+def _check_refusal(table: LakeTable, newest: LakeTable | None, error: Exception) -> None:
     """TableUnsupported where a commit failed and nobody was first: the table asks for a feature that delta-rs can't write."""
-    if isinstance(error, CommitFailedError) and found is not None and found.version == opened.version:
+    if isinstance(error, CommitFailedError) and newest is not None and newest.version == table.version:
         raise TableUnsupported(
-            f"table {opened.uri} could not be written, and nothing was committed: {stores.first_line(error)}. {_WITHOUT}"
+            f"table {table.uri} could not be written, and nothing was committed: {stores.first_line(error)}. {_WITHOUT}"
         ) from None
 
 
-def _check_log(opened: Opened, found: Opened | None, error: Exception) -> None:
+def _check_log(table: LakeTable, newest: LakeTable | None, error: Exception) -> None:
     """CommitConflict where a commit failed since a clean-up removed log entries that delta-rs looks for conflicts in: the
     entry of the version that the commit is based on, and all later ones."""
-    if found is None or found.version == opened.version:
+    if newest is None or newest.version == table.version:
         return
-    if not log.are_whole(opened.uri, opened.version, found.version):
+    if not log.are_whole(table.uri, table.version, newest.version):
         raise CommitConflict(
-            f"table {opened.uri}: the commit is based on version {opened.version}, the table is at version {found.version},"
+            f"table {table.uri}: the commit is based on version {table.version}, the table is at version {newest.version},"
             " and log entries between them were cleaned up. Nothing of the commit is visible; run again"
         ) from error
 
 
-def _committed(found: Opened, token: str, before: int) -> bool:
+def _has_commit(table: LakeTable, token: str, before: int) -> bool:
     """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
     the same state sets the same ones, and a commit need not add a file."""
-    with found.lock:
-        commits = found.table.history(max(1, found.version - before))
+    with table.lock:
+        commits = table.delta.history(max(1, table.version - before))
     return any(item.get(TOKEN) == token for item in commits)
 
 
@@ -352,10 +352,10 @@ def _properties(numbers: Mapping[str, int], token: str, retries: int | None = No
     )
 
 
-def _removed_at(item: DataFile, now: int) -> int:
+def _removal_time(item: DataFile, now: int) -> int:
     """The time of a tombstone. At one commit a second a week of tombstones would be in each checkpoint of the log: 0 makes
     the next checkpoint leave out the tombstone of a young file."""
-    young = item.added is not None and now - item.added < YOUNG_HOURS * 3_600_000
+    young = item.commit_time is not None and now - item.commit_time < YOUNG_HOURS * 3_600_000
     return 0 if young else now
 
 

@@ -36,11 +36,11 @@ from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import LakeError, TableDamaged
 from zync_assets.lake import log, storage
-from zync_assets.lake.log import TOKEN, DataFile, Opened
+from zync_assets.lake.log import TOKEN, DataFile, LakeTable
 
 MODULUS = 1 << 62
 _BASE = "zync:files"
-_of_tables: WeakKeyDictionary[Opened, int] = WeakKeyDictionary()
+_of_tables: WeakKeyDictionary[LakeTable, int] = WeakKeyDictionary()
 """The sums over the files of opened tables, because a commit needs the sum twice."""
 
 
@@ -49,9 +49,9 @@ def of_files(files: Iterable[DataFile]) -> int:
     return sum(_of_file(item.path, item.size) for item in files) % MODULUS
 
 
-def is_untouched(opened: Opened) -> bool:
+def is_untouched(table: LakeTable) -> bool:
     """Whether the files are those that our commits left. True for a table from before sums were kept."""
-    return not _is_kept(opened.numbers) or _recorded(opened.numbers) == _of_table(opened)
+    return not _has_sum(table.numbers) or _number_sum(table.numbers) == _of_table(table)
 
 
 def is_set(numbers: Iterable[str]) -> bool:
@@ -59,35 +59,35 @@ def is_set(numbers: Iterable[str]) -> bool:
     return any(map(_is_part, numbers))
 
 
-def carried(
-    opened: Opened, numbers: Iterable[str], added: Iterable[DataFile], removed: Iterable[DataFile]
+def sum_numbers(
+    table: LakeTable, numbers: Iterable[str], additions: Iterable[DataFile], removals: Iterable[DataFile]
 ) -> dict[str, int]:
     """The numbers that a commit sets for the files that it adds and removes. ``numbers``: the names of its other numbers.
 
     Two commits that share a name conflict, and so do two commits that both begin the sum. Where the numbers do not add up,
     the commit begins the sum anew.
     """
-    change = of_files(added) - of_files(removed)
+    change = of_files(additions) - of_files(removals)
     if not change:
         return {}
     name = f"{_BASE}:{min(numbers, default='')}"
-    lacking = (_of_table(opened) - _recorded(opened.numbers)) % MODULUS
+    lacking = (_of_table(table) - _number_sum(table.numbers)) % MODULUS
     base: dict[str, int] = {}
-    if lacking or not _is_kept(opened.numbers):
-        base = {_BASE: (opened.numbers.get(_BASE, 0) + lacking) % MODULUS}
-    return base | {name: (opened.numbers.get(name, 0) + change) % MODULUS}
+    if lacking or not _has_sum(table.numbers):
+        base = {_BASE: (table.numbers.get(_BASE, 0) + lacking) % MODULUS}
+    return base | {name: (table.numbers.get(name, 0) + change) % MODULUS}
 
 
-def begun(files: Iterable[DataFile]) -> dict[str, int]:
+def first_numbers(files: Iterable[DataFile]) -> dict[str, int]:
     """The number that the first commit of a table sets."""
     return {_BASE: of_files(files)}
 
 
-def _is_kept(numbers: Mapping[str, int]) -> bool:
+def _has_sum(numbers: Mapping[str, int]) -> bool:
     return _BASE in numbers
 
 
-def _recorded(numbers: Mapping[str, int]) -> int:
+def _number_sum(numbers: Mapping[str, int]) -> int:
     return sum(number for name, number in numbers.items() if _is_part(name)) % MODULUS
 
 
@@ -95,17 +95,17 @@ def _is_part(name: str) -> bool:
     return name == _BASE or name.startswith(f"{_BASE}:")
 
 
-def _of_table(opened: Opened) -> int:
-    if opened not in _of_tables:
-        _of_tables[opened] = of_files(opened.files)
-    return _of_tables[opened]
+def _of_table(table: LakeTable) -> int:
+    if table not in _of_tables:
+        _of_tables[table] = of_files(table.files)
+    return _of_tables[table]
 
 
 @lru_cache(1 << 15)
 def _of_file(path: str, size: int) -> int:
     # No path is used twice. The log may have the path quoted once more than the commit has it.
-    told = f"{unquote(path)} {size}"
-    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=7).digest())
+    text = f"{unquote(path)} {size}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 _OWN = re.compile(
@@ -121,62 +121,64 @@ _SUMS = 20
 """Older sums that are compared for a table whose newest sum is wrong. Each comparison opens a version of the table."""
 
 
-def commits(opened: Opened) -> str:
+def commits(table: LakeTable) -> str:
     """The last commits of other programs, and the version to restore; empty where the log says nothing of one."""
     try:
-        with opened.lock:
-            history = opened.table.history(_RECENT)
+        with table.lock:
+            history = table.delta.history(_RECENT)
     except (DeltaError, OSError):
         return ""
-    others = [item for item in history if TOKEN not in item and item.get("operation") not in _HARMLESS]
-    if not others:
+    foreign_commits = [item for item in history if TOKEN not in item and item.get("operation") not in _HARMLESS]
+    if not foreign_commits:
         return ""
     # From the newest back to the last of ours before them: what we committed after them would be lost by a restore too.
-    before = [item["version"] for item in history if item["version"] < others[0]["version"] and TOKEN in item]
-    since = [item for item in others if not before or item["version"] > before[0]]
-    told = ", ".join(_told(item) for item in reversed(since))
+    before = [item["version"] for item in history if item["version"] < foreign_commits[0]["version"] and TOKEN in item]
+    since = [item for item in foreign_commits if not before or item["version"] > before[0]]
+    versions = ", ".join(_commit_text(item) for item in reversed(since))
     back = f" Restore version {before[0]}." if before else ""
-    return f" Another program committed {told} to it.{back}"
+    return f" Another program committed {versions} to it.{back}"
 
 
-def _told(item: Mapping[str, Any]) -> str:
+def _commit_text(item: Mapping[str, Any]) -> str:
     return f"version {item['version']} ({item.get('operation', 'unknown')})"
 
 
-def strange_file(opened: Opened, items: Iterable[DataFile]) -> str | None:
+def strange_file(table: LakeTable, items: Iterable[DataFile]) -> str | None:
     """An error text that names the first foreign file; None if this package wrote every file."""
     first = next((item for item in items if not _OWN.fullmatch(item.path)), None)
-    return None if first is None else f"file {first.path} was written by another program.{commits(opened)}"
+    return None if first is None else f"file {first.path} was written by another program.{commits(table)}"
 
 
-def changed(opened: Opened, sign: str) -> TableDamaged:
+def damage(table: LakeTable, sign: str) -> TableDamaged:
     """The error for a table whose files contradict its counters. ``sign``: the sign of the change, for the user."""
-    others = commits(opened)
-    cure = "" if "Restore" in others else " Restore the table to an earlier version, or from a copy."
-    return TableDamaged(f"table {opened.uri} was changed by another program: {sign}. Nothing was done.{others}{cure}")
+    foreign_commits = commits(table)
+    cure = "" if "Restore" in foreign_commits else " Restore the table to an earlier version, or from a copy."
+    return TableDamaged(
+        f"table {table.uri} was changed by another program: {sign}. Nothing was done.{foreign_commits}{cure}"
+    )
 
 
-def check(opened: Opened) -> None:
+def check(table: LakeTable) -> None:
     """TableDamaged if another program changed the files of a table since our last commit to it."""
-    if not is_untouched(opened) and not _is_all_ours(opened):
-        raise changed(opened, "its files differ from the files that zync committed")
+    if not is_untouched(table) and not _is_all_ours(table):
+        raise damage(table, "its files differ from the files that zync committed")
 
 
-def _is_all_ours(opened: Opened) -> bool:
+def _is_all_ours(table: LakeTable) -> bool:
     """Whether every commit since a version with a right sum is ours. An older version of zync commits without a sum.
 
     A commit with a sum may have been rebased onto a commit without one: then its sum is wrong, and an earlier sum is right.
     """
-    compared = 0
-    for version in range(opened.version, -1, -1):
-        entry = log.entry(opened.uri, version)
+    comparisons = 0
+    for version in range(table.version, -1, -1):
+        entry = log.entry(table.uri, version)
         if entry is None:
             return False
-        if version < opened.version and is_set(entry.numbers):
-            if _has_right_sum(opened.uri, version):
+        if version < table.version and is_set(entry.numbers):
+            if _has_right_sum(table.uri, version):
                 return True
-            compared += 1
-        if compared == _SUMS or (TOKEN not in entry.info and entry.info.get("operation") not in _HARMLESS):
+            comparisons += 1
+        if comparisons == _SUMS or (TOKEN not in entry.info and entry.info.get("operation") not in _HARMLESS):
             return False
     return False
 
@@ -184,6 +186,6 @@ def _is_all_ours(opened: Opened) -> bool:
 def _has_right_sum(uri: str, version: int) -> bool:
     try:
         table = DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
-        return is_untouched(Opened(uri, table))
+        return is_untouched(LakeTable(uri, table))
     except (DeltaError, OSError, LakeError):
         return False  # the log no longer reaches back to that version

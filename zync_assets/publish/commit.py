@@ -32,7 +32,7 @@ from zync_assets.kafka.topics import (
 )
 from zync_assets.kafka.writer import InOrder
 from zync_assets.lake import compaction
-from zync_assets.lake.publication import Published, WrittenSchema, commit_published, open_published
+from zync_assets.lake.publication import PublishState, WrittenSchema, commit_publish_state, open_publish_state
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
@@ -61,7 +61,7 @@ class PublishCommit:
 
     topic: str
     range: OffsetRange
-    verified: int
+    verified_records: int
     seconds: float
 
     @property
@@ -73,7 +73,7 @@ class PublishCommit:
 class Target:
     """The output partition that a publisher writes to, with all that its Spark tasks need."""
 
-    staged: StagedTopic = field(repr=False)
+    outputs: StagedTopic = field(repr=False)
     topic_id: str
     kafka: Mapping[str, str] = field(repr=False)
     lake: str = field(repr=False)
@@ -85,15 +85,23 @@ class Target:
 
     @property
     def topic(self) -> str:
-        return self.staged.topic
+        return self.outputs.topic
 
-    def published(self) -> Published:
-        return open_published(self.lake, self.pool, self.topic)
+    def publish_state(self) -> PublishState:
+        return open_publish_state(self.lake, self.pool, self.topic)
 
-    def commit(self, before: Published, window: int, verified: int, schemas: Iterable[WrittenSchema] = ()) -> Published:
+    def commit(
+        self, before: PublishState, window: int, verified_end: int, schemas: Iterable[WrittenSchema] = ()
+    ) -> PublishState:
         """Set the end of the announced window and the verified offset. CommitConflict if another publisher came first."""
-        return commit_published(
-            self.lake, self.pool, before, window=window, verified=verified, topic_id=self.topic_id, schemas=schemas
+        return commit_publish_state(
+            self.lake,
+            self.pool,
+            before,
+            window=window,
+            verified_end=verified_end,
+            topic_id=self.topic_id,
+            schemas=schemas,
         )
 
 
@@ -106,7 +114,7 @@ def publish(
     over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not: nothing is
     sent after that is known. Raises CommitConflict if another publisher is at work.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     plan = batch.plan
     if plan.position is None or plan.state is None:
         return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
@@ -125,32 +133,36 @@ def publish(
         WINDOW_BYTES,
     )
     # 3. After an unclean stop, wait: a crashed producer's records can still surface.
-    high = plan.high if plan.clean else _settled_high(pipeline, plan)
+    high = plan.high if plan.clean else _stable_high(pipeline, plan)
     # 4. Compare the records since the last verified offset with staging, and commit that they are verified. Retention and
     #    compaction may have removed records. The offsets of the removed records prove that the records existed.
-    first, published, compared = max(plan.verified, min(topic_state.partitions[0].low, high)), plan.published, 0
+    first, publish_state, comparisons = (
+        max(plan.verified_end, min(topic_state.partitions[0].low, high)),
+        plan.publish_state,
+        0,
+    )
     if first < high:
-        offset, compared = run_tasks(batch.spark, 1, partial(_compare, target, first, high))[0]
+        offset, comparisons = run_tasks(batch.spark, 1, partial(_compare, target, first, high))[0]
         if offset is not None:
             raise foreign_record(batch.topic, offset, plan.recreate)
     if first < high or not plan.clean:
-        published = target.commit(published, high, high)
+        publish_state = target.commit(publish_state, high, high)
         crash_point("publish:verified")
     # 5. Send the rest window by window, several windows a Spark task. A task announces a window, then sends the window.
     for at in range(high, plan.end, TASK_RECORDS):
         until = min(plan.end, at + TASK_RECORDS)
-        known = (published.window, published.verified)
-        announced = run_tasks(batch.spark, 1, partial(_send, target, at, until, known))[0]
-        published = target.published()
-        _check_alone(target.topic, published, announced)
+        before = (publish_state.window, publish_state.verified_end)
+        announcement = run_tasks(batch.spark, 1, partial(_send, target, at, until, before))[0]
+        publish_state = target.publish_state()
+        _check_alone(target.topic, publish_state, announcement)
         if progress is not None:
             progress(until - high, plan.end - high)
     # 6. Kafka gave every record its offset: commit that nothing is left to verify.
-    if high < plan.end or published.verified is None:
-        published = target.commit(published, plan.end, plan.end)
+    if high < plan.end or publish_state.verified_end is None:
+        publish_state = target.commit(publish_state, plan.end, plan.end)
         crash_point("publish:window-closed")
-    compaction.tidy(published.opened)
-    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), compared, time.monotonic() - started)
+    compaction.tidy(publish_state.table)
+    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), comparisons, time.monotonic() - start)
 
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
@@ -178,32 +190,36 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
         crash_point("publish:topic-deleted")
-    created = _create(pipeline, item)
+    topic_state = _create(pipeline, item)
     # 3. Commit that nothing is published to the new topic.
-    done = open_published(pipeline.lake, item.pool, topic)
-    commit_published(pipeline.lake, item.pool, done, window=0, verified=0, topic_id=created.topic_id, replaced=True)
-    return created
+    before = open_publish_state(pipeline.lake, item.pool, topic)
+    commit_publish_state(
+        pipeline.lake, item.pool, before, window=0, verified_end=0, topic_id=topic_state.topic_id, replacement=True
+    )
+    return topic_state
 
 
 def _create(pipeline: Pipeline, item: Output) -> TopicState:
     if item.create is None:
         raise missing(item.topic)
     config, _ = new_topic_config(pipeline.kafka, item.create.config)
-    created = create_topic(pipeline.kafka, item.topic, item.create.partitions, item.create.replication_factor, config)
+    topic_state = create_topic(
+        pipeline.kafka, item.topic, item.create.partitions, item.create.replication_factor, config
+    )
     crash_point("publish:topic-created")
-    return created
+    return topic_state
 
 
-def _settled_high(pipeline: Pipeline, plan: PublishPlan) -> int:
+def _stable_high(pipeline: Pipeline, plan: PublishPlan) -> int:
     """Wait until the topic holds all that was announced, or its high watermark has stood still for longer than a lagging
     replica may take; the high watermark. Raises ForeignRecord if the topic holds more than staging."""
-    announced, still = plan.published.window or 0, time.monotonic()
+    window, last_move = plan.publish_state.window or 0, time.monotonic()
     high = plan.high
-    while high < announced and time.monotonic() - still < pipeline.settle_seconds:
+    while high < window and time.monotonic() - last_move < pipeline.settle_seconds:
         time.sleep(0.2)
-        now = high_watermark(pipeline.kafka, plan.output.topic, 0)
-        if now != high:
-            high, still = now, time.monotonic()
+        new_high = high_watermark(pipeline.kafka, plan.output.topic, 0)
+        if new_high != high:
+            high, last_move = new_high, time.monotonic()
     if high > plan.end:
         raise foreign_record(plan.output.topic, plan.end, plan.recreate)
     return high
@@ -214,49 +230,51 @@ def _compare(target: Target, first: int, high: int, _: int) -> tuple[int | None,
     compacted = is_compacted(target.kafka, target.topic)
     # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
     theirs = read_range(target.kafka, target.topic, 0, first, high, uncommitted=True)
-    used: set[WrittenSchema] = set()
-    ours = encoded_rows(target.staged, first, high, used)
-    return first_difference(ours, theirs, compacted=compacted, alike=alike_ids(target.staged, used, target.published()))
+    schemas: set[WrittenSchema] = set()
+    ours = encoded_rows(target.outputs, first, high, schemas)
+    return first_difference(
+        ours, theirs, compacted=compacted, alike=alike_ids(target.outputs, schemas, target.publish_state())
+    )
 
 
 Announcement = tuple[int | None, int | None]
 """The end of the announced window, and the verified offset."""
 
 
-def _send(target: Target, first: int, end: int, known: Announcement, _: int) -> Announcement:
+def _send(target: Target, first: int, end: int, before: Announcement, _: int) -> Announcement:
     """The Spark task of step 5: send the staged records ``first <= offset < end``; returns its last announcement.
 
-    ``known``: the announcement before the task. Up to two windows may be announced and unverified, because the task encodes
+    ``before``: the announcement before the task. Up to two windows may be announced and unverified, because the task encodes
     a window while it sends the window before. If the task announces nothing for longer than ``settle``, another publisher
     may start and announce a window. The records of that window are not foreign.
     """
     _refuse_second_attempt(target.topic)
-    announced, published = known, target.published()
-    used: set[WrittenSchema] = set()
-    noted = set[WrittenSchema]()
-    rows = encoded_rows(target.staged, first, end, used)
+    announcement, publish_state = before, target.publish_state()
+    schemas: set[WrittenSchema] = set()
+    old_schemas = set[WrittenSchema]()
+    rows = encoded_rows(target.outputs, first, end, schemas)
     with (
-        ahead(windows(rows, target.window_records, target.window_bytes)) as encoded,
+        ahead(windows(rows, target.window_records, target.window_bytes)) as encoded_windows,
         InOrder(target.kafka, target.topic, 0, first, target.recreate) as writer,
     ):
-        for window in encoded:
-            _check_alone(target.topic, published, announced)
+        for window in encoded_windows:
+            _check_alone(target.topic, publish_state, announcement)
             # a. Measure every record: a record that can't be sent leaves no announcement.
             writer.check_sizes(window)
             # b. Announce the window, with the schemas of its rows.
-            announced = writer.sent + sum(len(batch) for batch in window), writer.verified
-            new = used.copy() - noted
-            published = target.commit(published, *announced, schemas=new)
-            noted |= new
+            announcement = writer.sent + sum(len(batch) for batch in window), writer.verified
+            new_schemas = schemas.copy() - old_schemas
+            publish_state = target.commit(publish_state, *announcement, schemas=new_schemas)
+            old_schemas |= new_schemas
             crash_point("publish:window-announced")
             # c. Send it. Nothing is sent after a record that Kafka did not accept.
             for batch in window:
                 writer.write(batch)
-    return announced
+    return announcement
 
 
-def _check_alone(topic: str, published: Published, announced: Announcement) -> None:
-    if (published.window, published.verified) != announced:
+def _check_alone(topic: str, publish_state: PublishState, announcement: Announcement) -> None:
+    if (publish_state.window, publish_state.verified_end) != announcement:
         raise CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
 
 
@@ -291,15 +309,15 @@ def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Itera
 
 @contextmanager
 def ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
-    """``with ahead(items) as same``: the first item is made at once by a thread, each other one while the one before it is
+    """``with ahead(items) as results``: the first item is made at once by a thread, each other one while the one before it is
     used, and none earlier."""
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(next, items, None)
 
-        def same() -> Iterator[T]:
+        def results() -> Iterator[T]:
             upcoming = first
             while (item := upcoming.result()) is not None:
                 upcoming = pool.submit(next, items, None)
                 yield item
 
-        yield same()
+        yield results()

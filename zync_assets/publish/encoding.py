@@ -35,7 +35,7 @@ from zync_assets.etl.rules.output_schemas import (
 from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.publication import Published, WrittenSchema
+from zync_assets.lake.publication import PublishState, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import SOURCE_HEADER, RegistryConfig
@@ -65,7 +65,7 @@ class SideSchema:
     schema_id: int | None
     subject: str
     """The registry's subject of an Avro schema."""
-    renamed: bool = False
+    has_lake_names: bool = False
     """Whether fields have other names in the lake than in the schema."""
 
 
@@ -114,24 +114,24 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
     rows = {name: row_schema(topic, text) for name, (of, text) in state.head.schemas.items() if of == topic}
     # A registry takes a schema that reads the records of those before: what is required at first may be null later.
     for name, whole in sorted(rows.items(), key=lambda item: -_required_count(item[1])):
-        key, value = (_registered(client, topic, side) for side in (whole.key, whole.value))
+        key, value = (_register(client, topic, side) for side in (whole.key, whole.value))
         schemas[name] = replace(whole, key=key, value=value)
-    return StagedTopic(topic, state.opened.uri, tuple(state.output_files(topic)), schemas, client)
+    return StagedTopic(topic, state.table.uri, tuple(state.output_files(topic)), schemas, client)
 
 
 def _required_count(row: RowSchema) -> int:
-    return sum(len(_required(side.schema)) for side in (row.key, row.value))
+    return sum(len(_required_paths(side.schema)) for side in (row.key, row.value))
 
 
 @lru_cache(maxsize=1024)
-def _required(schema: str | None) -> tuple[FieldPath, ...]:
+def _required_paths(schema: str | None) -> tuple[FieldPath, ...]:
     return () if schema is None else tuple(required_fields(json.loads(schema)))
 
 
 def encoded_rows(
-    staged: StagedTopic, first: int, end: int, used: set[WrittenSchema] | None = None
+    outputs: StagedTopic, first: int, end: int, schemas: set[WrittenSchema] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA. ``used``: is added the schemas that the rows have, and
+    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA. ``schemas``: is added the schemas that the rows have, and
     their ids.
 
     Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
@@ -140,51 +140,54 @@ def encoded_rows(
 
     @cache
     def schema_of(group: str) -> RowSchema:
-        found = _row_schema(staged, group)
-        if used is not None:
-            used.update(_written(found))
-        return found
+        schema = _row_schema(outputs, group)
+        if schemas is not None:
+            schemas.update(_written_schemas(schema))
+        return schema
 
-    for batch in _rows(staged, first, end):
+    for batch in _rows(outputs, first, end):
         offsets = pc.struct_field(batch.column("kafka"), "offset")
-        made = payloads(staged.topic, batch, schema_of)
-        if made.errors:
-            worst = min(made.errors)
+        result = payloads(outputs.topic, batch, schema_of)
+        if result.errors:
+            worst = min(result.errors)
             raise SchemaError(
-                f"topic {staged.topic}, offset {offsets[worst].as_py()}: {made.errors[worst]}. Nothing from this offset on was"
+                f"topic {outputs.topic}, offset {offsets[worst].as_py()}: {result.errors[worst]}. Nothing from this offset on was"
                 " published; the record is staged."
             )
         if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
             raise LakeError(
-                f"topic {staged.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
+                f"topic {outputs.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
                 " published. Restore the table to a version before that was so."
             )
         upcoming += len(offsets)
-        yield pa.RecordBatch.from_arrays([offsets, *made.columns], schema=ENCODED_SCHEMA)
+        yield pa.RecordBatch.from_arrays([offsets, *result.columns], schema=ENCODED_SCHEMA)
     if upcoming != end:
         raise LakeError(
-            f"topic {staged.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
+            f"topic {outputs.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
             " before that was so."
         )
 
 
-def _written(schema: RowSchema) -> Iterator[WrittenSchema]:
+def _written_schemas(schema: RowSchema) -> Iterator[WrittenSchema]:
     for name, side in (("key", schema.key), ("value", schema.value)):
         if side.schema is not None and side.schema_id is not None:
             yield WrittenSchema(name, side.schema_id, side.schema)
 
 
-def alike_ids(staged: StagedTopic, used: Collection[WrittenSchema], done: Published) -> AlikeIds:
+def alike_ids(outputs: StagedTopic, schemas: Collection[WrittenSchema], publish_state: PublishState) -> AlikeIds:
     """A function that says whether a schema id in Kafka and the schema id of a staged row name the same schema.
 
     The ids name the same schema if the pool published the schema under the id in Kafka (the registry may have been created
-    again since), or if the registry has the schema under both ids. ``used``: see ``encoded_rows``.
+    again since), or if the registry has the schema under both ids. ``schemas``: see ``encoded_rows``.
     """
 
     @cache
     def alike(side: str, own: int, other: int) -> bool:
-        texts = [item.schema for item in used if (item.side, item.id) == (side, own)]
-        return any(done.wrote(WrittenSchema(side, other, text)) or _has(staged.registry, other, text) for text in texts)
+        texts = [item.schema for item in schemas if (item.side, item.id) == (side, own)]
+        return any(
+            publish_state.has_schema(WrittenSchema(side, other, text)) or _has(outputs.registry, other, text)
+            for text in texts
+        )
 
     return alike
 
@@ -211,8 +214,8 @@ def _is_same_side(side: str, mine: bytes | None, other: bytes | None, alike: Ali
         return mine == other
     if min(len(mine), len(other)) < HEADER or mine[HEADER:] != other[HEADER:]:
         return False
-    framed = mine[:1] == other[:1] == b"\0"
-    return framed and alike(side, int.from_bytes(mine[1:HEADER]), int.from_bytes(other[1:HEADER]))
+    has_frame = mine[:1] == other[:1] == b"\0"
+    return has_frame and alike(side, int.from_bytes(mine[1:HEADER]), int.from_bytes(other[1:HEADER]))
 
 
 def first_difference(
@@ -227,16 +230,16 @@ def first_difference(
 
     ``compacted``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
     """
-    staged, equal = _single_rows(ours), 0
+    own_rows, equal = _single_rows(ours), 0
     for other in _single_rows(theirs):
-        mine = next(staged, None)
+        mine = next(own_rows, None)
         while compacted and mine is not None and mine[0] < other[0]:
-            mine = next(staged, None)
+            mine = next(own_rows, None)
         if not is_same(mine, other, alike):
             return min(row[0] for row in (mine, other) if row is not None), equal
         equal += 1
-    left = None if compacted else next(staged, None)
-    return (None if left is None else left[0]), equal
+    surplus = None if compacted else next(own_rows, None)
+    return (None if surplus is None else surplus[0]), equal
 
 
 def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
@@ -244,32 +247,32 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
-def differing(mine: pa.Array | pa.ChunkedArray, other: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def header_differences(mine: pa.Array | pa.ChunkedArray, other: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
     if mine.null_count == len(mine) and other.null_count == len(other):
         return np.zeros(len(mine), bool)
     pairs = zip(mine.to_pylist(), other.to_pylist(), strict=True)
-    return np.fromiter(((one or None) != (two or None) for one, two in pairs), bool, len(mine))
+    return np.fromiter(((left or None) != (right or None) for left, right in pairs), bool, len(mine))
 
 
 def row_schema(topic: str, text: str) -> RowSchema:
     """An output schema as the pool keeps it (``etl.output_types.OutputType.texts``). Its Avro sides have the id NO_ID."""
-    found = json.loads(text)
-    key, value = (_side(topic, side, found[side]) for side in ("key", "value"))
-    return RowSchema(key, value, found.get("provenance", False))
+    sides = json.loads(text)
+    key, value = (_side(topic, side, sides[side]) for side in ("key", "value"))
+    return RowSchema(key, value, sides.get("provenance", False))
 
 
-def _side(topic: str, side: str, found: Mapping[str, Any]) -> SideSchema:
-    form, schema = str(found["format"]), found["schema"]
+def _side(topic: str, side: str, entry: Mapping[str, Any]) -> SideSchema:
+    form, schema = str(entry["format"]), entry["schema"]
     if schema is None:
         return SideSchema(form, None, None, "")
-    strategy, text, renamed = found.get("subject", "topic"), json.dumps(schema), found.get("renamed", False)
+    strategy, text, has_lake_names = entry.get("subject", "topic"), json.dumps(schema), entry.get("renamed", False)
     if form != "avro":
-        return SideSchema(form, text, None, "", renamed)
-    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text), renamed)
+        return SideSchema(form, text, None, "", has_lake_names)
+    return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text), has_lake_names)
 
 
-def _registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
+def _register(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
     if side.format != "avro" or side.schema is None:
         return side
     if client is None:
@@ -294,38 +297,40 @@ def less(whole: RowSchema, paths: Collection[str]) -> RowSchema:
         return whole
     return replace(
         whole,
-        value=replace(whole.value, schema=without(whole.value.schema, "value", paths, renamed=whole.value.renamed)),
+        value=replace(
+            whole.value, schema=without(whole.value.schema, "value", paths, renamed=whole.value.has_lake_names)
+        ),
     )
 
 
-def _row_schema(staged: StagedTopic, group: str) -> RowSchema:
+def _row_schema(outputs: StagedTopic, group: str) -> RowSchema:
     name, paths = parse_group(group)
-    if name not in staged.schemas:
+    if name not in outputs.schemas:
         raise LakeError(
-            f"topic {staged.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
+            f"topic {outputs.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
         )
-    whole = staged.schemas[name]
-    made = less(whole, paths)
-    return whole if made is whole else replace(made, value=_registered(staged.registry, staged.topic, made.value))
+    whole = outputs.schemas[name]
+    schema = less(whole, paths)
+    return whole if schema is whole else replace(schema, value=_register(outputs.registry, outputs.topic, schema.value))
 
 
-def _rows(staged: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
-    names = ["schema", "left_out", staging.key_column(staged.topic), staging.value_column(staged.topic)]
+def _rows(outputs: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
+    names = ["schema", "left_out", staging.key_column(outputs.topic), staging.value_column(outputs.topic)]
     names.append(staging.HEADERS_COLUMN)
-    if any(item.provenance for item in staged.schemas.values()):
+    if any(item.provenance for item in outputs.schemas.values()):
         names.append("source")
-    for item in staged.files:
+    for item in outputs.files:
         if (item.last or 0) < first or (item.first or 0) >= end:
             continue
-        system, path = storage.filesystem(storage.join(staged.uri, item.path))
+        system, path = storage.filesystem(storage.join(outputs.uri, item.path))
         source = pq.ParquetFile(path, filesystem=system)
         present = ["kafka.offset", *(name for name in names if name in source.schema_arrow.names)]
         for batch in storage.read_batches(source, BATCH_RECORDS, present):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))
-            kept = batch.filter(inside)
-            if kept.num_rows:
-                yield kept
+            inside_rows = batch.filter(inside)
+            if inside_rows.num_rows:
+                yield inside_rows
 
 
 def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:
@@ -341,8 +346,8 @@ def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSch
     if len(parts) == 1:
         return parts[0]
     back = pa.array(np.argsort(np.concatenate(order)))
-    joined = (pa.concat_arrays(column).take(back) for column in zip(*(part.columns for part in parts), strict=True))
-    keys, values, headers = joined
+    columns = (pa.concat_arrays(column).take(back) for column in zip(*(part.columns for part in parts), strict=True))
+    keys, values, headers = columns
     errors = {
         int(at[index]): text for at, part in zip(order, parts, strict=True) for index, text in part.errors.items()
     }
@@ -353,8 +358,8 @@ def _with_nulls(topic: str, rows: pa.RecordBatch, groups: pa.Array, schema_of: C
     """The groups, those apart whose values have a null that their schema has none for."""
     name = staging.value_column(topic)
     for group in pc.unique(groups).to_pylist() if name in rows.schema.names else ():
-        if required := _required(schema_of(group).value.schema):
-            groups = nullable_groups(groups, group, rows.column(name), required, "value")
+        if paths := _required_paths(schema_of(group).value.schema):
+            groups = nullable_groups(groups, group, rows.column(name), paths, "value")
     return groups
 
 
@@ -372,7 +377,7 @@ def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> Encoded
     if side.schema is None or column not in rows.schema.names:
         return EncodedBatch(pa.nulls(rows.num_rows, pa.binary()), ())
     values = rows.column(column)
-    if side.renamed:
+    if side.has_lake_names:
         values = with_type(values, topic_type_of(values.type))
     if pa.types.is_struct(values.type) and is_empty(side.schema):
         # No field is left: a record without fields, which the codecs have as a boolean.

@@ -13,7 +13,7 @@ from zync_assets.audit.guard import check_begins
 from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.topics import TopicState, high_watermark, topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.publication import Published, went_back
+from zync_assets.lake.publication import PublishState, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
@@ -47,8 +47,8 @@ class PublishPlan:
         return self.state.head.outputs.get((self.output.topic, 0)) if self.state else None
 
     @property
-    def published(self) -> Published:
-        return self.snapshot.published(self.output.pool, self.output.topic)
+    def publish_state(self) -> PublishState:
+        return self.snapshot.publish_state(self.output.pool, self.output.topic)
 
     @property
     def recreate(self) -> str:
@@ -61,21 +61,21 @@ class PublishPlan:
         return self.position.next if self.position else 0
 
     @property
-    def verified(self) -> int:
-        if self.published.verified is not None:
-            return self.published.verified
+    def verified_end(self) -> int:
+        if self.publish_state.verified_end is not None:
+            return self.publish_state.verified_end
         return self.position.base if self.position else 0
 
     @property
     def clean(self) -> bool:
         """Whether the last publisher stopped with all that it had announced sent and verified."""
-        return (self.published.window or 0) <= self.verified
+        return (self.publish_state.window or 0) <= self.verified_end
 
     @property
     def nothing_to_do(self) -> bool:
         if self.position is None:
             return True
-        return self.topic_state is not None and self.clean and self.high == self.verified == self.end
+        return self.topic_state is not None and self.clean and self.high == self.verified_end == self.end
 
     @property
     def ranges(self) -> tuple[OffsetRange, ...]:
@@ -86,7 +86,7 @@ class PublishPlan:
     def lag(self) -> int:
         """The number of staged records past the verified offset. The topic's own end proves nothing, because the topic may
         hold records of another program."""
-        return max(0, self.end - self.verified)
+        return max(0, self.end - self.verified_end)
 
 
 @dataclass(frozen=True)
@@ -115,30 +115,32 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     """The publish plan of a topic. Raises TopicMissing, TopicRecreated or ForeignRecord if the topic's state shows it."""
     item, snapshot = pipeline.output(topic), Snapshot(pipeline)
     # Each before the one that it is made from: another publisher may be at work, and must not look like damage.
-    done = snapshot.published(item.pool, topic)
-    found = topic_states(pipeline.kafka, [topic]).get(topic)
-    high = high_watermark(pipeline.kafka, topic, 0) if found else None
+    publish_state = snapshot.publish_state(item.pool, topic)
+    topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
+    high = high_watermark(pipeline.kafka, topic, 0) if topic_state else None
     state = snapshot.staging(item.pool)
     position = state.head.outputs.get((topic, 0)) if state else None
     base = position.base if position else 0
-    plan = PublishPlan(item, snapshot, found, base if high is None else high)
-    loss = went_back(item.pool, topic, done.verified, position.next if position else None, plan.recreate)
+    plan = PublishPlan(item, snapshot, topic_state, base if high is None else high)
+    loss = rollback_error(
+        item.pool, topic, publish_state.verified_end, position.next if position else None, plan.recreate
+    )
     if loss is not None:
         raise loss
     if state is None:
         check_begins(pipeline, item.pool)
     else:
         staging.check_whole(state)
-    if found is None and position is not None:
-        if done.topic_known() or position.topic_id is not None:
+    if topic_state is None and position is not None:
+        if publish_state.has_topic() or position.topic_id is not None:
             raise TopicMissing(
                 f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
                 f" one with: {plan.recreate}"
             )
         if item.create is None:
             raise missing(topic)
-    if found is not None:
-        _check_identity(plan, found)
+    if topic_state is not None:
+        _check_identity(plan, topic_state)
     if position is not None:
         _check_watermark(plan)
     return plan
@@ -150,22 +152,22 @@ def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: Publis
     return OutputBatch(plan, deferred(spark))
 
 
-def _check_identity(plan: PublishPlan, found: TopicState) -> None:
-    position, done = plan.position, plan.published
-    known = done.made_for(found.topic_id) if done.topic_known() else None
-    if known is None and position is not None and position.topic_id is not None:
-        known = position.topic_id == found.topic_id
-    if known is False:
+def _check_identity(plan: PublishPlan, topic_state: TopicState) -> None:
+    position, publish_state = plan.position, plan.publish_state
+    same_topic = publish_state.belongs_to(topic_state.topic_id) if publish_state.has_topic() else None
+    if same_topic is None and position is not None and position.topic_id is not None:
+        same_topic = position.topic_id == topic_state.topic_id
+    if same_topic is False:
         raise TopicRecreated(
-            f"topic {found.topic} is another topic than the one that was published to (its id is now {found.topic_id}): it"
-            f" was deleted and created again. To publish all of staging to it: {plan.recreate}"
+            f"topic {topic_state.topic} is another topic than the one that was published to (its id is now"
+            f" {topic_state.topic_id}): it was deleted and created again. To publish all of staging to it: {plan.recreate}"
         )
 
 
 def _check_watermark(plan: PublishPlan) -> None:
-    if plan.high < plan.verified:
+    if plan.high < plan.verified_end:
         raise KafkaError(
-            f"topic {plan.output.topic}, partition 0: its high watermark {plan.high} is below {plan.verified}, up to where it"
+            f"topic {plan.output.topic}, partition 0: its high watermark {plan.high} is below {plan.verified_end}, up to where it"
             f" was published: the topic has lost records. To publish all of staging again: {plan.recreate}"
         )
     if plan.high > plan.end:

@@ -70,7 +70,7 @@ class ReplayPlan:
     input: Input
     snapshot: Snapshot = field(repr=False)
     state: RawState = field(repr=False)
-    wanted: Offsets
+    offsets: Offsets
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def plan_replay(pipeline: Pipeline, item: Input, selection: Selection) -> Replay
     state = snapshot.raw(item.topic)
     if state is None:
         return None
-    wanted: dict[int, list[int]] = {}
+    offset_lists: dict[int, list[int]] = {}
     for record in quarantined_records(pipeline, Selection((item.topic,), selection.ranges), snapshot):
         if record.stage != "etl":
-            wanted.setdefault(record.partition, []).append(record.offset)
-    if not wanted:
+            offset_lists.setdefault(record.partition, []).append(record.offset)
+    if not offset_lists:
         return None
-    return ReplayPlan(item, snapshot, state, {p: np.array(offsets, np.int64) for p, offsets in wanted.items()})
+    return ReplayPlan(item, snapshot, state, {p: np.array(offsets, np.int64) for p, offsets in offset_lists.items()})
 
 
 def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> ReplayCommit:
@@ -106,29 +106,29 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     accepts no new schema. Nothing of this replay is visible after an error."""
     item, state, side = plan.input, plan.state, plan.snapshot.quarantine(plan.input.topic)
     # 1. Find the side table's files with entries of the wanted partitions.
-    files = [found for found in quarantine.quarantine_files(state, side) if found.partition in plan.wanted]
-    orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.wanted.items()}
+    files = [file for file in quarantine.quarantine_files(state, side) if file.partition in plan.offsets]
+    orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.offsets.items()}
     task = ReplayTask(
         source_of(pipeline, item, state),
         storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
         tuple(files),
-        plan.wanted,
-        state.opened.uri,
+        plan.offsets,
+        state.table.uri,
         raw.replay_name(state.replays + 1),
-        floors_of(state, plan.wanted),
-        orders if state.ordered else None,
+        floors_of(state, plan.offsets),
+        orders if state.has_order else None,
     )
     # 2. Decode the records, and write the records that can be decoded to new files. One Spark task suffices for the few
     #    quarantined records, and gives one type per column.
-    write = _write_shaped if item.shape is not None else _write_decoded
-    done, schema = write(spark, pipeline, plan, task)
-    if done.files:
+    write = _write_shapes if item.shape is not None else _write_records
+    result, schema = write(spark, pipeline, plan, task)
+    if result.files:
         # 3. Check that the pipeline file accepts the schemas of the writers.
-        source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
-        writers, _ = schema_changes(item, source, done.new_schemas)
+        source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
+        writers, _ = schema_changes(item, source, result.new_schemas)
         # 4. Commit the files and the number of the replay together. The commit conflicts with any other replay.
-        raw.commit_replay(state, schema, done.files, writers)
-    return ReplayCommit(item.topic, sum(found.records for found in done.files), done.reasons)
+        raw.commit_replay(state, schema, result.files, writers)
+    return ReplayCommit(item.topic, sum(file.records for file in result.files), result.reasons)
 
 
 @dataclass(frozen=True)
@@ -148,34 +148,34 @@ class Floors:
     before: int = 0
     """The highest time of the records that retention removed from before the files."""
 
-    def time(self, offset: int, reached: int, own: int | None) -> int:
+    def time(self, offset: int, ingest_time: int, own: int | None) -> int:
         """The time of a replayed record at ``offset``.
 
-        ``reached``: the partition's highest time when ingest read the record, 0 if unknown; ``own``: the record's timestamp.
+        ``ingest_time``: the partition's highest time when ingest read the record, 0 if unknown; ``own``: the record's timestamp.
         """
         at = int(np.searchsorted(self.lasts, offset)) - 1
-        floor = max(reached, int(self.highest[at]) if at >= 0 else 0, self.before)
+        floor = max(ingest_time, int(self.highest[at]) if at >= 0 else 0, self.before)
         if floor:
             return floor
         after = int(np.searchsorted(self.firsts, offset))
         return min([own or 0, *self.lowest[after : after + 1].tolist()])
 
 
-def floors_of(state: RawState, wanted: Offsets) -> dict[int, Floors]:
+def floors_of(state: RawState, offsets: Offsets) -> dict[int, Floors]:
     floors: dict[int, Floors] = {}
-    for partition in wanted:
+    for partition in offsets:
         files = [item for item in raw.raw_files(state) if item.partition == partition and not raw.is_replay(item)]
         numbers = [
             np.array([getattr(item, name) or 0 for item in files], np.int64)
             for name in ("last", "max_time", "first", "min_time")
         ]
         highest = np.maximum.accumulate(numbers[1]) if files else numbers[1]
-        floors[partition] = Floors(numbers[0], highest, numbers[2], numbers[3], state.reached.get(partition, 0))
+        floors[partition] = Floors(numbers[0], highest, numbers[2], numbers[3], state.retention_time.get(partition, 0))
     return floors
 
 
 @dataclass
-class Decoded:
+class ReplayResult:
     """The results of the task, which grow as the task runs."""
 
     files: list[DataFile] = field(default_factory=list)
@@ -193,65 +193,65 @@ class ReplayTask:
     source: Source
     side_uri: str
     side_files: tuple[DataFile, ...]
-    wanted: Offsets
+    offsets: Offsets
     uri: str
     name: str
     floors: Mapping[int, Floors]
     orders: Mapping[int, pa.StructArray] | None
-    """Partition → the orders at its wanted offsets; None for a table without orders."""
+    """Partition → the orders at its offsets; None for a table without orders."""
 
     def with_orders(self, partition: int, records: pa.RecordBatch) -> pa.RecordBatch:
         """The records with the orders of their places, in a table with orders."""
         if self.orders is None:
             return records
         offsets = pc.struct_field(records.column("kafka"), "offset").to_numpy()
-        orders = self.orders[partition].take(pa.array(np.searchsorted(self.wanted[partition], offsets)))
+        orders = self.orders[partition].take(pa.array(np.searchsorted(self.offsets[partition], offsets)))
         return records.append_column(ORDER, orders)
 
-    def run(self) -> Decoded:
+    def run(self) -> ReplayResult:
         """Decode and write what can be decoded, as it is."""
-        found = Decoded()
+        result = ReplayResult()
         writers: dict[int, RangeWriter] = {}
-        for partition, records in self.decoded(found):
+        for partition, records in self.batches(result):
             writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
             writer.write(self.with_orders(partition, records))
         for writer in writers.values():
             writer.close()
-            found.files += [item for item, _ in writer.files]
-        return found
+            result.files += [item for item, _ in writer.files]
+        return result
 
-    def look(self) -> Decoded:
+    def look(self) -> ReplayResult:
         """Decode, to see what that gives; nothing is written."""
-        found = Decoded()
-        for _ in self.decoded(found):
+        result = ReplayResult()
+        for _ in self.batches(result):
             pass
-        return found
+        return result
 
-    def decoded(self, found: Decoded) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(self, result: ReplayResult) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Batches of decodable records with their partition, in order of partition and offset.
 
-        Adds writer schemas and reasons to ``found`` on the way, and the column types at the end.
+        Adds writer schemas and reasons to ``result`` on the way, and the column types at the end.
         """
         key, value = make_decoders(self.source)
-        for partition in sorted(self.wanted):
+        for partition in sorted(self.offsets):
             for rows in self._rows(partition):
                 keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
-                found.new_schemas += new_schemas(
+                result.new_schemas += new_schemas(
                     partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values
                 )
                 errors = bad_sides(keys, values)
                 offsets = pc.struct_field(rows.column("kafka"), "offset")
                 for index, (side, worst) in errors.items():
-                    found.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
+                    result.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
                 good = np.ones(rows.num_rows, dtype=np.bool_)
                 good[list(errors)] = False
-                kafka = self._timed(partition, rows.column("kafka"))
+                kafka = self._with_times(partition, rows.column("kafka"))
                 yield partition, record_batch(kafka, keys, values).filter(pa.array(good))
-        found.key_type, found.value_type = key.type, value.type
+        result.key_type, result.value_type = key.type, value.type
 
     def _rows(self, partition: int) -> Iterator[pa.RecordBatch]:
         """The wanted entries, in the order of their offsets."""
-        wanted = pa.array(self.wanted[partition])
+        targets = pa.array(self.offsets[partition])
         for item in sorted(self.side_files, key=lambda item: item.first or 0):
             if item.partition != partition:
                 continue
@@ -262,16 +262,16 @@ class ReplayTask:
                     for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
                         offsets = pc.struct_field(batch.column("kafka"), "offset")
                         mine = pc.and_(
-                            pc.is_in(offsets, wanted),
+                            pc.is_in(offsets, targets),
                             pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
                         )
-                        found = batch.filter(mine)
-                        if found.num_rows:
-                            yield found.cast(pa.schema([BAD_SCHEMA.field(name) for name in found.schema.names]))
+                        entries = batch.filter(mine)
+                        if entries.num_rows:
+                            yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
             except (OSError, pa.ArrowInvalid) as error:
                 raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
 
-    def _timed(self, partition: int, kafka: pa.Array) -> pa.Array:
+    def _with_times(self, partition: int, kafka: pa.Array) -> pa.Array:
         """The places with their final times."""
         rows: list[Mapping[str, Any]] = kafka.cast(KAFKA_TYPE).to_pylist()
         micros = [
@@ -289,23 +289,23 @@ def _millis(moment: Any) -> int | None:
     return None if moment is None else round(moment.timestamp() * 1000)
 
 
-def _write_decoded(
+def _write_records(
     spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
-) -> tuple[Decoded, pa.Schema]:
+) -> tuple[ReplayResult, pa.Schema]:
     """Decode and write the records as they are; the result, and the raw table's columns after it."""
-    [done] = run_tasks(spark, 1, lambda _: task.run())
-    source = replace(task.source, key_type=done.key_type, value_type=done.value_type)
+    [result] = run_tasks(spark, 1, lambda _: task.run())
+    source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
     schema = table_schema(plan.state.schema, source)
-    return done, with_side_notes(schema, plan.state.schema, notes_of(done.new_schemas))
+    return result, with_side_notes(schema, plan.state.schema, notes_of(result.new_schemas))
 
 
 Places = frozenset[tuple[int, int]]
 """Partition and offset."""
 
 
-def _write_shaped(
+def _write_shapes(
     spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
-) -> tuple[Decoded, pa.Schema]:
+) -> tuple[ReplayResult, pa.Schema]:
     """Decode the records, shape them as ingest does, and write them; the result, and the raw table's columns after it.
 
     Nothing is written by the two looks that come first: at the types of what can be decoded, and at the records that the
@@ -313,45 +313,45 @@ def _write_shaped(
     shape does not fit the records, or its result the table; FieldMissing for a field that no record has had where the file
     says so.
     """
-    [found] = run_tasks(spark, 1, lambda _: task.look())
-    source = replace(task.source, key_type=found.key_type, value_type=found.value_type)
+    [result] = run_tasks(spark, 1, lambda _: task.look())
+    source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
     item, source = resolvable(
         pipeline, plan.input, source, lambda own: _frame(spark, replace(task, source=own), frozenset())
     )
     task = replace(task, source=source)
-    with looking(spark), spark_failures(_failed(item)):
+    with looking(spark), spark_failures(_replay_failure(item)):
         rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
-    failed: Places = frozenset((row["partition"], row["offset"]) for row in rows)
-    shaped = shaped_frame(_frame(spark, task, failed), item)
-    schema = shaped_schema(item, task.source, plan.state.schema, shaped)
+    failures: Places = frozenset((row["partition"], row["offset"]) for row in rows)
+    frame = shaped_frame(_frame(spark, task, failures), item)
+    schema = shaped_schema(item, task.source, plan.state.schema, frame)
     writer = _Writer(task, schema)
-    with spark_failures(_failed(item)):
-        [row] = shaped.mapInArrow(writer.run, "found binary").collect()
-    result: tuple[list[DataFile], list[tuple[int, int]]] | ZyncError = pickle.loads(bytes(row["found"]))
-    if isinstance(result, ZyncError):
-        raise result
-    found.files, left_out = result
-    found.reasons |= dict.fromkeys(failed, "its shape fails on the record")
-    found.reasons |= dict.fromkeys(left_out, "its shape leaves the record out; it can only be dropped")
-    return found, schema
+    with spark_failures(_replay_failure(item)):
+        [row] = frame.mapInArrow(writer.run, "outcome binary").collect()
+    outcome: tuple[list[DataFile], list[tuple[int, int]]] | ZyncError = pickle.loads(bytes(row["outcome"]))
+    if isinstance(outcome, ZyncError):
+        raise outcome
+    result.files, left_out = outcome
+    result.reasons |= dict.fromkeys(failures, "its shape fails on the record")
+    result.reasons |= dict.fromkeys(left_out, "its shape leaves the record out; it can only be dropped")
+    return result, schema
 
 
-def _failed(item: Input):
+def _replay_failure(item: Input):
     return lambda text: ZyncError(
         f"input {item.topic}: the replay failed: {text} Nothing was committed; correct the shape, or run it again."
     )
 
 
-def _frame(spark: SparkSession, task: ReplayTask, without: Places) -> DataFrame:
+def _frame(spark: SparkSession, task: ReplayTask, exclusions: Places) -> DataFrame:
     """The decoded records, in the order of their places, less those at some."""
     schema = decoded_schema(task.source)
 
     def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in indexes(batches):
-            for partition, records in task.decoded(Decoded()):
-                skipped = pa.array([offset for at, offset in without if at == partition], pa.int64())
+            for partition, records in task.batches(ReplayResult()):
+                skips = pa.array([offset for at, offset in exclusions if at == partition], pa.int64())
                 offsets = pc.struct_field(records.column("kafka"), "offset")
-                yield with_control(records.filter(pc.invert(pc.is_in(offsets, skipped))), schema)
+                yield with_control(records.filter(pc.invert(pc.is_in(offsets, skips))), schema)
 
     return task_frame(spark, 1).mapInArrow(read, spark_schema(schema))
 
@@ -364,23 +364,23 @@ class _Writer:
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
-            found: object = self._write(batches)
+            outcome: object = self._write(batches)
         except ZyncError as error:
-            found = error
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)])], names=["found"])
+            outcome = error
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(outcome)])], names=["outcome"])
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], list[tuple[int, int]]]:
         writers: dict[int, RangeWriter] = {}
         left_out: list[tuple[int, int]] = []
         for batch in batches:
-            others = batch.filter(pc.invert(batch.column(KEPT))).column("kafka")
-            numbers = (pc.struct_field(others, name).to_pylist() for name in ("partition", "offset"))
+            leftovers = batch.filter(pc.invert(batch.column(KEPT))).column("kafka")
+            numbers = (pc.struct_field(leftovers, name).to_pylist() for name in ("partition", "offset"))
             left_out += zip(*numbers, strict=True)
-            kept = batch.filter(batch.column(KEPT))
-            partitions = pc.struct_field(kept.column("kafka"), "partition")
+            shaped_rows = batch.filter(batch.column(KEPT))
+            partitions = pc.struct_field(shaped_rows.column("kafka"), "partition")
             for partition in partitions.unique().to_pylist():
                 writer = writers.setdefault(partition, RangeWriter(self.task.uri, partition, self.task.name))
-                rows = kept.filter(pc.equal(partitions, partition))
+                rows = shaped_rows.filter(pc.equal(partitions, partition))
                 records = shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema)
                 writer.write(self.task.with_orders(partition, records))
         for writer in writers.values():
@@ -422,27 +422,27 @@ def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
     ranges = list(_quarantined_ranges(state, plan.places)) if state is not None else []
     if state is None or not ranges:
         return frozenset()
-    files, removed = carve(state, ranges)
+    files, removals = carve(state, ranges)
     folder = f"batch-{state.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}/{staging.ACCOUNT_FOLDER}"
     entries = [item.entry("dropped") for item in ranges]
-    files.append(staging.write_ledger(state.opened.uri, f"{folder}/dropped.parquet", entries))
+    files.append(staging.write_ledger(state.table.uri, f"{folder}/dropped.parquet", entries))
     counts = Counter(state.head.counts)
     for item in ranges:
         counts[item.topic, item.part.partition, "quarantined"] -= item.records
         counts[item.topic, item.part.partition, "dropped"] += item.records
     head = replace(state.head, batch=state.head.batch + 1, counts=dict(counts))
     lake = plan.snapshot.pipeline.lake
-    staging.commit_batch(lake, plan.pool, state, head, state.schema, files, removed)
+    staging.commit_batch(lake, plan.pool, state, head, state.schema, files, removals)
     return plan.places
 
 
 def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[ClassRange]:
     """The places that are quarantined in this state of the account."""
-    wanted: dict[tuple[str, int], list[int]] = {}
+    offset_lists: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):
-        wanted.setdefault((topic, partition), []).append(offset)
+        offset_lists.setdefault((topic, partition), []).append(offset)
     for entry in staging.read_ledger(state, ["quarantined"]).to_pylist():
         topic, partition = entry["topic"], entry["partition"]
-        offsets = np.array(wanted.get((topic, partition), []), np.int64)
+        offsets = np.array(offset_lists.get((topic, partition), []), np.int64)
         for part in runs_within(OffsetRange(partition, entry["first"], entry["end"]), offsets):
             yield ClassRange(topic, "quarantined", None, part)

@@ -117,14 +117,14 @@ def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
 def ledger_frame(spark: SparkSession, state: StagingState) -> DataFrame:
     """The ledger's entries, with the fields of the account column."""
     schema = pa.schema([("account", ACCOUNT_TYPE)])
-    return parquet_frame(spark, state.opened.uri, state.ledger_files, schema).select("account.*")
+    return parquet_frame(spark, state.table.uri, state.ledger_files, schema).select("account.*")
 
 
 def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition. A side
     that has no type yet, since all of it was null, is a column of nulls."""
     schema = _columns(state)
-    frame = _with_carried(spark, parquet_frame(spark, state.opened.uri, files, schema), state, files, schema)
+    frame = _with_carried(spark, parquet_frame(spark, state.table.uri, files, schema), state, files, schema)
     if {"key", "value"} <= set(state.schema.names):
         return frame
     sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
@@ -141,12 +141,12 @@ def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> D
 
 def _columns(state: RawState) -> pa.Schema:
     """The columns to read from the raw files."""
-    return state.schema.append(pa.field(ORDER, ORDER_TYPE)) if state.with_order and state.ordered else state.schema
+    return state.schema.append(pa.field(ORDER, ORDER_TYPE)) if state.with_order and state.has_order else state.schema
 
 
 def _orders(state: RawState) -> list[str]:
     """The source order of a record. Files of older versions lack the column."""
-    found = ((name, f"{name_sql(ORDER)}.{name}" if state.ordered else "NULL") for name in ORDER_TYPE.names)
+    found = ((name, f"{name_sql(ORDER)}.{name}" if state.has_order else "NULL") for name in ORDER_TYPE.names)
     return [
         f"coalesce({own}, {long_sql(least)}) AS order_{name}" for (name, own), least in zip(found, LOWEST, strict=True)
     ]
@@ -183,7 +183,7 @@ def _with_carried(
 
     If an earlier file of the partition has a higher time, that time replaces lower times in later files.
     """
-    carried = carried_times(raw_files(state), state.reached)
+    carried = carried_times(raw_files(state), state.retention_time)
     rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
     if not rows:
         return frame
@@ -223,7 +223,7 @@ def output_frame(
         for item in state.output_files(topic)
         if parts is None or any((item.first or 0) < part.end and part.first <= (item.last or 0) for part in parts)
     ]
-    frame = parquet_frame(spark, state.opened.uri, files, schema)
+    frame = parquet_frame(spark, state.table.uri, files, schema)
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
     whole = frame.select("kafka", *sides, *plain[1:])
     return whole if parts is None else _in_ranges(whole, parts)

@@ -32,7 +32,7 @@ from zync_assets.errors import BrokerUnavailable
 from zync_assets.etl.plan import EtlBatch
 from zync_assets.kafka.topics import high_watermark, topic_states
 from zync_assets.lake import check_results, raw, staging, tables
-from zync_assets.lake.check_results import Look, open_checked
+from zync_assets.lake.check_results import Look, open_check_state
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.runner import etl_all, ingest_all
@@ -57,9 +57,9 @@ class Careless(PoolIOManager):
         super().handle_output(context, obj)
         if isinstance(obj, EtlBatch):
             for state in obj.plan.raw.values():
-                now = raw.open_raw(self._pipeline.lake, "Raw", state.opened.uri.rsplit("/", 1)[1]) if state else None
+                now = raw.open_raw(self._pipeline.lake, "Raw", state.table.uri.rsplit("/", 1)[1]) if state else None
                 if now is not None and raw.raw_files(now):
-                    take_out(now.opened, *raw.raw_files(now))
+                    take_out(now.table, *raw.raw_files(now))
 
 
 def careless(names: Names):
@@ -219,7 +219,7 @@ class TestBlocks:
         monkeypatch.setattr("zync_assets.kafka.topics.WAIT", 1.0)
         with pytest.raises(BrokerUnavailable):
             list(run_all(nowhere))
-        assert open_checked(rig.pipeline.lake, "Raw").blocks == ()
+        assert open_check_state(rig.pipeline.lake, "Raw").blocks == ()
         assert passed(rig, "no_unexplained_loss") == 2
 
     def test_a_record_of_another_program_is_named_although_publishing_fails(self, rig: Rig) -> None:
@@ -265,7 +265,7 @@ def passed(rig: Rig, check: str) -> int | None:
     state = raw.open_raw(rig.pipeline.lake, "Raw", rig.orders)
     assert state is not None
     look = Look(check, f"Raw/{rig.orders}", state.table_id, {})
-    return open_checked(rig.pipeline.lake, "Raw").passed(look, (rig.orders, 0))
+    return open_check_state(rig.pipeline.lake, "Raw").progress(look, (rig.orders, 0))
 
 
 def lose(rig: Rig, topic: str, offset: int) -> Rows:
@@ -286,21 +286,21 @@ def rewritten(rig: Rig, topic: str, offset: int, change: Callable[[Rows], Rows])
     state = raw.open_raw(rig.pipeline.lake, "Raw", topic)
     assert state is not None
     [item] = raw.raw_files(state, [OffsetRange(0, offset, offset + 1)])
-    table = pq.ParquetFile(Path(state.opened.uri) / item.path).read()
+    table = pq.ParquetFile(Path(state.table.uri) / item.path).read()
     rows = change(table.to_pylist())
     path = f"part-00000-{uuid.uuid4().hex}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), Path(state.opened.uri) / path)
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), Path(state.table.uri) / path)
     offsets = [row["kafka"]["offset"] for row in rows]
-    size = (Path(state.opened.uri) / path).stat().st_size
+    size = (Path(state.table.uri) / path).stat().st_size
     made = replace(item, path=path, size=size, records=len(rows), first=offsets[0], last=offsets[-1])
-    tables.commit(state.opened, [made], {}, removed=[item])
+    tables.commit(state.table, [made], {}, removals=[item])
     return table.to_pylist()
 
 
 def count_records(rig: Rig, topic: str, more: int) -> None:
     state = raw.open_raw(rig.pipeline.lake, "Raw", topic)
     assert state is not None
-    tables.commit(state.opened, [], {"zync:records:0": state.records[0] + more})
+    tables.commit(state.table, [], {"zync:records:0": state.records[0] + more})
 
 
 def run_steps_until_published(rig: Rig) -> None:

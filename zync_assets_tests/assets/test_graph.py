@@ -161,7 +161,7 @@ def test_a_run_with_nothing_to_do_asks_for_no_spark_session(rig: Rig, monkeypatc
 def table_version(rig: Rig) -> int:
     state = raw.open_raw(rig.pipeline.lake, "Raw", rig.notes)
     assert state is not None
-    return state.opened.version
+    return state.table.version
 
 
 def test_a_complete_range_is_not_verified_when_a_file_is_gone(rig: Rig) -> None:
@@ -169,7 +169,7 @@ def test_a_complete_range_is_not_verified_when_a_file_is_gone(rig: Rig) -> None:
     rig.ingest(rig.payments)
     state = raw.open_raw(rig.pipeline.lake, "Raw", rig.payments)
     assert state is not None
-    lost = Path(state.opened.uri) / raw.raw_files(state)[0].path
+    lost = Path(state.table.uri) / raw.raw_files(state)[0].path
     lost.unlink()
     assert f"{lost} is not there" in failures(rig.ingest(rig.payments, fails=True))[0]
 

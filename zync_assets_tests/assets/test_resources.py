@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from dagster import EnvVar
 
-from zync_assets.assets.resources import KafkaResource, RegistryResource, connected
+from zync_assets.assets.resources import KafkaResource, RegistryResource, with_connections
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline
 
@@ -27,7 +27,7 @@ KAFKA = KafkaResource(
 
 def test_fields_are_librdkafkas_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_PASSWORD", "hidden")
-    found = connected(PIPELINE, KAFKA, None)
+    found = with_connections(PIPELINE, KAFKA, None)
     assert dict(found.kafka) == {
         "bootstrap.servers": "broker:9093",
         "security.protocol": "SASL_SSL",
@@ -43,7 +43,7 @@ def test_fields_are_librdkafkas_properties(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_variable_is_asked_for_when_it_is_needed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_PASSWORD", raising=False)
-    found = connected(PIPELINE, KAFKA, None)
+    found = with_connections(PIPELINE, KAFKA, None)
     with pytest.raises(SetupError, match="KafkaResource: the environment has no TEST_PASSWORD"):
         dict(found.kafka)
 
@@ -53,7 +53,7 @@ def test_the_registry_too(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = RegistryResource(
         url="https://registry:8081", basic_auth_user_info=EnvVar("TEST_LOGIN"), ssl_ca_location="ca"
     )
-    found = connected(PIPELINE, None, resource).registry
+    found = with_connections(PIPELINE, None, resource).registry
     assert found is not None
     assert found.url == "https://registry:8081"
     assert dict(found.properties) == {"basic.auth.user.info": "zync:hidden", "ssl.ca.location": "ca"}

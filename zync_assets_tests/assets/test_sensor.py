@@ -30,7 +30,7 @@ from dagster._core.storage.tags import GRPC_INFO_TAG
 from zync_assets import pipeline_file
 from zync_assets.assets import facts, sensor
 from zync_assets.assets.build import build_definitions
-from zync_assets.assets.facts import TickFailed
+from zync_assets.assets.facts import TickFailure
 from zync_assets.assets.names import Names
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
@@ -285,7 +285,7 @@ def test_a_broker_that_stays_away_turns_the_tick_red_and_the_topics_out_of_reach
     assert away.asset_events == []
     lasting = sensor.evaluate(Names(nowhere), rig.instance, away.cursor, 1035.0)
     assert reached(lasting) == {f"kafka/{item.topic}": False for item in rig.pipeline.inputs}
-    with pytest.raises(TickFailed, match=r"broker: No broker.*127\.0\.0\.1:1"):
+    with pytest.raises(TickFailure, match=r"broker: No broker.*127\.0\.0\.1:1"):
         sensor.evaluate(Names(nowhere), rig.instance, lasting.cursor, 1040.0)
     back = sensor.evaluate(rig.names, rig.instance, lasting.cursor, 1045.0)
     assert reached(back) == {f"kafka/{item.topic}": True for item in rig.pipeline.inputs}
@@ -305,7 +305,7 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
     rig.ingest(rig.orders)
     state = raw.open_raw(rig.pipeline.lake, "Raw", rig.orders)
     assert state is not None
-    lost = Path(state.opened.uri) / raw.raw_files(state)[0].path
+    lost = Path(state.table.uri) / raw.raw_files(state)[0].path
     lost.unlink()
     rig.send(rig.orders, orders(2))
     plan = ingest_plan.plan_ingest(rig.pipeline, rig.orders)
@@ -322,7 +322,7 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
             result = sensor.evaluate(rig.names, rig.instance, first.cursor, now + second)
             assert rig.names.ingest_job(rig.payments) in jobs(result)
             seen.append("green")
-        except TickFailed as failed:
+        except TickFailure as failed:
             assert f"Raw/{rig.orders}: " in str(failed)
             assert f"{lost} is not there" in str(failed)
             seen.append("red")
@@ -346,7 +346,7 @@ def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(ri
     settled(rig, ticks)
     state = raw.open_raw(pipeline.lake, "Raw", rig.orders)
     assert state is not None
-    lost = Path(state.opened.uri) / raw.raw_files(state)[-1].path
+    lost = Path(state.table.uri) / raw.raw_files(state)[-1].path
     lost.rename(tmp_path / "away")
     rig.send(rig.payments, payments(2, -2))
     rig.send(rig.notes, [{"id": 0}])
@@ -360,7 +360,7 @@ def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(ri
             said += failures(done)
     assert ends(rig) == [1, 2]
     [text] = set(said)
-    assert text.startswith(f"table {state.opened.uri}: file {lost} is in the Delta log and can't be read")
+    assert text.startswith(f"table {state.table.uri}: file {lost} is in the Delta log and can't be read")
     assert "Restore the file from a copy" in text
 
     (tmp_path / "away").rename(lost)
@@ -453,13 +453,13 @@ def partitions_of(rig: Rig, topic: str) -> int:
     return len(topic_states(rig.pipeline.kafka, [topic])[topic].partitions)
 
 
-def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, sensor.Standing]:
+def grown(rig: Rig, ends: Sequence[int]) -> tuple[facts.Facts, sensor.AssetPosition]:
     """The orders' topic as it would be with these ends of its partitions."""
     plan = ingest_plan.plan_ingest(rig.pipeline, rig.orders)
     parts = tuple(PartitionState(partition, 0, end) for partition, end in enumerate(ends))
     plan = replace(plan, topic_state=replace(plan.topic_state, partitions=parts))
     made = facts.Facts({rig.orders: plan}, {}, {})
-    return made, next(sensor.standings(rig.names, made))
+    return made, next(sensor.asset_positions(rig.names, made))
 
 
 def test_the_events_of_a_tick_are_bounded_and_the_next_tick_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,4 +186,4 @@ def reference(world: World, pipeline: Pipeline, records: int) -> float:
 def _paths(pipeline: Pipeline, topic: str) -> list[str]:
     state = raw.open_raw(pipeline.lake, "Raw", topic)
     assert state is not None
-    return [str(Path(storage.join(state.opened.uri, item.path))) for item in raw.raw_files(state)]
+    return [str(Path(storage.join(state.table.uri, item.path))) for item in raw.raw_files(state)]

@@ -169,7 +169,7 @@ class _Run:
 
     def _swept(self, uri: str) -> object:
         opened = tables.open_table(uri)
-        return opened and compaction.unneeded(opened, compaction.RETENTION_HOURS)
+        return opened and compaction.unneeded_files(opened, compaction.RETENTION_HOURS)
 
     def _leap_records(self, records: int) -> None:
         """Commit files of LARGE records to the raw table and to the output."""
@@ -185,7 +185,7 @@ class _Run:
             for at in starts
         ]
         advance = raw.RawAdvance(TOPIC, "bench", raw_state.schema, made, {}, {0: self.end}, times={0: now})
-        raw.commit_raw(raw_state.opened.uri, raw_state, advance)
+        raw.commit_raw(raw_state.table.uri, raw_state, advance)
         outputs = [
             replace(item, path=f"compact-{uuid.uuid4().hex}/topic={OUT}/part-0.parquet", group=OUT) for item in made
         ]
@@ -206,14 +206,16 @@ class _Run:
         data.append_raw(self.lake, "Raw", TOPIC, offsets, data.texts("k", offsets), values, stamps)
         self._transform(first)
         for window, verified in ((self.end, first), (self.end, self.end)):
-            known = publication.open_published(self.lake, POOL, OUT)
-            publication.commit_published(self.lake, POOL, known, window=window, verified=verified, topic_id="id")
+            known = publication.open_publish_state(self.lake, POOL, OUT)
+            publication.commit_publish_state(
+                self.lake, POOL, known, window=window, verified_end=verified, topic_id="id"
+            )
 
     def _transform(self, first: int) -> None:
         before = staging.open_staging(self.lake, POOL)
         raw_state = raw.open_raw(self.lake, "Raw", TOPIC)
         assert raw_state is not None
-        raw_files.carried_times(raw_state.files, raw_state.reached)
+        raw_files.carried_times(raw_state.files, raw_state.retention_time)
         if before is not None:
             staging.check_whole(before)
         head = self._next_head(before.head if before else Head())

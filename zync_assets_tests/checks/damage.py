@@ -11,30 +11,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.lake import tables
-from zync_assets.lake.log import DataFile, Opened
+from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.staging import StagingState
 
 Rows = list[dict[str, Any]]
 
 
-def overwrite(opened: Opened, item: DataFile, change: Callable[[Rows], Rows]) -> None:
+def overwrite(opened: LakeTable, item: DataFile, change: Callable[[Rows], Rows]) -> None:
     """Change a file's rows where it lies; the log knows nothing of it."""
     path = Path(opened.uri) / item.path
     table = pq.ParquetFile(path).read()
     pq.write_table(pa.Table.from_pylist(change(table.to_pylist()), schema=table.schema), path)
 
 
-def exchange(opened: Opened, item: DataFile, change: Callable[[Rows], Rows]) -> DataFile:
+def exchange(opened: LakeTable, item: DataFile, change: Callable[[Rows], Rows]) -> DataFile:
     """Replace a file by one with changed rows, by a commit with the right statistics."""
     path = Path(opened.uri) / item.path
     table = pq.ParquetFile(path).read()
     rows = change(table.to_pylist())
     made = add_rows(opened, item, rows, table.schema)
-    tables.commit(opened, [made], {}, removed=[item], partition_by=groups(item))
+    tables.commit(opened, [made], {}, removals=[item], partition_by=groups(item))
     return made
 
 
-def add_rows(opened: Opened, like: DataFile, rows: Rows, schema: pa.Schema) -> DataFile:
+def add_rows(opened: LakeTable, like: DataFile, rows: Rows, schema: pa.Schema) -> DataFile:
     """A file beside another one, in no commit yet."""
     path = like.path.removesuffix(".parquet") + "-b.parquet"
     full = Path(opened.uri) / path
@@ -43,7 +43,7 @@ def add_rows(opened: Opened, like: DataFile, rows: Rows, schema: pa.Schema) -> D
     return replace(like, path=path, size=full.stat().st_size, records=len(rows), first=offsets[0], last=offsets[-1])
 
 
-def append_again(opened: Opened, item: DataFile) -> None:
+def append_again(opened: LakeTable, item: DataFile) -> None:
     """Commit a copy of a file that is in the table already."""
     path = Path(opened.uri) / item.path
     copy = path.with_name("again-" + path.name)
@@ -52,9 +52,9 @@ def append_again(opened: Opened, item: DataFile) -> None:
     tables.commit(opened, [again], {}, partition_by=groups(item))
 
 
-def take_out(opened: Opened, *items: DataFile) -> None:
+def take_out(opened: LakeTable, *items: DataFile) -> None:
     """Remove files from the table by a commit."""
-    tables.commit(opened, [], {}, removed=items, partition_by=groups(items[0]))
+    tables.commit(opened, [], {}, removals=items, partition_by=groups(items[0]))
 
 
 def groups(item: DataFile) -> list[str]:
@@ -69,7 +69,7 @@ def change_account(state: StagingState, change: Callable[[Rows], Rows], *, head:
 
     heads = [item for item in state.files if "/head-" in item.path]
     for item in heads if head else state.ledger_files:
-        overwrite(state.opened, item, wrapped)
+        overwrite(state.table, item, wrapped)
 
 
 def edit(change: Callable[[dict[str, Any]], dict[str, Any] | None], **where: object) -> Callable[[Rows], Rows]:

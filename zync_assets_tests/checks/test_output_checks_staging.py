@@ -76,7 +76,7 @@ class TestCoverage:
             doubled.update(rows[0]["source"][0])
             return [*rows, {**rows[0], "kafka": {**rows[0]["kafka"], "offset": 7}}]
 
-        exchange(state.opened, last, again)
+        exchange(state.table, last, again)
         found = coverage(chain)
         assert not found.passed
         assert (
@@ -101,7 +101,7 @@ class TestCoverage:
 
     def test_a_done_record_without_an_output(self, chain: Chain) -> None:
         state = state_of(chain)
-        take_out(state.opened, state.output_files(chain.new)[0])
+        take_out(state.table, state.output_files(chain.new)[0])
         found = coverage(chain)
         assert not found.passed
         assert "offset 0 is done and made no output" in found.summary
@@ -110,14 +110,14 @@ class TestCoverage:
         table = raw.open_raw(chain.pipeline.lake, "Raw", chain.invoices)
         assert table is not None
         *_, last = raw.raw_files(table)
-        exchange(table.opened, last, lambda rows: rows[:-1])
+        exchange(table.table, last, lambda rows: rows[:-1])
         found = coverage(chain)
         assert f"{chain.invoices}, partition 1: offset 7 is pending and not in the raw pool" in found.summary
 
     def test_a_done_record_that_raw_has_lost(self, chain: Chain) -> None:
         table = raw.open_raw(chain.pipeline.lake, "Raw", chain.status)
         assert table is not None
-        exchange(table.opened, raw.raw_files(table)[0], lambda rows: rows[1:])
+        exchange(table.table, raw.raw_files(table)[0], lambda rows: rows[1:])
         assert "offset 0 made an output and is done and not in the raw pool" in coverage(chain).summary
 
     def test_a_raw_pool_that_was_set_back(self, chain: Chain) -> None:
@@ -152,7 +152,7 @@ class TestCoverage:
 
     def test_a_ledger_file_that_is_gone(self, chain: Chain) -> None:
         state = state_of(chain)
-        (Path(state.opened.uri) / state.ledger_files[0].path).unlink()
+        (Path(state.table.uri) / state.ledger_files[0].path).unlink()
         assert "is in the log and not in the lake" in coverage(chain).summary
         # The checks that read the ledger too fail, and no check ends the others.
         failures = {found.name for found in run_all(chain.pipeline) if not found.passed}
@@ -176,13 +176,13 @@ class TestCoverageOfOneBatch:
 
     def test_it_passes_without_the_outputs_of_the_first(self, chain: Chain) -> None:
         state = state_of(chain)
-        (Path(state.opened.uri) / state.output_files(chain.new)[0].path).unlink()
+        (Path(state.table.uri) / state.output_files(chain.new)[0].path).unlink()
         found = exactly_once_done_coverage(chain.pipeline, "Staging", self.ranges(chain))
         assert (found.passed, found.numbers["outputs"], found.numbers["sources"]) == (True, 3, 6)
 
     def test_its_own_lost_output_is_found(self, chain: Chain) -> None:
         state = state_of(chain)
-        exchange(state.opened, state.output_files(chain.new)[1], lambda rows: rows[:-1])
+        exchange(state.table, state.output_files(chain.new)[1], lambda rows: rows[:-1])
         found = exactly_once_done_coverage(chain.pipeline, "Staging", self.ranges(chain))
         assert not found.passed
         assert "is done and made no output" in found.summary
@@ -196,32 +196,32 @@ class TestContiguousOutputOffsets:
 
     def test_a_lost_file(self, chain: Chain) -> None:
         state = state_of(chain)
-        take_out(state.opened, state.output_files(chain.new)[0])
+        take_out(state.table, state.output_files(chain.new)[0])
         found = contiguous_output_offsets(chain.pipeline, chain.new)
         assert (found.passed, found.summary) == (False, "partition 0: outputs 0 to 3 are not there")
 
     def test_a_file_that_was_appended_twice(self, chain: Chain) -> None:
         state = state_of(chain)
-        append_again(state.opened, state.output_files(chain.new)[1])
+        append_again(state.table, state.output_files(chain.new)[1])
         found = contiguous_output_offsets(chain.pipeline, chain.new)
         assert "partition 0: outputs 4 to 6 are there more than once" in found.summary
 
     def test_a_number_that_is_taken_twice(self, chain: Chain) -> None:
         state = state_of(chain)
-        overwrite(state.opened, state.output_files(chain.new)[0], lambda rows: [rows[0], rows[0], *rows[2:]])
+        overwrite(state.table, state.output_files(chain.new)[0], lambda rows: [rows[0], rows[0], *rows[2:]])
         assert "row 1 has offset 0 in place of 1" in contiguous_output_offsets(chain.pipeline, chain.new).summary
 
     def test_rows_beyond_the_head(self, chain: Chain) -> None:
         state = state_of(chain)
         last = state.output_files(chain.new)[-1]
-        exchange(state.opened, last, lambda rows: [*rows, {**rows[-1], "kafka": {**rows[-1]["kafka"], "offset": 7}}])
+        exchange(state.table, last, lambda rows: [*rows, {**rows[-1], "kafka": {**rows[-1]["kafka"], "offset": 7}}])
         found = contiguous_output_offsets(chain.pipeline, chain.new)
         assert found.summary == "partition 0: outputs 7 to 7 are there more than once"
 
     def test_a_row_of_another_topic(self, chain: Chain) -> None:
         state = state_of(chain)
         overwrite(
-            state.opened,
+            state.table,
             state.output_files(chain.new)[0],
             lambda rows: [{**row, "kafka": {**row["kafka"], "topic": "other"}} for row in rows],
         )
@@ -229,7 +229,7 @@ class TestContiguousOutputOffsets:
 
     def test_rows_outside_of_the_ranges_are_not_read(self, chain: Chain) -> None:
         state = state_of(chain)
-        overwrite(state.opened, state.output_files(chain.new)[0], lambda rows: rows[::-1])
+        overwrite(state.table, state.output_files(chain.new)[0], lambda rows: rows[::-1])
         assert contiguous_output_offsets(chain.pipeline, chain.new, [OffsetRange(0, 4, 7)]).passed
         assert not contiguous_output_offsets(chain.pipeline, chain.new, [OffsetRange(0, 0, 7)]).passed
 

@@ -16,7 +16,7 @@ from zync_assets.checks.output_checks import staging_equals_topic
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import staging
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.publication import commit_published, open_published
+from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -88,9 +88,9 @@ def test_what_the_chain_published_is_equal(sound_chain: Chain) -> None:
 
 def verify(pipeline: Pipeline, topic: str, end: int) -> None:
     """Commit like a publisher that has verified the topic's records up to ``end``."""
-    before = open_published(pipeline.lake, "Staging", topic)
+    before = open_publish_state(pipeline.lake, "Staging", topic)
     topic_id = topic_state(pipeline.kafka, topic).topic_id
-    commit_published(pipeline.lake, "Staging", before, window=end, verified=end, topic_id=topic_id)
+    commit_publish_state(pipeline.lake, "Staging", before, window=end, verified_end=end, topic_id=topic_id)
 
 
 def test_equal_records_pass(pipeline: Pipeline) -> None:

@@ -39,20 +39,20 @@ class TestMonotonicOffsets:
 
     def test_a_file_that_was_appended_twice(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        append_again(state.opened, files[2])
+        append_again(state.table, files[2])
         found = monotonic_offsets(chain.pipeline, chain.invoices)
         assert not found.passed
         assert "of partition 1 overlap at offset 0" in found.summary
 
     def test_rows_out_of_order(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        overwrite(state.opened, files[0], lambda rows: [rows[0], rows[2], rows[1], *rows[3:]])
+        overwrite(state.table, files[0], lambda rows: [rows[0], rows[2], rows[1], *rows[3:]])
         found = monotonic_offsets(chain.pipeline, chain.invoices)
         assert "offset 1 follows 2 in row 2" in found.summary
 
     def test_a_row_that_the_log_does_not_know(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        overwrite(state.opened, files[1], lambda rows: rows[:0])
+        overwrite(state.table, files[1], lambda rows: rows[:0])
         found = monotonic_offsets(chain.pipeline, chain.invoices)
         assert "holds 0 records" in found.summary
         assert "the log says 1 from 5 to 5" in found.summary
@@ -60,35 +60,35 @@ class TestMonotonicOffsets:
     def test_a_record_of_another_partition(self, chain: Chain) -> None:
         state, files = table_of(chain)
         overwrite(
-            state.opened, files[0], lambda rows: [{**row, "kafka": {**row["kafka"], "partition": 7}} for row in rows]
+            state.table, files[0], lambda rows: [{**row, "kafka": {**row["kafka"], "partition": 7}} for row in rows]
         )
         assert "holds a record of partition 7" in monotonic_offsets(chain.pipeline, chain.invoices).summary
 
     def test_a_file_that_is_gone(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        (Path(state.opened.uri) / files[3].path).unlink()
+        (Path(state.table.uri) / files[3].path).unlink()
         assert "is in the log and not in the lake" in monotonic_offsets(chain.pipeline, chain.invoices).summary
 
     def test_a_file_that_is_no_parquet(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        (Path(state.opened.uri) / files[3].path).write_bytes(b"PAR1 and nothing else PAR1")
+        (Path(state.table.uri) / files[3].path).write_bytes(b"PAR1 and nothing else PAR1")
         assert "can't be read" in monotonic_offsets(chain.pipeline, chain.invoices).summary
 
     def test_records_that_were_never_ingested(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        exchange(state.opened, files[1], lambda rows: [{**row, "kafka": {**row["kafka"], "offset": 6}} for row in rows])
+        exchange(state.table, files[1], lambda rows: [{**row, "kafka": {**row["kafka"], "offset": 6}} for row in rows])
         found = monotonic_offsets(chain.pipeline, chain.invoices)
         assert "holds offsets 6 to 6 of partition 0, of which 0 to 5 were ingested" in found.summary
 
     def test_a_file_of_another_program(self, chain: Chain) -> None:
         state, _ = table_of(chain)
         rows = pa.table({"key": ["x"]}, schema=pa.schema([state.schema.field("key")]))
-        write_deltalake(state.opened.uri, rows, mode="append", schema_mode="merge")
+        write_deltalake(state.table.uri, rows, mode="append", schema_mode="merge")
         assert "carries no offsets in the log" in monotonic_offsets(chain.pipeline, chain.invoices).summary
 
     def test_rows_outside_of_the_ranges_are_not_read(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        overwrite(state.opened, files[0], lambda rows: rows[::-1])
+        overwrite(state.table, files[0], lambda rows: rows[::-1])
         ranges = [OffsetRange(0, 5, 6), OffsetRange(1, 0, 8)]
         found = monotonic_offsets(chain.pipeline, chain.invoices, ranges)
         assert found.passed
@@ -110,7 +110,7 @@ class TestNoUnexplainedLoss:
 
     def test_a_lost_record_is_named(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        exchange(state.opened, files[0], lambda rows: [row for row in rows if row["kafka"]["offset"] != 3])
+        exchange(state.table, files[0], lambda rows: [row for row in rows if row["kafka"]["offset"] != 3])
         found = no_unexplained_loss(chain.pipeline, chain.invoices)
         assert not found.passed
         assert found.summary == (
@@ -120,14 +120,14 @@ class TestNoUnexplainedLoss:
 
     def test_a_lost_file(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        take_out(state.opened, files[2])
+        take_out(state.table, files[2])
         found = no_unexplained_loss(chain.pipeline, chain.invoices)
         assert "offset 0 in partition 1" in found.summary
         assert found.numbers["missing"] == 4
 
     def test_a_file_that_was_appended_twice(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        append_again(state.opened, files[2])
+        append_again(state.table, files[2])
         found = no_unexplained_loss(chain.pipeline, chain.invoices)
         assert "is in the lake twice" in found.summary
         assert found.numbers["doubled"] == 4
@@ -144,7 +144,7 @@ class TestNoUnexplainedLoss:
 
     def test_only_the_ranges_are_compared(self, chain: Chain) -> None:
         state, files = table_of(chain)
-        take_out(state.opened, files[2])
+        take_out(state.table, files[2])
         assert no_unexplained_loss(chain.pipeline, chain.invoices, [OffsetRange(0, 0, 1_000_000)]).passed
         found = no_unexplained_loss(chain.pipeline, chain.invoices, [OffsetRange(1, 1, 2)])
         assert (found.passed, found.numbers["compared"]) == (False, 1)

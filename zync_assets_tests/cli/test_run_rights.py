@@ -27,7 +27,7 @@ from confluent_kafka.admin import (
 from dagster import DagsterInstance
 
 from zync_assets.assets import sensor
-from zync_assets.assets.facts import TickFailed
+from zync_assets.assets.facts import TickFailure
 from zync_assets.assets.names import Names
 from zync_assets.cli.main import main
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
@@ -295,7 +295,7 @@ def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Ca
         instance.add_dynamic_partitions(names.raw_partitions(left), ["0:0-999999"])
         result = sensor.evaluate(names, instance, None, 0.0)
         assert names.ingest_job(left) in {request.job_name for request in result.run_requests or ()}
-        with pytest.raises(TickFailed) as red:
+        with pytest.raises(TickFailure) as red:
             sensor.evaluate(names, instance, result.cursor, 60.0)
     for topic in (right, denied):
         assert f"User:owner may not Describe topic {topic}; allow it: kafka-acls.sh" in str(red.value)

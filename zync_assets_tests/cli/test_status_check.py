@@ -38,7 +38,7 @@ def test_a_sound_pipeline_has_warnings_at_most(sound_chain: Chain) -> None:
 def test_a_failed_check_is_exit_code_1(chain: Chain) -> None:
     state = staging.open_staging(chain.pipeline.lake, "Staging")
     assert state is not None
-    take_out(state.opened, state.output_files(chain.new)[-1])
+    take_out(state.table, state.output_files(chain.new)[-1])
     found = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
     assert found.exit_code == 1
     assert "partition 0: outputs 4 to 6 are not there" in found.stdout

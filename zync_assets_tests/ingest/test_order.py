@@ -268,7 +268,7 @@ def stored_orders(it: Mini) -> list[Order]:
     """The orders of the raw records, by offset."""
     found: list[Order] = []
     for item in state_of(it).files:
-        for record in pq.read_table(Path(state_of(it).opened.uri, item.path)).to_pylist():
+        for record in pq.read_table(Path(state_of(it).table.uri, item.path)).to_pylist():
             order = record.get(ORDER)
             found.append(LOWEST if order is None else (order["high"], order["low"]))
     return found
@@ -285,7 +285,7 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     it.pipeline = timed
     it.send(it.left, change("c", 1, 10, commit=5), change("c", 2, 11, commit=5))
     it.ingest(it.left)
-    assert (state_of(it).ordered, state_of(it).domain, stored_orders(it)) == (False, None, [LOWEST] * 2)
+    assert (state_of(it).has_order, state_of(it).domain, stored_orders(it)) == (False, None, [LOWEST] * 2)
     it.pipeline = ordered
     it.send(it.left, change("r", 1, 90, snapshot="true"), change("r", 2, 90, snapshot="last"))
     assert it.ingest(it.left)[it.left].added_fields == ()

@@ -23,14 +23,14 @@ def aged(path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> tables.Opened:
+def opened(tmp_path: Path) -> tables.LakeTable:
     """A table of two files, the first of which was replaced a moment ago."""
     uri = str(tmp_path / "Pool")
     first, second = file(uri, records([0])), file(uri, records([0]))
     tables.create_table(uri, SCHEMA, "", [first], {})
     found = tables.open_table(uri)
     assert found is not None
-    tables.commit(found, [second], {}, removed=[first])
+    tables.commit(found, [second], {}, removals=[first])
     for item in (first, second):
         aged(tmp_path / "Pool" / item.path)
     found = tables.open_table(uri)
@@ -38,7 +38,7 @@ def opened(tmp_path: Path) -> tables.Opened:
     return found
 
 
-def test_an_orphan_goes_once_it_is_old_and_a_file_that_a_reader_may_need_stays(opened: tables.Opened) -> None:
+def test_an_orphan_goes_once_it_is_old_and_a_file_that_a_reader_may_need_stays(opened: tables.LakeTable) -> None:
     folder = Path(opened.uri)
     orphan, fresh = file(opened.uri, records([7])), file(opened.uri, records([8]))
     aged(folder / orphan.path)
@@ -50,12 +50,12 @@ def test_an_orphan_goes_once_it_is_old_and_a_file_that_a_reader_may_need_stays(o
     assert DeltaTable(opened.uri).file_uris() == before
 
 
-def test_what_a_commit_replaced_goes_in_time(opened: tables.Opened) -> None:
+def test_what_a_commit_replaced_goes_in_time(opened: tables.LakeTable) -> None:
     assert len(compaction.clean(opened, hours=0)) == 1
     assert [path.name for path in Path(opened.uri).glob("*.parquet")] == [item.path for item in opened.files]
 
 
-def test_a_table_below_is_another_table(opened: tables.Opened) -> None:
+def test_a_table_below_is_another_table(opened: tables.LakeTable) -> None:
     """A raw pool and a staging pool of two pipelines that share a lake may have one name."""
     below = f"{opened.uri}/topic"
     own = file(below, records([1]))
@@ -65,14 +65,14 @@ def test_a_table_below_is_another_table(opened: tables.Opened) -> None:
     assert DeltaTable(below).to_pyarrow_table().num_rows == 1
 
 
-def test_a_reader_of_an_older_version_keeps_its_files(opened: tables.Opened) -> None:
+def test_a_reader_of_an_older_version_keeps_its_files(opened: tables.LakeTable) -> None:
     reader = tables.open_table(opened.uri, version=0)
     assert reader is not None
     compaction.clean(opened)
-    assert reader.table.to_pyarrow_table().num_rows == 1
+    assert reader.delta.to_pyarrow_table().num_rows == 1
 
 
-def test_the_files_of_a_batch_under_way_stay_and_are_committed(opened: tables.Opened) -> None:
+def test_the_files_of_a_batch_under_way_stay_and_are_committed(opened: tables.LakeTable) -> None:
     """The batch was planned, and wrote, before the clean-up; it commits after it."""
     made = file(opened.uri, records([1, 2]))
     other = tables.open_table(opened.uri)
@@ -83,7 +83,7 @@ def test_the_files_of_a_batch_under_way_stay_and_are_committed(opened: tables.Op
 
 
 def test_a_writer_that_held_its_files_for_too_long_is_refused(
-    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+    opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a week of a machine's sleep, its uncommitted files may have been removed. A repeated batch succeeds."""
     late = file(opened.uri, records([1]))
@@ -107,7 +107,7 @@ def test_files_wait_for_a_commit_for_less_time_than_orphans_are_kept() -> None:
     assert tables.UNCOMMITTED_HOURS + 24 <= compaction.RETENTION_HOURS == 7 * 24
 
 
-def test_of_two_at_once_one_cleans(opened: tables.Opened) -> None:
+def test_of_two_at_once_one_cleans(opened: tables.LakeTable) -> None:
     other = tables.open_table(opened.uri)
     assert other is not None
     compaction.clean(opened)
@@ -115,7 +115,7 @@ def test_of_two_at_once_one_cleans(opened: tables.Opened) -> None:
         compaction.clean(other)
 
 
-def test_it_is_due_every_so_many_commits(opened: tables.Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_due_every_so_many_commits(opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compaction.is_due(opened)
     monkeypatch.setattr(compaction, "COMMITS", 2)
     due: list[bool] = []
@@ -130,11 +130,11 @@ def test_it_is_due_every_so_many_commits(opened: tables.Opened, monkeypatch: pyt
     assert due == [False, True, False, True]
 
 
-def log(opened: tables.Opened) -> list[str]:
+def log(opened: tables.LakeTable) -> list[str]:
     return sorted(path.name for path in Path(opened.uri, "_delta_log").iterdir() if path.name[0] == "0")
 
 
-def again(opened: tables.Opened) -> tables.Opened:
+def again(opened: tables.LakeTable) -> tables.LakeTable:
     found = tables.open_table(opened.uri)
     assert found is not None
     return found
@@ -142,7 +142,7 @@ def again(opened: tables.Opened) -> tables.Opened:
 
 @pytest.mark.slow
 def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
-    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+    opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "LOG_VERSIONS", 20)
     monkeypatch.setattr(compaction, "COMMITS", 10)
@@ -151,7 +151,7 @@ def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
         now = again(opened)
         last = max(now.files, key=lambda item: item.first or 0)
         replaced = [last] if last.first else []
-        tables.commit(now, [file(opened.uri, records([number]))], {"mine": number}, removed=replaced)
+        tables.commit(now, [file(opened.uri, records([number]))], {"mine": number}, removals=replaced)
         if compaction.is_due(again(opened)):
             compaction.clean(again(opened))
             sizes.append(len(log(opened)))
@@ -160,17 +160,17 @@ def test_a_log_keeps_so_many_versions_and_a_checkpoint_has_few_tombstones(
     found = again(opened)
     assert found.number("mine") == 259
     assert DeltaTable(opened.uri).to_pyarrow_table().num_rows == 2
-    tombstones = lake_log.removed(opened.uri, found.version)
+    tombstones = lake_log.removal_times(opened.uri, found.version)
     assert len(tombstones) > 20
-    found.table.create_checkpoint()
+    found.delta.create_checkpoint()
     # The fixture's own removal gives no age of the file: that tombstone lasts.
-    assert len(lake_log.removed(opened.uri, found.version)) == 1
+    assert len(lake_log.removal_times(opened.uri, found.version)) == 1
 
 
-def test_a_log_that_shall_be_kept_is_kept(opened: tables.Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_shall_be_kept_is_kept(opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "LOG_VERSIONS", 0)
-    opened.table.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 hour"})
-    again(opened).table.create_checkpoint()
+    opened.delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 1 hour"})
+    again(opened).delta.create_checkpoint()
     assert compaction.clean_log(again(opened)) == 0
     for name in log(opened):
         aged(Path(opened.uri, "_delta_log", name))
@@ -179,12 +179,12 @@ def test_a_log_that_shall_be_kept_is_kept(opened: tables.Opened, monkeypatch: py
 
 
 def test_a_log_keeps_the_entries_that_a_commit_under_way_needs(
-    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+    opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit is based on a version that others have committed to since, in this process too."""
     monkeypatch.setattr(compaction, "LOG_VERSIONS", 3)
     late, made = opened, file(opened.uri, records([1]))
-    opened.table.create_checkpoint()
+    opened.delta.create_checkpoint()
     for number in range(3):
         tables.commit(again(opened), [], {"other": number})
     assert compaction.clean_log(again(opened)) == 1
@@ -194,30 +194,30 @@ def test_a_log_keeps_the_entries_that_a_commit_under_way_needs(
 
 
 def test_an_old_file_that_was_replaced_just_now_stays_though_a_checkpoint_was_made(
-    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+    opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was written long ago, but a reader may have opened the version before a moment ago."""
     monkeypatch.setattr(tables, "YOUNG_HOURS", 0)
     [old] = opened.files
-    tables.commit(again(opened), [file(opened.uri, records([0]))], {"mine": 1}, removed=[old])
-    again(opened).table.create_checkpoint()
+    tables.commit(again(opened), [file(opened.uri, records([0]))], {"mine": 1}, removals=[old])
+    again(opened).delta.create_checkpoint()
     aged(Path(opened.uri, old.path))
     assert old.path not in compaction.clean(again(opened))
     assert (Path(opened.uri) / old.path).exists()
 
 
 def test_files_are_listed_once_a_day_and_empty_folders_of_batches_go(
-    opened: tables.Opened, monkeypatch: pytest.MonkeyPatch
+    opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many commits and cleanings a day has."""
     looks: list[str] = []
-    unneeded = compaction.unneeded
+    unneeded = compaction.unneeded_files
 
-    def counted(opened: tables.Opened, hours: float) -> list[str]:
+    def counted(opened: tables.LakeTable, hours: float) -> list[str]:
         looks.append(opened.uri)
         return unneeded(opened, hours)
 
-    monkeypatch.setattr(compaction, "unneeded", counted)
+    monkeypatch.setattr(compaction, "unneeded_files", counted)
     folder = Path(opened.uri, "batch-000000000001-0123456789ab", "topic=t")
     folder.mkdir(parents=True)
     orphan = Path(opened.uri, file(opened.uri, records([7])).path).rename(folder / "part-0.parquet")
@@ -236,7 +236,7 @@ def test_files_are_listed_once_a_day_and_empty_folders_of_batches_go(
     assert len(looks) == 2
 
 
-def test_what_one_cleaning_leaves_goes_with_the_next(opened: tables.Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_cleaning_leaves_goes_with_the_next(opened: tables.LakeTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "MOST", 2)
     orphans = {file(opened.uri, records([number])).path for number in range(5)}
     for path in orphans:
@@ -246,7 +246,7 @@ def test_what_one_cleaning_leaves_goes_with_the_next(opened: tables.Opened, monk
     assert {path for paths in found for path in paths} == orphans
 
 
-def test_a_link_that_leads_nowhere_stops_no_look(opened: tables.Opened) -> None:
+def test_a_link_that_leads_nowhere_stops_no_look(opened: tables.LakeTable) -> None:
     Path(opened.uri, "gone.parquet").symlink_to("/nowhere/gone.parquet")
     Path(opened.uri, "batch-000000000001-0123456789ab").symlink_to("/nowhere")
     orphan = file(opened.uri, records([7])).path
@@ -255,7 +255,7 @@ def test_a_link_that_leads_nowhere_stops_no_look(opened: tables.Opened) -> None:
     assert Path(opened.uri, "gone.parquet").is_symlink()
 
 
-def test_nothing_is_cleaned_of_a_table_that_another_program_changed(opened: tables.Opened) -> None:
+def test_nothing_is_cleaned_of_a_table_that_another_program_changed(opened: tables.LakeTable) -> None:
     DeltaTable(opened.uri).delete()
     with pytest.raises(TableDamaged):
         compaction.clean(again(opened), hours=0)

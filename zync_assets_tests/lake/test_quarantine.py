@@ -191,7 +191,7 @@ def test_a_check_of_a_batch_reads_the_side_files_of_the_batch_alone(tmp_path: Pa
         commit(tmp_path, attempt, {0: until}, {0: len(bad)})
     before = state(tmp_path)
     assert before is not None
-    commit_replay(before, SCHEMA, [file(before.opened.uri, records([7]), "replay-1")], [])
+    commit_replay(before, SCHEMA, [file(before.table.uri, records([7]), "replay-1")], [])
     now = state(tmp_path)
     assert now is not None
     every = [OffsetRange(0, 0, 15)]

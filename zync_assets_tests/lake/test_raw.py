@@ -76,8 +76,8 @@ def test_a_table_knows_its_topic_its_beginning_and_its_next_offsets(tmp_path: Pa
     put(tmp_path, None, range(5), partition=2)
     found = state(tmp_path)
     assert (found.first, found.next) == ({2: 0}, {2: 5})
-    assert found.made_from("id-1")
-    assert not found.made_from("id-2")
+    assert found.comes_from("id-1")
+    assert not found.comes_from("id-2")
 
 
 def test_partitions_are_added_and_go_on_by_themselves(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_widening_does_not_let_a_writer_schema_take_the_number_of_another(tmp_pa
     """A replay may bring one and leaves the next offsets as they are."""
     put(tmp_path, None, range(5))
     before = state(tmp_path)
-    replay = file(before.opened.uri, records([2]), replay_name(1))
+    replay = file(before.table.uri, records([2]), replay_name(1))
     commit_replay(before, SCHEMA, [replay], [WriterSchema("value", 7, 0, 2, True)])
     wide = SCHEMA.append(pa.field("more", pa.string()))
     with pytest.raises(CommitConflict):
@@ -200,22 +200,22 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
         OffsetRange(0, 100, 4_000_000_100),
     ]
     assert held_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
-    assert held_ranges(state, OffsetRange(0, 4, 200), released=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
+    assert held_ranges(state, OffsetRange(0, 4, 200), release=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
 
 
 def test_a_table_from_before_orders_gets_them_with_the_next_batch(tmp_path: Path) -> None:
     put(tmp_path, None, range(2))
-    assert (state(tmp_path).ordered, state(tmp_path).domain, state(tmp_path).orders) == (False, None, {})
+    assert (state(tmp_path).has_order, state(tmp_path).domain, state(tmp_path).orders) == (False, None, {})
     columns = state(tmp_path).schema
     put(tmp_path, state(tmp_path), range(2, 4), orders=[LOWEST, (5, 9)], domain="shop")
     put(tmp_path, state(tmp_path), range(4, 6), orders=[(6, 7), (7, 1)], domain="shop")
     put(tmp_path, state(tmp_path), range(3), partition=1, orders=[LOWEST] * 3, domain="shop")
     found = state(tmp_path)
-    assert (found.ordered, found.domain, found.schema) == (True, "shop", columns)
+    assert (found.has_order, found.domain, found.schema) == (True, "shop", columns)
     assert found.orders == {0: (7, 1), 1: LOWEST}
     bounds = [(None, None), (LOWEST, (5, 9)), ((6, 1), (7, 7)), (LOWEST, LOWEST)]
     assert [(item.min_order, item.max_order) for item in found.files] == bounds
-    listing = sorted(list_files(found.opened), key=lambda item: (item.partition or 0, item.first or 0))
+    listing = sorted(list_files(found.table), key=lambda item: (item.partition or 0, item.first or 0))
     assert [(item.min_order, item.max_order) for item in listing] == bounds
     assert order_bounds(found.files[1:3]) == ((LOWEST[0], 0), (7, 9))
     assert order_bounds(found.files[:3]) == (None, (7, 9))

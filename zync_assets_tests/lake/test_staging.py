@@ -164,6 +164,6 @@ def test_an_account_without_its_head_is_refused(lake: str) -> None:
     heads = [item for item in found.files if "head-" in item.path]
     from zync_assets.lake.tables import commit
 
-    commit(found.opened, [], {"foreign": 1}, removed=heads, partition_by=["topic"])
+    commit(found.table, [], {"foreign": 1}, removals=heads, partition_by=["topic"])
     with pytest.raises(LakeError, match="0 head files"):
         open_staging(lake, "Staging")

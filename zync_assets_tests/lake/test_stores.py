@@ -48,7 +48,7 @@ def test_of_writers_that_create_or_commit_at_once_one_wins(s3: S3, tmp_path: Pat
             return False
         return True
 
-    def commit(opened: tables.Opened) -> bool:
+    def commit(opened: tables.LakeTable) -> bool:
         try:
             tables.commit(opened, written(uri, 100), {"next": 101})
         except CommitConflict:

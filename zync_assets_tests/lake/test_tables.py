@@ -18,7 +18,7 @@ from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import CommitConflict, LakeError, SchemaError, TableDamaged, TableUnsupported
 from zync_assets.lake import log, tables, tampering
-from zync_assets.lake.log import DataFile, Opened, list_files
+from zync_assets.lake.log import DataFile, LakeTable, list_files
 from zync_assets.lake.tables import commit, create_table, open_table, widen
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
@@ -35,7 +35,7 @@ def table(uri: str) -> str:
     return uri
 
 
-def opened(uri: str) -> Opened:
+def opened(uri: str) -> LakeTable:
     found = open_table(uri)
     assert found is not None
     return found
@@ -127,7 +127,7 @@ def test_the_newest_version_is_read_once(table: str) -> None:
 def test_all_numbers_come_from_one_replay_of_the_log(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic of a hundred partitions has a thousand numbers. They are in a checkpoint and in entries after it."""
     commit(opened(table), [], {f"next:{n}": n for n in range(500)})
-    opened(table).table.create_checkpoint()
+    opened(table).delta.create_checkpoint()
     commit(opened(table), [], {f"next:{n}": 1000 + n for n in range(0, 500, 2)})
     tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
     reads: list[str] = []
@@ -143,7 +143,7 @@ def test_all_numbers_come_from_one_replay_of_the_log(table: str, monkeypatch: py
 
 @pytest.mark.parametrize("last", ["", "{", '{"version": 99}', None])
 def test_numbers_are_read_without_a_right_last_checkpoint(table: str, last: str | None) -> None:
-    opened(table).table.create_checkpoint()
+    opened(table).delta.create_checkpoint()
     commit(opened(table), [], {"m": 1})
     told = Path(table, "_delta_log", "_last_checkpoint")
     told.unlink() if last is None else told.write_text(last)
@@ -152,8 +152,8 @@ def test_numbers_are_read_without_a_right_last_checkpoint(table: str, last: str 
 
 def test_a_commit_does_not_clean_the_log_up(table: str) -> None:
     """It would list the whole log. The clean-up is upkeep's."""
-    opened(table).table.alter.set_table_properties({"delta.logRetentionDuration": "interval 0 seconds"})
-    opened(table).table.create_checkpoint()
+    opened(table).delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 0 seconds"})
+    opened(table).delta.create_checkpoint()
     for number in range(4, 6):
         commit(opened(table), [], {"n": number})
         widen(opened(table), wider(*((f"c{n}", pa.string()) for n in range(4, number + 1))))
@@ -179,7 +179,7 @@ def test_nothing_is_committed_onto_files_that_another_program_changed(table: str
     foreign_changes()[change](table)
     if change == "append":
         commit(late, [file(table, records([0], partition=1))], {"p": 1})
-    opened(table).table.create_checkpoint()
+    opened(table).delta.create_checkpoint()
     for entry in sorted(Path(table, "_delta_log").glob("*.json"))[:-1]:
         entry.unlink()
     tables._newest.clear()  # pyright: ignore[reportPrivateUsage]  # as a new process
@@ -204,7 +204,7 @@ def test_commits_of_ours_that_rebase_onto_each_other_change_nothing_that_is_fore
     old = opened(table).files
     ingest, compaction, replay = opened(table), opened(table), opened(table)
     commit(ingest, [file(table, records([3]))], {"next:0": 4, "began:0": 3})
-    commit(compaction, [file(table, records([0, 1, 2]))], {"compacted": 1}, removed=old, rewritten=True)
+    commit(compaction, [file(table, records([0, 1, 2]))], {"compacted": 1}, removals=old, rewritten=True)
     commit(replay, [file(table, records([9]))], {"replay": 1})
     widen(opened(table), wider(("city", pa.string())))
     commit(opened(table), [file(table, records([4]))], {"next:0": 5})
@@ -215,7 +215,7 @@ def test_a_table_from_before_sums_were_kept_goes_on_and_has_one_from_then_on(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(tampering, "begun", lambda files: {})
+        patch.setattr(tampering, "first_numbers", lambda files: {})
         create_table(uri, SCHEMA, "test", [file(uri, records([0, 1, 2]))], {"n": 3})
     DeltaTable(uri).optimize.compact()
     commit(opened(uri), [file(uri, records([3]))], {"n": 4})
@@ -229,9 +229,9 @@ def test_a_table_from_before_sums_were_kept_goes_on_and_has_one_from_then_on(
 def older_version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``commit`` as a version of zync without sums does it."""
 
-    def commit_without_a_sum(state: Opened, files: Sequence[DataFile], numbers: dict[str, int], **more: Any) -> None:
+    def commit_without_a_sum(state: LakeTable, files: Sequence[DataFile], numbers: dict[str, int], **more: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(tampering, "carried", lambda *_: {})
+            patch.setattr(tampering, "sum_numbers", lambda *_: {})
             patch.setattr(tampering, "check", lambda _: None)
             commit(state, files, numbers, **more)
 
@@ -240,7 +240,7 @@ def older_version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def forget_log(uri: str) -> None:
     """Leave nothing of the log but the newest version, and open as a new process."""
-    opened(uri).table.create_checkpoint()
+    opened(uri).delta.create_checkpoint()
     for entry in sorted(Path(uri, "_delta_log").glob("*.json"))[:-1]:
         entry.unlink()
     tables._newest.clear()  # pyright: ignore[reportPrivateUsage]
@@ -290,7 +290,7 @@ def test_a_commit_that_is_late_for_a_cleaned_log_is_a_conflict(table: str, gone:
     late = opened(table)
     for number in range(5):
         commit(opened(table), [file(table, records([3 + number]))], {"n": 4 + number})
-    opened(table).table.create_checkpoint()
+    opened(table).delta.create_checkpoint()
     for version in range(gone):
         Path(table, "_delta_log", log.name(version)).unlink()
     for late_commit in (
@@ -327,23 +327,23 @@ def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch
         for number in range(3, 108):
             before = opened(table)
             removed = [item for item in before.files if item.last == number - 50]
-            commit(before, [file(table, records([number]))], {"n": number}, removed=removed)
+            commit(before, [file(table, records([number]))], {"n": number}, removals=removed)
             assert opened(table).number("n") == number
     assert set(read) == {1}
     assert len(read) == 105
-    assert sorted(known(opened(table))) == sorted(known(Opened(table, DeltaTable(table))))
+    assert sorted(known(opened(table))) == sorted(known(LakeTable(table, DeltaTable(table))))
 
 
 def test_what_other_processes_committed_is_read_though_the_log_was_cleaned(table: str) -> None:
     commit(opened(table), [file(table, records([3]))], {"n": 3})
     for number in range(4, 9):
-        commit(Opened(table, DeltaTable(table)), [file(table, records([number]))], {"o": number})
+        commit(LakeTable(table, DeltaTable(table)), [file(table, records([number]))], {"o": number})
     DeltaTable(table).create_checkpoint()
     for version in range(5):
         Path(table, "_delta_log", log.name(version)).unlink()
     now = opened(table)
     assert (now.version, now.number("n"), now.number("o")) == (6, 3, 8)
-    assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))
+    assert sorted(known(now)) == sorted(known(LakeTable(table, DeltaTable(table))))
     commit(now, [file(table, records([9]))], {"n": 9})
     assert rows(table) == list(range(10))
 
@@ -352,8 +352,8 @@ def test_a_commit_after_a_hole_in_a_cleaned_log_is_a_conflict_once(table: str) -
     """A clean-up that was killed may have removed the entry after the version that this process opened last."""
     opened(table)
     for number in range(3, 8):
-        commit(Opened(table, DeltaTable(table)), [file(table, records([number]))], {"n": number + 1})
-    tables._known[table] = 0  # pyright: ignore[reportPrivateUsage]  # another process made these commits
+        commit(LakeTable(table, DeltaTable(table)), [file(table, records([number]))], {"n": number + 1})
+    tables._versions[table] = 0  # pyright: ignore[reportPrivateUsage]  # another process made these commits
     DeltaTable(table).create_checkpoint()
     for version in (1, 2):
         Path(table, "_delta_log", log.name(version)).unlink()
@@ -402,7 +402,7 @@ def test_what_another_program_committed_after_a_commit_is_as_a_whole_reading_fin
     found = DeltaTable(table)
     match other:
         case "widen":
-            widen(Opened(table, found), wider(("city", pa.string())))
+            widen(LakeTable(table, found), wider(("city", pa.string())))
         case "property":
             found.alter.set_table_properties({"delta.logRetentionDuration": "interval 3 hours"})
         case "restore":
@@ -415,7 +415,7 @@ def test_what_another_program_committed_after_a_commit_is_as_a_whole_reading_fin
             found.optimize.compact()
         case _:
             write_deltalake(table, records([9]), mode="overwrite", schema_mode="overwrite")
-    now, whole = opened(table), Opened(table, DeltaTable(table))
+    now, whole = opened(table), LakeTable(table, DeltaTable(table))
     assert now.version == whole.version
     assert sorted(known(now)) == sorted(known(whole))
     assert (now.numbers, now.schema) == (whole.numbers, whole.schema)
@@ -443,20 +443,20 @@ def test_threads_that_commit_to_one_table_lose_and_double_nothing(table: str) ->
     now = opened(table)
     assert (now.number("o"), now.number("oo")) == (16, 8)
     assert rows(table) == sorted([0, 1, 2, *range(16), *range(8)])
-    assert sorted(known(now)) == sorted(known(Opened(table, DeltaTable(table))))
+    assert sorted(known(now)) == sorted(known(LakeTable(table, DeltaTable(table))))
     assert tampering.is_untouched(now)
 
 
-def known(state: Opened) -> list[tuple[object, ...]]:
+def known(state: LakeTable) -> list[tuple[object, ...]]:
     """Files with all that is known of them, as often as one is in the table."""
-    return [astuple(replace(item, made=0.0)) for item in state.files]
+    return [astuple(replace(item, arrival=0.0)) for item in state.files]
 
 
 def test_another_table_at_the_same_place_and_version_is_read(table: str) -> None:
     before = opened(table)
     shutil.rmtree(table)
     create_table(table, SCHEMA, "another", [file(table, records([7, 8, 9]))], {"n": 3})
-    assert opened(table).table.metadata().id != before.table.metadata().id
+    assert opened(table).delta.metadata().id != before.delta.metadata().id
     assert rows(table) == [7, 8, 9]
 
 
@@ -502,12 +502,12 @@ def test_an_exception_before_the_commit_is_an_error(table: str, monkeypatch: pyt
 def test_numbers_survive_a_checkpoint_and_the_log_s_cleaning(table: str) -> None:
     commit(opened(table), [file(table, records([3]))], {"m": 1})
     state = opened(table)
-    state.table.alter.set_table_properties(
+    state.delta.alter.set_table_properties(
         {"delta.logRetentionDuration": "interval 0 seconds", "delta.enableExpiredLogCleanup": "true"}
     )
     state = opened(table)
-    state.table.create_checkpoint()
-    state.table.cleanup_metadata()
+    state.delta.create_checkpoint()
+    state.delta.cleanup_metadata()
     log = Path(table) / "_delta_log"
     assert not list(log.glob("*0000.json")), "the log was not cleaned: this test shows nothing"
     now = opened(table)

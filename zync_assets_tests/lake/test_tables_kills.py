@@ -35,7 +35,7 @@ def write():
         assert len(log.list_files(opened)) == number
         tables.commit(opened, [entry(number + 1)], {"number": number + 1})
         if number % 5 == 0:
-            opened.table.create_checkpoint()
+            opened.delta.create_checkpoint()
         opened = tables.open_table(uri)
 
 

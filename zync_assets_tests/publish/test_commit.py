@@ -22,8 +22,8 @@ from zync_assets.errors import CheckFailed, ForeignRecord, RecordTooLarge, Topic
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import tables
-from zync_assets.lake.check_results import Look, keep_failure, keep_pass, open_checked
-from zync_assets.lake.publication import commit_published, open_published
+from zync_assets.lake.check_results import Look, keep_failure, keep_pass, open_check_state
+from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import open_staging
@@ -85,18 +85,18 @@ def write(it: Mini, *values: bytes) -> None:
 def announce(it: Mini, window: int, verified: int = 0) -> None:
     """Commit like a publisher that was killed after the announcement of a window."""
     found = topic_states(it.pipeline.kafka, [it.out])[it.out]
-    before = open_published(it.lake, "Staging", it.out)
-    commit_published(it.lake, "Staging", before, window=window, verified=verified, topic_id=found.topic_id)
+    before = open_publish_state(it.lake, "Staging", it.out)
+    commit_publish_state(it.lake, "Staging", before, window=window, verified_end=verified, topic_id=found.topic_id)
 
 
 def test_all_that_is_staged_is_published_and_then_nothing_is_to_do(make: Make) -> None:
     it = make(3)
     commit = it.publish()
-    assert (commit.records, commit.verified, commit.range.first) == (3, 0, 0)
+    assert (commit.records, commit.verified_records, commit.range.first) == (3, 0, 0)
     assert plan_publish(it.pipeline, it.out).nothing_to_do
     stage(it, range(3, 5))
     commit = it.publish()
-    assert (commit.records, commit.verified, commit.range.first) == (2, 0, 3)
+    assert (commit.records, commit.verified_records, commit.range.first) == (2, 0, 3)
     assert ids(it) == [(number, number) for number in range(5)]
 
 
@@ -107,8 +107,8 @@ def test_windows_follow_each_other(make: Make, monkeypatch: pytest.MonkeyPatch, 
     it = make(5)
     it.publish()
     assert ids(it) == [(number, number) for number in range(5)]
-    done = open_published(it.lake, "Staging", it.out)
-    assert (done.window, done.verified) == (5, 5)
+    done = open_publish_state(it.lake, "Staging", it.out)
+    assert (done.window, done.verified_end) == (5, 5)
 
 
 def test_a_rule_that_is_edited_while_rows_wait_does_not_change_them(make: Make) -> None:
@@ -129,7 +129,7 @@ def test_what_a_killed_publisher_sent_is_verified_and_the_rest_follows(make: Mak
         producer.produce(it.out, json.dumps(found["value"], separators=(",", ":")), found["key"], 0)
     assert producer.flush(10) == 0
     commit = it.publish()
-    assert (commit.verified, commit.records) == (sent, 5 - sent)
+    assert (commit.verified_records, commit.records) == (sent, 5 - sent)
     assert ids(it) == [(number, number) for number in range(5)]
     assert plan_publish(it.pipeline, it.out).nothing_to_do
 
@@ -147,7 +147,7 @@ def test_records_that_were_published_under_other_ids_of_the_registry_are_staging
         it.publish()
     announce(it, window=3)
     commit = it.publish()
-    assert (commit.verified, commit.records) == (3, 0)
+    assert (commit.verified_records, commit.records) == (3, 0)
     assert staging_equals_topic(it.pipeline, it.out).passed
     # The same bytes under an id that nothing was published with are somebody else's.
     stage(it, range(3, 4))
@@ -341,12 +341,12 @@ def test_a_raw_table_that_failed_its_check_is_not_transformed(make: Make) -> Non
     state = open_raw(it.lake, "Raw", it.left)
     assert state is not None
     look = Look("no_unexplained_loss", f"Raw/{it.left}", state.table_id, {it.left: (OffsetRange(0, 0, 1),)})
-    keep_failure(open_checked(it.lake, "Raw"), look, "a record is missing.")
+    keep_failure(open_check_state(it.lake, "Raw"), look, "a record is missing.")
     it.send(it.left, row(1))
     with pytest.raises(CheckFailed, match=r"a record is missing\. Nothing was transformed"):
         it.step()
     with pytest.raises(CheckFailed, match=r"a record is missing\. Nothing was published"):
         it.publish()
-    keep_pass(open_checked(it.lake, "Raw"), look)
+    keep_pass(open_check_state(it.lake, "Raw"), look)
     assert it.etl() is not None
     it.publish()

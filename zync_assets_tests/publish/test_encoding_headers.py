@@ -18,10 +18,10 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, topic_states
 from zync_assets.kafka.writer import InOrder
 from zync_assets.kafka.zero_copy import HEADERS
-from zync_assets.lake.publication import commit_published, open_published
+from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.local.services import Services
-from zync_assets.publish.encoding import differing, sent_headers
+from zync_assets.publish.encoding import header_differences, sent_headers
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def test_a_record_that_differs_in_its_headers_alone_is_foreign(
     it.step()
     (staged,) = it.staged()
     topic = create_topic(it.pipeline.kafka, it.out, 1, 1, {})
-    before = open_published(it.lake, "Staging", it.out)
-    commit_published(it.lake, "Staging", before, window=1, verified=0, topic_id=topic.topic_id)
+    before = open_publish_state(it.lake, "Staging", it.out)
+    commit_publish_state(it.lake, "Staging", before, window=1, verified_end=0, topic_id=topic.topic_id)
     producer = Producer({**it.pipeline.kafka, "linger.ms": 0})
     producer.produce(it.out, json.dumps(staged["value"], separators=(",", ":")), staged["key"], 0)
     assert producer.flush(10) == 0
@@ -163,4 +163,4 @@ def test_own_headers_come_before_those_of_provenance() -> None:
 def test_no_headers_and_none_are_one() -> None:
     some = pa.array([[], None, [{"key": "a", "value": b""}], [{"key": "a", "value": None}]], HEADERS_TYPE)
     other = pa.array([None, [], [{"key": "a", "value": b""}], [{"key": "a", "value": b""}]], HEADERS_TYPE)
-    assert np.flatnonzero(differing(some, other)).tolist() == [3]
+    assert np.flatnonzero(header_differences(some, other)).tolist() == [3]

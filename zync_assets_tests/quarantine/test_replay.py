@@ -211,7 +211,7 @@ def test_unmatched_records_are_looked_at_again_after_the_rules_changed(
     state = raw.open_raw(it.lake, "Raw", it.left)
     assert state is not None
     first = raw.raw_files(state)[0]
-    upkeep.commit_retention(state, [upkeep.Cut(0, (first,), 5, first.max_time or 0)])
+    upkeep.commit_retention(state, [upkeep.Retirement(0, (first,), 5, first.max_time or 0)])
     list(etl_all(it.pipeline, lambda: spark, Retry(unmatched=True)))
     assert it.classes(it.left) == {"done": 5, "expired": 1}
     assert list(etl_all(it.pipeline, lambda: spark, Retry(unmatched=True))) == []

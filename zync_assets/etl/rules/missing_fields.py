@@ -264,7 +264,7 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
             for side in ("key", "value")
         }
         schema = _with_newest(pipeline, item, schema, paths, ids)
-    return replace(state, expected=schema)
+    return replace(state, reader_schema=schema)
 
 
 def _with_newest(
