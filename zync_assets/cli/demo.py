@@ -56,12 +56,12 @@ def demo(stop: bool, clean: bool) -> None:
     click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
     running = services.up(home)
     pipeline = load(folder / "invoices.yaml", demo_environment(running))
-    played = False
+    has_scene = False
     for scene in play(pipeline, folder):
-        played = True
+        has_scene = True
         click.echo(f"\nBatch {scene.batch}: {STORY[scene.batch - 1]}\n")
         _show_scene(scene)
-    if not played:
+    if not has_scene:
         click.echo("Nothing to do: all four batches are through.\n")
         _show_scene(_scene(pipeline, BATCHES))
     click.echo(_what_next(running))
@@ -93,15 +93,15 @@ def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
     assert pipeline.registry is not None
     registry = Registry(pipeline.registry)
     states = topic_states(pipeline.kafka, TOPICS)
-    made = 0
+    count = 0
     for topic in TOPICS:
         state = states.get(topic) or create_topic(pipeline.kafka, topic, 1, 1, {})
         lines = [line for batch in range(1, number + 1) for line in _lines(folder, batch, topic)]
         missing = lines[state.partitions[0].end :]
         if missing:
             schemas = [(folder / "schemas" / f"{topic}-{side}.avsc").read_text() for side in ("key", "value")]
-            made += produce_json(pipeline.kafka, registry, topic, missing, schemas[0], schemas[1])
-    return made
+            count += produce_json(pipeline.kafka, registry, topic, missing, schemas[0], schemas[1])
+    return count
 
 
 def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
@@ -115,12 +115,12 @@ def _run(pipeline: Pipeline) -> bool:
     """All three steps; whether there was anything to do."""
 
     session = partial(spark_session, pipeline.spark, pipeline.lake)
-    made = [
+    commits = [
         *ingest_all(pipeline, session, TOPICS),
         *etl_all(pipeline, session),
         *publish_all(pipeline, session, [OUTPUT]),
     ]
-    return bool(made)
+    return bool(commits)
 
 
 def _scene(pipeline: Pipeline, number: int) -> Scene:
@@ -153,8 +153,8 @@ def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
     ends = {part.partition: part.end for part in state.partitions}
     rows: list[dict[str, object]] = []
     for record in follow(pipeline.kafka, OUTPUT, dict.fromkeys(ends, 0), ends):
-        shown = render(record, registry)
-        rows.append({"offset": record.offset, "key": shown["key"], "value": shown["value"]})
+        fields = render(record, registry)
+        rows.append({"offset": record.offset, "key": fields["key"], "value": fields["value"]})
     return rows
 
 

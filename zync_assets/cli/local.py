@@ -84,9 +84,9 @@ def down(state_dir: Path, clean: bool) -> None:
 @format_option
 def status(state_dir: Path, fmt: Format) -> None:
     """Show what runs, and where."""
-    found = services.status(state_dir)
-    if found is not None:
-        _show(found, fmt)
+    state = services.status(state_dir)
+    if state is not None:
+        _show(state, fmt)
     elif fmt == "json":
         print_json({"running": False})
     else:
@@ -96,28 +96,28 @@ def status(state_dir: Path, fmt: Format) -> None:
         )
 
 
-def _show(found: Services, fmt: Format) -> None:
+def _show(state: Services, fmt: Format) -> None:
     if fmt == "json":
         print_json(
             {
-                "running": found.running,
-                "bootstrap_servers": found.bootstrap_servers,
-                "registry_url": found.registry_url,
-                "kafka_pid": found.kafka_pid,
-                "registry_pid": found.registry_pid,
-                "state_dir": found.state_dir,
-                "lake": found.lake,
+                "running": state.running,
+                "bootstrap_servers": state.bootstrap_servers,
+                "registry_url": state.registry_url,
+                "kafka_pid": state.kafka_pid,
+                "registry_pid": state.registry_pid,
+                "state_dir": state.state_dir,
+                "lake": state.lake,
             }
         )
         return
     rows = [
-        _row("Kafka", found.bootstrap_servers, found.kafka_pid),
-        _row("schema registry", found.registry_url, found.registry_pid),
+        _row("Kafka", state.bootstrap_servers, state.kafka_pid),
+        _row("schema registry", state.registry_url, state.registry_pid),
     ]
     print_rows(rows, ["service", "address", "state", "pid"], fmt)
-    if found.running:
-        click.echo(f"export KAFKA_BOOTSTRAP_SERVERS={found.bootstrap_servers}")
-        click.echo(f"export SCHEMA_REGISTRY_URL={found.registry_url}")
+    if state.running:
+        click.echo(f"export KAFKA_BOOTSTRAP_SERVERS={state.bootstrap_servers}")
+        click.echo(f"export SCHEMA_REGISTRY_URL={state.registry_url}")
 
 
 def _row(service: str, address: str, pid: int | None) -> dict[str, object]:
@@ -146,13 +146,13 @@ def spark_up(pipeline: Path | None, fmt: Format) -> None:
     from zync_assets.spark.session import shared_server
     from zync_assets.spark.settings import spark_settings
 
-    loaded = None if pipeline is None else load(pipeline)
-    own = {"remote": SHARED} if loaded is None else dict(loaded.spark)
+    model = None if pipeline is None else load(pipeline)
+    own = {"remote": SHARED} if model is None else dict(model.spark)
     if own.get("remote") != SHARED:
         raise SetupError(
             f"{pipeline}: spark: has no `remote: shared`, so that nothing would use a server of this machine."
         )
-    settings = spark_settings(own, "" if loaded is None else loaded.lake)
+    settings = spark_settings(own, "" if model is None else model.lake)
     _show_servers([shared_server(settings)], fmt)
 
 

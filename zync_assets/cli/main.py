@@ -16,7 +16,7 @@ import click
 from zync_assets.cli.terminal import check_text, harmless
 from zync_assets.errors import ZyncError
 
-INTERRUPTED = 130
+INTERRUPT_CODE = 130
 """The exit code of a command that Ctrl-C ended, as shells have it."""
 
 GARBAGE = 50_000
@@ -82,17 +82,17 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            told = error.format_message()
-            if harmless(told) == told:
+            text = error.format_message()
+            if harmless(text) == text:
                 raise
-            raise click.UsageError(harmless(told), error.ctx) from None
+            raise click.UsageError(harmless(text), error.ctx) from None
         except (ZyncError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise
             click.echo(f"error: {harmless(str(error))}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
+            ctx.exit(INTERRUPT_CODE)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

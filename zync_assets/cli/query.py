@@ -18,7 +18,7 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
-from zync_assets.cli.terminal import Format, format_option, print_rows, shown
+from zync_assets.cli.terminal import Format, excerpt, format_option, print_rows
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import LakeError, ZyncError
 from zync_assets.lake import raw, staging
@@ -36,7 +36,7 @@ MAX_LENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class ViewQuery:
     """SQL with view names for tables. ``views``: view name → (pool, topic)."""
 
     sql: str
@@ -56,9 +56,9 @@ def query(pipeline: Path, sql: str, fmt: Format) -> None:
     A topic with dots goes in back quotes. A raw table has the columns kafka, key, value, key_schema_id, value_schema_id;
     a staging table kafka, key, value, rule, source, and headers where a rule gives some.
     """
-    loaded = load(pipeline)
-    rewritten = rewrite(sql, tables_of(loaded))
-    columns, rows = run_query(loaded, rewritten)
+    model = load(pipeline)
+    view_query = rewrite(sql, tables_of(model))
+    columns, rows = run_query(model, view_query)
     print_rows(rows, columns, fmt)
 
 
@@ -67,7 +67,7 @@ def tables_of(pipeline: Pipeline) -> list[tuple[str, str]]:
     return [(item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
 
 
-def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> Rewritten:
+def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
     """The query with ``Pool.Topic`` replaced; names are compared exactly, else without case.
 
     Raises ZyncError for SQL that does not parse, for a statement that is no query, and for an unknown table.
@@ -103,19 +103,19 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> Rewritten:
             edits.append((_start(parts[0]), _end(parts[1]), f"`{parts[1].name}`"))
     for start, end, text in sorted(edits, reverse=True):
         sql = sql[:start] + text + sql[end:]
-    return Rewritten(sql, views)
+    return ViewQuery(sql, views)
 
 
-def run_query(pipeline: Pipeline, rewritten: Rewritten) -> tuple[list[str], Iterator[dict[str, Any]]]:
+def run_query(pipeline: Pipeline, view_query: ViewQuery) -> tuple[list[str], Iterator[dict[str, Any]]]:
     """The names of the columns, a number added where two are alike, and the rows as Spark makes them, a partition at a
     time. Raises ZyncError for what Spark refuses, rows included."""
     from pyspark.errors import PySparkException
 
     spark = spark_session(pipeline.spark, pipeline.lake)
-    for view, (pool, topic) in rewritten.views.items():
+    for view, (pool, topic) in view_query.views.items():
         table_frame(spark, pipeline, pool, topic).createOrReplaceTempView(view)
     try:
-        frame = spark.sql(rewritten.sql)
+        frame = spark.sql(view_query.sql)
         columns = unique_names(frame.columns)
     except PySparkException as error:
         raise ZyncError(f"query: {short(error)}") from None
@@ -151,7 +151,7 @@ def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
 
     try:
         # As Arrow: Python rows of Spark's own have times without a zone, and maps and structs alike.
-        for row in frame.mapInArrow(_packed, "batch binary").toLocalIterator():
+        for row in frame.mapInArrow(_pack, "batch binary").toLocalIterator():
             with pa.ipc.open_stream(bytes(row["batch"])) as stream:
                 for batch in stream:
                     yield from python_rows(batch)
@@ -159,7 +159,7 @@ def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
         raise ZyncError(f"query: {short(error)}") from None
 
 
-def _packed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _pack(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:
@@ -173,15 +173,15 @@ def _find(pool: str, topic: str, tables: Sequence[tuple[str, str]]) -> tuple[str
     alike = [item for item in tables if (item[0].lower(), item[1].lower()) == (pool.lower(), topic.lower())]
     if len(alike) == 1:
         return alike[0]
-    known = ", ".join(f"{item[0]}.{_quoted(item[1])}" for item in tables)
-    raise ZyncError(f"there is no table {shown(f'{pool}.{_quoted(topic)}')}; there are {known}")
+    names = ", ".join(f"{item[0]}.{_quote(item[1])}" for item in tables)
+    raise ZyncError(f"there is no table {excerpt(f'{pool}.{_quote(topic)}')}; there are {names}")
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
 
 
-def _quoted(topic: str) -> str:
+def _quote(topic: str) -> str:
     return topic if re.fullmatch(r"\w+", topic) else f"`{topic}`"
 
 

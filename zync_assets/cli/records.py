@@ -26,10 +26,10 @@ from zync_assets.cli.terminal import (
     PARTITION,
     TOPIC,
     Format,
+    excerpt,
     format_option,
     print_json,
     print_rows,
-    shown,
     whole,
 )
 from zync_assets.codecs.arrays import python_rows
@@ -361,7 +361,7 @@ def _range(text: str) -> OffsetRange:
         if partition is not None and first is not None and last is not None and first <= last:
             return OffsetRange(partition, first, last + 1)
     raise ZyncError(
-        f"--offsets {shown(text)}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99; partitions end at"
+        f"--offsets {excerpt(text)}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99; partitions end at"
         f" {MAX_PARTITION}, offsets at {MAX_OFFSET}."
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 from zync_assets import runner
-from zync_assets.cli.terminal import DURATION, TOPIC, Format, format_option, print_json, print_rows, shown
+from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, print_json, print_rows
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
 from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
@@ -50,10 +50,10 @@ _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 @format_option
 def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
     """Read the input topics of PIPELINE into the raw pools, up to their present ends."""
-    loaded = load(pipeline)
-    chosen = _chosen(topics, [item.topic for item in loaded.inputs], "input")
+    model = load(pipeline)
+    selection = _select(topics, [item.topic for item in model.inputs], "input")
     with _progress() as progress:
-        _report(ingest_all(loaded, _session(loaded), chosen, progress), fmt, INGEST_COLUMNS)
+        _report(ingest_all(model, _session(model), selection, progress), fmt, INGEST_COLUMNS)
 
 
 @click.command()
@@ -74,26 +74,26 @@ def from_kafka(pipeline: Path, topics: tuple[str, ...], fmt: Format) -> None:
 @format_option
 def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str, ...], fmt: Format) -> None:
     """Transform new raw records of PIPELINE into the staging pools, until nothing new is found."""
-    loaded = load(pipeline)
+    model = load(pipeline)
     if explain:
         from zync_assets.etl.rules import explain_rules
 
-        statements = explain_rules(loaded)
+        statements = explain_rules(model)
         if fmt == "json":
             print_rows([asdict(statement) for statement in statements], ("kind", "name", "pool", "sql"), fmt)
         else:
             click.echo("\n\n".join(statement.sql for statement in statements))
         return
-    joins = [rule.name for rule in loaded.rules if any(side.keys for side in rule.sides)]
+    joins = [rule.name for rule in model.rules if any(side.keys for side in rule.sides)]
     for name in waiting:
         if name not in joins:
             raise ZyncError(
-                f"--retry-pending {shown(name)}: no {joining_kinds()} rule of this pipeline is called so; there are"
+                f"--retry-pending {excerpt(name)}: no {joining_kinds()} rule of this pipeline is called so; there are"
                 f" {', '.join(joins) or 'none'}."
-                " To match the records of a removed rule again: " + loaded.command("etl", "--retry-unmatched")
+                " To match the records of a removed rule again: " + model.command("etl", "--retry-unmatched")
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
-    _report(etl_all(loaded, _session(loaded), retry), fmt)
+    _report(etl_all(model, _session(model), retry), fmt)
 
 
 @click.command()
@@ -108,18 +108,18 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
 @format_option
 def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt: Format) -> None:
     """Publish the staging pools of PIPELINE to the output topics, creating them where the file says so."""
-    loaded = load(pipeline)
-    names = [item.topic for item in loaded.outputs]
+    model = load(pipeline)
+    names = [item.topic for item in model.outputs]
     if recreate is not None:
         from zync_assets.publish.commit import recreate_topic
 
         # Of a topic that is asked for beside, nothing is deleted.
-        topics = (*topics, *_chosen((recreate,), names, "output"))
-        _chosen(topics, names, "output")
-        recreate_topic(loaded, recreate)
-    chosen = _chosen(topics, names, "output")
+        topics = (*topics, *_select((recreate,), names, "output"))
+        _select(topics, names, "output")
+        recreate_topic(model, recreate)
+    selection = _select(topics, names, "output")
     with _progress() as progress:
-        _report(publish_all(loaded, _session(loaded), chosen, progress), fmt)
+        _report(publish_all(model, _session(model), selection, progress), fmt)
 
 
 @click.command()
@@ -132,26 +132,26 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
 
     Ctrl-C and SIGTERM end it after the commit that is under way.
     """
-    loaded = load(pipeline)
+    model = load(pipeline)
     deadline = None if exit_after is None else time.monotonic() + exit_after
     stopping = _stop_on_signals()
-    session = _session(loaded, long=not until_idle)
-    inputs = [item.topic for item in loaded.inputs]
-    outputs = [item.topic for item in loaded.outputs]
+    session = _session(model, long=not until_idle)
+    inputs = [item.topic for item in model.inputs]
+    outputs = [item.topic for item in model.outputs]
     patience = None if until_idle else LEADER_SECONDS
-    back_off, warned, losses = POLL_SECONDS, -MAX_BACK_OFF, 0
+    back_off, last_warning, losses = POLL_SECONDS, -MAX_BACK_OFF, 0
     while not stopping() and (deadline is None or time.monotonic() < deadline):
         busy = False
         troubles: list[ZyncError] = []
         for step in (
-            lambda: ingest_all(loaded, session, inputs, patience=patience, again=until_idle),
-            lambda: etl_all(loaded, session),
-            lambda: publish_all(loaded, session, outputs, patience=patience),
+            lambda: ingest_all(model, session, inputs, patience=patience, again=until_idle),
+            lambda: etl_all(model, session),
+            lambda: publish_all(model, session, outputs, patience=patience),
         ):
             try:
-                for made in step():
+                for commit in step():
                     busy, losses = True, 0
-                    _report_one(made, fmt)
+                    _report_commit(commit, fmt)
                     if stopping():
                         return
             except ZyncError as error:
@@ -164,9 +164,9 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         if all(isinstance(error, LeaderMissing) for error in troubles):
             # Partitions with a leader continue at their usual pace.
             back_off = POLL_SECONDS
-            if troubles and time.monotonic() - warned >= MAX_BACK_OFF:
+            if troubles and time.monotonic() - last_warning >= MAX_BACK_OFF:
                 click.echo(f"warning: {troubles[0]} Trying again.", err=True)
-                warned = time.monotonic()
+                last_warning = time.monotonic()
         else:
             click.echo(f"warning: {troubles[0]} Trying again in {back_off:.0f} s.", err=True)
             busy, back_off = False, min(back_off * 2, MAX_BACK_OFF)
@@ -187,71 +187,71 @@ def _session(pipeline: Pipeline, *, long: bool = False) -> Callable[[], SparkSes
     return partial(spark_session, pipeline.spark, pipeline.lake, long=long)
 
 
-def _chosen(asked: tuple[str, ...], names: list[str], kind: str) -> list[str]:
-    for name in asked:
+def _select(choice: tuple[str, ...], names: list[str], kind: str) -> list[str]:
+    for name in choice:
         if name not in names:
             raise ZyncError(f"topic {name} is no {kind} of this pipeline; its {kind}s are {', '.join(names)}.")
-    return [name for name in names if name in asked] if asked else names
+    return [name for name in names if name in choice] if choice else names
 
 
-def _row(made: Commit) -> dict[str, object]:
-    if isinstance(made, RawCommit):
+def _row(commit: Commit) -> dict[str, object]:
+    if isinstance(commit, RawCommit):
         return {
             "step": "ingest",
-            "target": made.topic,
-            "offsets": " ".join(str(part) for part in made.ranges),
-            "records": made.records,
-            "quarantined": made.quarantined,
-            "schema_changes": [str(change) for change in made.schema_changes],
-            **({"left_out": made.left_out} if made.left_out else {}),
-            "seconds": round(made.seconds, 2),
+            "target": commit.topic,
+            "offsets": " ".join(str(part) for part in commit.ranges),
+            "records": commit.records,
+            "quarantined": commit.quarantined,
+            "schema_changes": [str(change) for change in commit.schema_changes],
+            **({"left_out": commit.left_out} if commit.left_out else {}),
+            "seconds": round(commit.seconds, 2),
         }
-    if isinstance(made, EtlCommit):
+    if isinstance(commit, EtlCommit):
         return {
             "step": "etl",
-            "target": made.pool,
-            "offsets": " ".join(f"{topic} {part}" for topic, parts in made.outputs.items() for part in parts),
-            "records": made.counts.get("outputs", 0),
-            "pending": made.counts.get("pending", 0),
-            "quarantined": made.counts.get("quarantined", 0),
-            "seconds": round(made.seconds, 2),
+            "target": commit.pool,
+            "offsets": " ".join(f"{topic} {part}" for topic, parts in commit.outputs.items() for part in parts),
+            "records": commit.counts.get("outputs", 0),
+            "pending": commit.counts.get("pending", 0),
+            "quarantined": commit.counts.get("quarantined", 0),
+            "seconds": round(commit.seconds, 2),
         }
     return {
         "step": "publish",
-        "target": made.topic,
-        "offsets": str(made.range) if made.records else "",
-        "records": made.records,
-        "seconds": round(made.seconds, 2),
+        "target": commit.topic,
+        "offsets": str(commit.range) if commit.records else "",
+        "records": commit.records,
+        "seconds": round(commit.seconds, 2),
     }
 
 
 def _report(commits: Iterable[Commit], fmt: Format, columns: Sequence[str] = COLUMNS) -> None:
     """Print each commit at once."""
     idle = True
-    for made in commits:
+    for commit in commits:
         idle = False
         if fmt == "json":
-            print_rows([_row(made)], columns, fmt)
+            print_rows([_row(commit)], columns, fmt)
         else:
-            _report_one(made, fmt)
+            _report_commit(commit, fmt)
     if idle and fmt != "json":
         click.echo("nothing to do")
 
 
 def _changes(row: Mapping[str, object]) -> Sequence[object]:
-    found = row.get("schema_changes")
-    return found if isinstance(found, list) else []
+    changes = row.get("schema_changes")
+    return changes if isinstance(changes, list) else []
 
 
-def _report_one(made: Commit, fmt: Format) -> None:
-    row = {name: value for name, value in _row(made).items() if value not in ("", [])}
+def _report_commit(commit: Commit, fmt: Format) -> None:
+    row = {name: value for name, value in _row(commit).items() if value not in ("", [])}
     if fmt == "json":
         print_json(row)
         return
-    shown = {name: value for name, value in row.items() if name != "schema_changes"}
+    fields = {name: value for name, value in row.items() if name != "schema_changes"}
     click.echo(
         "  ".join(
-            str(value) if name in ("step", "target", "offsets") else f"{name} {value}" for name, value in shown.items()
+            str(value) if name in ("step", "target", "offsets") else f"{name} {value}" for name, value in fields.items()
         )
     )
     for change in _changes(row):
@@ -274,25 +274,25 @@ def _progress() -> Generator[runner.Progress]:
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=both) as bar:
         tasks: dict[str, TaskID] = {}
-        started = time.monotonic()
+        start = time.monotonic()
 
-        def show(what: str, done: int, total: int) -> None:
-            rate = f"{done / max(0.001, time.monotonic() - started):,.0f}/s"
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total, rate=rate)
-            bar.update(tasks[what], completed=done, total=total, rate=rate)
+        def show(label: str, count: int, total: int) -> None:
+            rate = f"{count / max(0.001, time.monotonic() - start):,.0f}/s"
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=total, rate=rate)
+            bar.update(tasks[label], completed=count, total=total, rate=rate)
 
         yield show
 
 
 def _stop_on_signals() -> Callable[[], bool]:
-    asked: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        if asked:
+        if signals:
             raise KeyboardInterrupt
-        asked.append(number)
+        signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    return lambda: bool(asked)
+    return lambda: bool(signals)

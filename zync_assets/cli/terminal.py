@@ -33,7 +33,7 @@ def harmless(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def shown(text: str) -> str:
+def excerpt(text: str) -> str:
     """A user's text, shortened and made harmless for a message."""
     plain = harmless(text[: _LONGEST + 1])
     return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 1]}…"
@@ -41,14 +41,14 @@ def shown(text: str) -> str:
 
 def check_text(arguments: Sequence[str]) -> None:
     """UsageError for an argument with bytes that are not UTF-8, or with a NUL. No file, topic or query contains these."""
-    for given in arguments:
+    for argument in arguments:
         try:
-            if "\0" not in given and given.encode():
+            if "\0" not in argument and argument.encode():
                 continue
         except UnicodeEncodeError:
             pass
-        if given:
-            raise click.UsageError(f"{shown(given)!r} is no UTF-8 text; give it as text, without NUL")
+        if argument:
+            raise click.UsageError(f"{excerpt(argument)!r} is no UTF-8 text; give it as text, without NUL")
 
 
 class Whole(click.ParamType):
@@ -63,7 +63,7 @@ class Whole(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number = value if isinstance(value, int) else whole(str(value), self.high)
         if number is None or number < self.low:
-            self.fail(f"{shown(str(value))!r} is no whole number from {self.low} to {self.high}", param, ctx)
+            self.fail(f"{excerpt(str(value))!r} is no whole number from {self.low} to {self.high}", param, ctx)
         return number
 
 
@@ -85,7 +85,7 @@ class TopicName(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not is_topic_name(str(value)):
             self.fail(
-                f"{shown(str(value))!r} is no legal topic name: 1 to 249 of letters, digits, `.`, `_` and `-`, and not"
+                f"{excerpt(str(value))!r} is no legal topic name: 1 to 249 of letters, digits, `.`, `_` and `-`, and not"
                 " `.` or `..`",
                 param,
                 ctx,
@@ -100,10 +100,10 @@ class Duration(click.ParamType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         text = str(value)
-        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|h)?", text.strip())
-        if found is None:
-            self.fail(f"{shown(text)!r} is no time such as 60s, 5m or 1h, of nine digits at the most", param, ctx)
-        return float(found[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[found[2]]
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|h)?", text.strip())
+        if match is None:
+            self.fail(f"{excerpt(text)!r} is no time such as 60s, 5m or 1h, of nine digits at the most", param, ctx)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
 
 
 DURATION = Duration()
@@ -190,7 +190,7 @@ def _is_number(value: object) -> bool:
 
 
 def _cell(value: object) -> str:
-    shown = plain(value)
-    if shown is None:
+    cell = plain(value)
+    if cell is None:
         return ""
-    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)

@@ -22,10 +22,10 @@ from zync_assets.cli.terminal import (
     TOPIC,
     Format,
     Whole,
+    excerpt,
     format_option,
     print_json,
     print_rows,
-    shown,
     whole,
 )
 from zync_assets.errors import ZyncError
@@ -95,13 +95,13 @@ def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: s
         config = RegistryConfig(registry_url) if registry_url else default_registry(os.environ)
         config = config or RegistryConfig(REGISTRY)
         return Target({"bootstrap.servers": BOOTSTRAP_SERVERS, **kafka}, Registry(config))
-    loaded = load(pipeline)
-    kafka = {**loaded.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
-    config = RegistryConfig(registry_url) if registry_url else loaded.registry
+    model = load(pipeline)
+    kafka = {**model.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
+    config = RegistryConfig(registry_url) if registry_url else model.registry
     return Target(kafka, Registry(config) if config else None)
 
 
-def _needed(registry: Registry | None) -> Registry:
+def _require(registry: Registry | None) -> Registry:
     if registry is None:
         raise ZyncError("the pipeline has no schema registry; add `registry: {url: …}` to it, or give --registry")
     return registry
@@ -115,14 +115,20 @@ def ls(
     pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, schemas: bool, fmt: Format
 ) -> None:
     """List the subjects of the schema registry, each with its latest version and that version's id."""
-    registry = _needed(target(pipeline, bootstrap_servers, registry_url).registry)
+    registry = _require(target(pipeline, bootstrap_servers, registry_url).registry)
     subjects = registry.subjects()
     with ThreadPoolExecutor(8) as pool:
         versions = list(pool.map(registry.last_version, subjects))
     rows = [
-        {"subject": subject, "version": found.number, "id": found.id, "type": found.type, "schema": found.schema}
-        for subject, found in zip(subjects, versions, strict=True)
-        if found is not None
+        {
+            "subject": subject,
+            "version": version.number,
+            "id": version.id,
+            "type": version.type,
+            "schema": version.schema,
+        }
+        for subject, version in zip(subjects, versions, strict=True)
+        if version is not None
     ]
     print_rows(rows, ["subject", "version", "id", *(("type", "schema") if schemas else ())], fmt)
 
@@ -158,7 +164,7 @@ class StartType(click.ParamType):
             return text
         offset = whole(text, MAX_OFFSET)
         if offset is None:
-            self.fail(f"{shown(text)!r} is not earliest, latest or an offset up to {MAX_OFFSET}", param, ctx)
+            self.fail(f"{excerpt(text)!r} is not earliest, latest or an offset up to {MAX_OFFSET}", param, ctx)
         return offset
 
 
@@ -211,14 +217,14 @@ def consume(
 
 def _starts(state: TopicState, start: Start, partition: int | None) -> dict[int, int]:
     """Per partition the offset to begin with."""
-    chosen = [item for item in state.partitions if partition in (None, item.partition)]
-    if not chosen:
+    own_partitions = [item for item in state.partitions if partition in (None, item.partition)]
+    if not own_partitions:
         raise ZyncError(f"topic {state.topic} has no partition {partition}; it has 0 to {len(state.partitions) - 1}")
     if start == "earliest":
-        return {item.partition: item.low for item in chosen}
+        return {item.partition: item.low for item in own_partitions}
     if start == "latest":
-        return {item.partition: item.end for item in chosen}
-    return {item.partition: min(max(start, item.low), item.end) for item in chosen}
+        return {item.partition: item.end for item in own_partitions}
+    return {item.partition: min(max(start, item.low), item.end) for item in own_partitions}
 
 
 ENCODINGS = click.Choice(["avro", "connect-json", "json", "string"])
@@ -262,11 +268,11 @@ def produce(
     infers = (encoding in _WITH_SCHEMA and schema is None) or (keys in _WITH_SCHEMA and key_schema is None)
     if infers:
         lines = list(lines)
-    known = lines if isinstance(lines, list) else []
+    samples = lines if isinstance(lines, list) else []
     if not create:
         topic_state(where.kafka, topic)
-    encode_key = _encoder(where, topic, "key", keys, key_schema, [line.key for line in known])
-    encode_value = _encoder(where, topic, "value", encoding, schema, [line.value for line in known])
+    encode_key = _encoder(where, topic, "key", keys, key_schema, [line.key for line in samples])
+    encode_value = _encoder(where, topic, "value", encoding, schema, [line.value for line in samples])
     if create:
         create_topic(where.kafka, topic, partitions, 1, {})
     count = produce_records(where.kafka, topic, lines, encode_key, encode_value)
@@ -293,8 +299,8 @@ def _encoder(
 ) -> Encode:
     if encoding == "json" or encoding == "string":
         return text_encoder(encoding)
-    given = [value for value in values if value is not None]
-    if schema is None and not given:
+    samples = [value for value in values if value is not None]
+    if schema is None and not samples:
         # Nothing but nulls: there is nothing to encode, and nothing to register.
         return text_encoder("json")
     text = None if schema is None else schema.read_text(encoding="utf-8")
@@ -303,10 +309,10 @@ def _encoder(
     if encoding == "connect-json":
         from zync_assets.kafka.json_records import connect_encoder, inferred_connect_schema
 
-        return connect_encoder(text or inferred_connect_schema(given, name))
+        return connect_encoder(text or inferred_connect_schema(samples, name))
     from zync_assets.kafka.json_records import infer_schema
 
-    return avro_encoder(_needed(where.registry), f"{topic}-{side}", text or infer_schema(given, name))
+    return avro_encoder(_require(where.registry), f"{topic}-{side}", text or infer_schema(samples, name))
 
 
 def avro_name(text: str) -> str:

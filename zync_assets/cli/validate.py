@@ -12,12 +12,12 @@ from __future__ import annotations
 import platform
 import textwrap
 from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed
+from importlib.metadata import version as package_version
 from pathlib import Path
 
 import click
 
-from zync_assets.cli.terminal import Format, format_option, print_json, print_rows, shown
+from zync_assets.cli.terminal import Format, excerpt, format_option, print_json, print_rows
 from zync_assets.errors import PipelineFileError, SetupError
 from zync_assets.local.java import find_java, java_version
 from zync_assets.pipeline import Pipeline
@@ -41,13 +41,13 @@ def validate(pipeline: Path, fmt: Format) -> None:
         raise SystemExit(1) from None
 
 
-def _report_good(loaded: Pipeline, file: Path, fmt: Format) -> None:
-    counts = {"inputs": len(loaded.inputs), "rules": len(loaded.rules), "outputs": len(loaded.outputs)}
+def _report_good(model: Pipeline, file: Path, fmt: Format) -> None:
+    counts = {"inputs": len(model.inputs), "rules": len(model.rules), "outputs": len(model.outputs)}
     if fmt == "json":
-        print_json({"file": str(file), "ok": True, "name": loaded.name, **counts})
+        print_json({"file": str(file), "ok": True, "name": model.name, **counts})
     else:
-        said = ", ".join(f"{count} {name if count != 1 else name[:-1]}" for name, count in counts.items())
-        click.echo(f"OK: {file} ({loaded.name}): {said}")
+        summary = ", ".join(f"{count} {name if count != 1 else name[:-1]}" for name, count in counts.items())
+        click.echo(f"OK: {file} ({model.name}): {summary}")
 
 
 def _report_bad(error: PipelineFileError, fmt: Format) -> None:
@@ -72,26 +72,26 @@ def help_(key: str | None, fmt: Format) -> None:
     A description has the type, the default, the allowed values and an example. Reads no file, and starts no JVM.
     """
     if key is None:
-        chosen = list(KEYS)
+        paths = list(KEYS)
     else:
         path = found(KEYS, key)
         if path is None:
             raise click.UsageError(_unknown(key))
-        chosen = [path, *(below for below in KEYS if below.startswith(f"{path}."))]
+        paths = [path, *(below for below in KEYS if below.startswith(f"{path}."))]
     if fmt == "json":
-        for path in chosen:
+        for path in paths:
             print_json(dict(zip(_COLUMNS, _cells(path, KEYS[path]), strict=True)))
     elif key is None:
         click.echo(
             "The keys of a pipeline file. `zync help KEY` describes one of them, `zync COMMAND --help` a command.\n"
         )
-        click.echo(_overview(chosen))
+        click.echo(_overview(paths))
     else:
-        click.echo(_page(chosen[0], KEYS[chosen[0]], chosen[1:]))
+        click.echo(_page(paths[0], KEYS[paths[0]], paths[1:]))
 
 
-def _fill(text: str, first: str = "", others: str = "") -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+def _fill(text: str, first: str = "", indent: str = "") -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _unknown(key: str) -> str:
@@ -100,18 +100,18 @@ def _unknown(key: str) -> str:
         return f"`{key}` is a command, not a key of the pipeline file; run `zync {key} --help`"
     close = near(KEYS, key)
     cure = f"; near keys: {', '.join(f'`{path}`' for path in close)}" if close else ""
-    return f"`{shown(key)}` is no key of the pipeline file{cure}; `zync help` lists every key"
+    return f"`{excerpt(key)}` is no key of the pipeline file{cure}; `zync help` lists every key"
 
 
 def _cells(path: str, key: Key) -> tuple[object, ...]:
     return path, key.type, key.required, key.default or None, list(key.allowed), key.text, key.example
 
 
-def _overview(chosen: list[str]) -> str:
+def _overview(paths: list[str]) -> str:
     """A line for each key: its path, and the first sentence of its text."""
-    width = max(map(len, chosen))
+    width = max(map(len, paths))
     indent = " " * (width + 2)
-    return "\n".join(_fill(KEYS[path].summary, first=f"{path:<{width}}  ", others=indent) for path in chosen)
+    return "\n".join(_fill(KEYS[path].summary, first=f"{path:<{width}}  ", indent=indent) for path in paths)
 
 
 def _page(path: str, key: Key, below: list[str]) -> str:
@@ -125,7 +125,7 @@ def _page(path: str, key: Key, below: list[str]) -> str:
     parts = [
         path,
         _fill(key.text),
-        "\n".join(_fill(text, first=f"{name:<9}", others=" " * 9) for name, text in facts),
+        "\n".join(_fill(text, first=f"{name:<9}", indent=" " * 9) for name, text in facts),
         f"example\n{textwrap.indent(key.example, '    ')}",
     ]
     if below:
@@ -161,13 +161,13 @@ def version(fmt: Format) -> None:
     if fmt == "json":
         print_json(versions)
     else:
-        rows = [{"component": name, "version": said} for name, said in versions.items()]
+        rows = [{"component": name, "version": text} for name, text in versions.items()]
         print_rows(rows, ["component", "version"], fmt)
 
 
 def _package(name: str) -> str:
     try:
-        return installed(name)
+        return package_version(name)
     except PackageNotFoundError:
         return ABSENT
 

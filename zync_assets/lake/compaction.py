@@ -68,11 +68,11 @@ def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFil
     own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
     own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
     for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
-        runs += [run for part in _cut(list(neighbours), span) if len(run := _balanced_run(part)) >= FILES]
+        runs += [run for part in _split(list(neighbours), span) if len(run := _balanced_run(part)) >= FILES]
     return runs
 
 
-def _cut(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[DataFile]]:
+def _split(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[DataFile]]:
     run: list[DataFile] = []
     for item in neighbours:
         apart = span is not None and bool(run) and (item.max_time or 0) - (run[0].min_time or 0) > span

@@ -21,7 +21,7 @@ from sqlglot import exp
 from sqlglot.tokenizer_core import Token, TokenType
 
 from zync_assets.pipeline_file.expressions import (
-    OTHERS,
+    RECORD_FUNCTIONS,
     Expression,
     SqlProblem,
     check_expression,
@@ -57,16 +57,16 @@ def split_join(sql: str, left_root: str = "left", right_root: str = "right") -> 
 
 
 def _conjuncts(tokens: Sequence[Token], whole: Expression) -> list[Sequence[Token]]:
-    tokens = _unwrapped(tokens)
+    tokens = _unwrap(tokens)
     tree = parse(_text(tokens, whole)).tree
     if isinstance(tree, exp.Or):
         raise SqlProblem(f"{_SHAPE}; OR is not supported: write a rule for each")
     if not isinstance(tree, exp.And):
         return [tokens]
-    pieces = _cut(tokens, TokenType.AND)
+    pieces = _split(tokens, TokenType.AND)
     if len(pieces) < 2 or not all(pieces):
         raise SqlProblem(_SHAPE)
-    return [found for piece in pieces for found in _conjuncts(piece, whole)]
+    return [conjunct for piece in pieces for conjunct in _conjuncts(piece, whole)]
 
 
 def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root: str) -> JoinPair:
@@ -74,32 +74,32 @@ def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root
     tree = parse(text).tree
     if isinstance(tree, exp.NullSafeEQ):
         raise SqlProblem(f"`{text}`: use `=`; a null join key matches nothing")
-    sides = _cut(tokens, TokenType.EQ)
+    sides = _split(tokens, TokenType.EQ)
     if not isinstance(tree, exp.EQ) or len(sides) != 2 or not all(sides):
         raise SqlProblem(f"`{text}` is no equality of the two sides; {_SHAPE}")
     texts = [_text(side, whole) for side in sides]
-    parsed = [parse(side).tree for side in texts]
+    trees = [parse(side).tree for side in texts]
     # Spark and sqlglot bind `a between 1 and 2 = b` differently; parentheses leave no doubt.
-    doubtful = any(isinstance(side, exp.Predicate | exp.Not | exp.RegexpLike) for side in parsed)
-    if doubtful or (tree.this, tree.expression) != tuple(parsed):
+    doubtful = any(isinstance(side, exp.Predicate | exp.Not | exp.RegexpLike) for side in trees)
+    if doubtful or (tree.this, tree.expression) != tuple(trees):
         raise SqlProblem(f"`{text}` can be read in two ways; put each side in parentheses")
-    used = [roots(side) for side in parsed]
-    if used == [{left_root}, {right_root}]:
+    root_sets = [roots(side) for side in trees]
+    if root_sets == [{left_root}, {right_root}]:
         return texts[0], texts[1]
-    if used == [{right_root}, {left_root}]:
+    if root_sets == [{right_root}, {left_root}]:
         return texts[1], texts[0]
-    for side, names in zip(texts, used, strict=True):
+    for side, names in zip(texts, root_sets, strict=True):
         if len(names) > 1:
             raise SqlProblem(f"`{side}` mixes {left_root} and {right_root}; each side of `=` must be of one of them")
         if not names:
             raise SqlProblem(
                 f"`{side}` is of neither {left_root} nor {right_root}; put a condition on one side into where"
             )
-    only = next(iter(used[0]))
+    only = next(iter(root_sets[0]))
     raise SqlProblem(f"`{text}` compares {only} with itself; put a condition on one side into where")
 
 
-def _unwrapped(tokens: Sequence[Token]) -> Sequence[Token]:
+def _unwrap(tokens: Sequence[Token]) -> Sequence[Token]:
     """Without the parentheses around the whole."""
     while len(tokens) > 2 and tokens[0].token_type == TokenType.L_PAREN and _closes(tokens) == len(tokens) - 1:
         tokens = tokens[1:-1]
@@ -121,7 +121,7 @@ def _step(tokens: Sequence[Token], index: int, token: Token) -> int:
     return (token.token_type in _OPENING) - (token.token_type in _CLOSING)
 
 
-def _cut(tokens: Sequence[Token], separator: TokenType) -> list[Sequence[Token]]:
+def _split(tokens: Sequence[Token], separator: TokenType) -> list[Sequence[Token]]:
     """The stretches between separators that stand outside parentheses, brackets and CASE."""
     depth, begin = 0, 0
     pieces: list[Sequence[Token]] = []
@@ -148,7 +148,9 @@ def leaves_nothing(earlier: str | None, later: str | None) -> bool:
     if later is None:
         return False
     conjuncts = list(_joined_by_and(_tree(later)))
-    return all(any(_implies(given, wanted) for given in conjuncts) for wanted in _joined_by_and(earlier_tree))
+    return all(
+        any(_implies(conjunct, condition) for conjunct in conjuncts) for condition in _joined_by_and(earlier_tree)
+    )
 
 
 # A rule is compared with every earlier one of its topic.
@@ -175,13 +177,13 @@ def _joined_by_and(tree: exp.Expr) -> Iterator[exp.Expr]:
         yield tree
 
 
-def _implies(given: exp.Expr, wanted: exp.Expr) -> bool:
-    if given == wanted:
+def _implies(premise: exp.Expr, conclusion: exp.Expr) -> bool:
+    if premise == conclusion:
         return True
-    given_values, wanted_values = _one_of(given), _one_of(wanted)
-    if given_values is None or wanted_values is None or given_values[0] != wanted_values[0]:
+    premise_values, conclusion_values = _one_of(premise), _one_of(conclusion)
+    if premise_values is None or conclusion_values is None or premise_values[0] != conclusion_values[0]:
         return False
-    return given_values[1] <= wanted_values[1]
+    return premise_values[1] <= conclusion_values[1]
 
 
 def _one_of(tree: exp.Expr) -> tuple[exp.Expr, frozenset[exp.Expr]] | None:
@@ -277,11 +279,11 @@ def null_spans(expression: Expression, places: Iterable[Span]) -> set[Span]:
     """The parts of an expression that NULL replaces if some of its columns are null; none of them is in another."""
     tokens = expression.tokens
     closings = _closings(tokens)
-    found = {_null_span(tokens, closings, *place) for place in places}
+    spans = {_null_span(tokens, closings, *place) for place in places}
     return {
         (start, end)
-        for start, end in found
-        if not any((first, last) != (start, end) and first <= start and end <= last for first, last in found)
+        for start, end in spans
+        if not any((first, last) != (start, end) and first <= start and end <= last for first, last in spans)
     }
 
 
@@ -291,8 +293,8 @@ def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int,
     # A field of a call's result: the column is within the call.
     for opening, closing in closings.items():
         if opening < first < closing < last:
-            called = opening and tokens[opening - 1].text.lower() in OTHERS
-            first = opening - 1 if called else opening
+            is_call = opening and tokens[opening - 1].text.lower() in RECORD_FUNCTIONS
+            first = opening - 1 if is_call else opening
     while True:
         after = _kind(tokens, last + 1)
         if after == TokenType.L_BRACKET:
@@ -328,7 +330,7 @@ def _argument(tokens: Sequence[Token], closings: Mapping[int, int], first: int, 
 
 def _only_groups(tokens: Sequence[Token], opening: int, closing: int) -> bool:
     """Whether a pair of parentheses plainly is around an expression, neither of a call nor of IN."""
-    if opening and tokens[opening - 1].text.lower() in OTHERS:
+    if opening and tokens[opening - 1].text.lower() in RECORD_FUNCTIONS:
         return False
     after = _kind(tokens, closing + 1)
     before = _kind(tokens, opening - 1)
@@ -341,11 +343,11 @@ def _kind(tokens: Sequence[Token], at: int) -> TokenType | None:
 
 def _closings(tokens: Sequence[Token]) -> dict[int, int]:
     """The place of each opening parenthesis or bracket → the place of the closing one."""
-    found: dict[int, int] = {}
-    opened: list[int] = []
+    closings: dict[int, int] = {}
+    openings: list[int] = []
     for at, token in enumerate(tokens):
         if token.token_type in (TokenType.L_PAREN, TokenType.L_BRACKET):
-            opened.append(at)
-        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and opened:
-            found[opened.pop()] = at
-    return found
+            openings.append(at)
+        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and openings:
+            closings[openings.pop()] = at
+    return closings

@@ -73,7 +73,7 @@ WINDOWS = _words(
     "cume_dist dense_rank lag lead nth_value ntile percent_rank rank row_number session_window window window_time"
 )
 
-OTHERS = _words(
+RECORD_FUNCTIONS = _words(
     """
     abs acos acosh add_months aes_decrypt aes_encrypt aggregate approx_top_k_estimate array array_append
     array_compact array_contains array_distinct array_except array_insert array_intersect array_join
@@ -121,7 +121,7 @@ OTHERS = _words(
 )
 """All the rest, and what Spark's grammar treats as a function."""
 
-ALL = OTHERS | AGGREGATES | GENERATORS | WINDOWS | NON_DETERMINISTIC
+ALL = RECORD_FUNCTIONS | AGGREGATES | GENERATORS | WINDOWS | NON_DETERMINISTIC
 
 
 RECORD_ROOTS = ("kafka", "key", "value")
@@ -191,11 +191,11 @@ def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
         expression = parse(sql)
     except SqlProblem as problem:
         return [str(problem)]
-    found = list(_function_problems(expression.tokens))
-    if not found:
+    problems = list(_function_problems(expression.tokens))
+    if not problems:
         # A function without parentheses looks like a column; one problem for it is enough.
-        found.extend(_column_problems(expression.tree, allowed_roots))
-    return list(dict.fromkeys(found))
+        problems.extend(_column_problems(expression.tree, allowed_roots))
+    return list(dict.fromkeys(problems))
 
 
 def field_path(sql: str) -> tuple[str, ...] | None:
@@ -210,13 +210,13 @@ def columns(tree: exp.Expr) -> Iterator[tuple[str, ...]]:
     """The columns that a tree names, as their parts, up to four; variables of lambda functions are left out."""
     for column in tree.find_all(exp.Column):
         parts = tuple(part.name for part in column.parts)
-        bound = {
+        lambda_names = {
             variable.name.lower()
             for parent in _parents(column)
             if isinstance(parent, exp.Lambda)
             for variable in parent.expressions
         }
-        if parts and parts[0].lower() not in bound:
+        if parts and parts[0].lower() not in lambda_names:
             yield parts
 
 
@@ -251,19 +251,19 @@ def _check_tokens(tokens: Sequence[Token]) -> None:
                 raise SqlProblem(_not_deterministic(f"'{token.text}' as a time"))
     _check_depth(tokens)
     first = tokens[0]
-    called = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN
-    if first.token_type in _STATEMENTS and not called:
+    is_call = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN
+    if first.token_type in _STATEMENTS and not is_call:
         raise SqlProblem(f"must be an expression, not a statement (`{first.text}`)")
 
 
 def _check_depth(tokens: Sequence[Token]) -> None:
-    opened: list[bool] = []
+    struct_flags: list[bool] = []
     for index, token in enumerate(tokens):
         if token.token_type in (TokenType.L_PAREN, TokenType.L_BRACKET):
-            opened.append(index > 0 and tokens[index - 1].text.lower() == "struct")
-        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and opened:
-            opened.pop()
-        if len(opened) > MAX_DEPTH or sum(opened) > MAX_STRUCTS:
+            struct_flags.append(index > 0 and tokens[index - 1].text.lower() == "struct")
+        elif token.token_type in (TokenType.R_PAREN, TokenType.R_BRACKET) and struct_flags:
+            struct_flags.pop()
+        if len(struct_flags) > MAX_DEPTH or sum(struct_flags) > MAX_STRUCTS:
             raise SqlProblem("is nested too deep; write fields as a mapping, and nest that")
 
 
@@ -302,7 +302,7 @@ def _check_tree(tree: exp.Expr) -> None:
 
 def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
     for index, token in enumerate(tokens):
-        quoted = token.token_type == TokenType.IDENTIFIER
+        is_quoted = token.token_type == TokenType.IDENTIFIER
         name = token.text.lower()
         before = tokens[index - 1] if index else None
         after = tokens[index + 1] if index + 1 < len(tokens) else None
@@ -310,7 +310,7 @@ def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
             continue
         if after is None or after.token_type != TokenType.L_PAREN:
             is_field = after is not None and after.token_type == TokenType.DOT
-            if name in WITHOUT_PARENTHESES and not quoted and not is_field and token.token_type not in _STRINGS:
+            if name in WITHOUT_PARENTHESES and not is_quoted and not is_field and token.token_type not in _STRINGS:
                 yield _not_deterministic(name)
             continue
         if token.token_type in _STRINGS or (
@@ -321,16 +321,16 @@ def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
             yield _not_deterministic(f"{name}()")
         elif name in NEEDED_ARGUMENTS:
             if _arguments(tokens, index + 1) < NEEDED_ARGUMENTS[name]:
-                needed = NEEDED_ARGUMENTS[name]
-                yield f"`{name}()` is not deterministic with fewer than {needed} argument{'s' * (needed > 1)}"
+                minimum = NEEDED_ARGUMENTS[name]
+                yield f"`{name}()` is not deterministic with fewer than {minimum} argument{'s' * (minimum > 1)}"
         elif name in AGGREGATES:
             yield f"`{name}()` is an aggregate; an expression sees one record only{_array_cure(name)}"
         elif name in GENERATORS:
             yield f"`{name}()` makes rows; a rule makes one output of what it takes"
         elif name in WINDOWS:
             yield f"`{name}()` is a window function; an expression sees one record only"
-        elif (token.token_type == TokenType.VAR or quoted) and name not in ALL and name not in _NOT_FUNCTIONS:
-            yield f"Spark has no function `{name}`{suggestion(name, OTHERS)}"
+        elif (token.token_type == TokenType.VAR or is_quoted) and name not in ALL and name not in _NOT_FUNCTIONS:
+            yield f"Spark has no function `{name}`{suggestion(name, RECORD_FUNCTIONS)}"
 
 
 def _array_cure(name: str) -> str:
@@ -364,11 +364,11 @@ def _arguments(tokens: Sequence[Token], opening: int) -> int:
     return commas + 1
 
 
-def _column_problems(tree: exp.Expr, allowed: Sequence[str]) -> Iterator[str]:
+def _column_problems(tree: exp.Expr, root_names: Sequence[str]) -> Iterator[str]:
     for parts in columns(tree):
         name, root = ".".join(parts), parts[0].lower()
-        if root not in allowed:
-            yield f"`{name}` is not known here; {_cure(name, root, parts, allowed)}"
+        if root not in root_names:
+            yield f"`{name}` is not known here; {_cure(name, root, parts, root_names)}"
             continue
         record = parts if root in RECORD_ROOTS else parts[1:]
         if record and record[0].lower() not in RECORD_ROOTS:
@@ -378,17 +378,19 @@ def _column_problems(tree: exp.Expr, allowed: Sequence[str]) -> Iterator[str]:
             yield f"`{name}` is not known; kafka has {', '.join(KAFKA_FIELDS)}{suggestion(record[1], KAFKA_FIELDS)}"
 
 
-def _cure(name: str, root: str, parts: Sequence[str], allowed: Sequence[str]) -> str:
+def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str]) -> str:
     if root in RECORD_ROOTS:
-        return f"write {' or '.join(f'`{side}.{name}`' for side in allowed)}"
+        return f"write {' or '.join(f'`{side}.{name}`' for side in root_names)}"
     if root in ("in", "left", "right"):
-        if "value" in allowed:
-            rest = ".".join(parts[1:])
-            return f"write `{rest}`" if rest else "`where` sees kafka, key and value of one record"
-        return f"write {' or '.join(f'`{side}`' for side in allowed)} in place of `{root}`"
-    known = allowed if "value" in allowed else [f"{side}.{field}" for side in allowed for field in RECORD_ROOTS]
+        if "value" in root_names:
+            path = ".".join(parts[1:])
+            return f"write `{path}`" if path else "`where` sees kafka, key and value of one record"
+        return f"write {' or '.join(f'`{side}`' for side in root_names)} in place of `{root}`"
+    names = (
+        root_names if "value" in root_names else [f"{side}.{field}" for side in root_names for field in RECORD_ROOTS]
+    )
     quotes = f" (text is written '{name}')" if len(parts) == 1 else ""
-    return f"known here: {', '.join(known)}{quotes}{suggestion(root, allowed)}"
+    return f"known here: {', '.join(names)}{quotes}{suggestion(root, root_names)}"
 
 
 def _readable(error: ParseError) -> str:

@@ -20,17 +20,19 @@ _MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_
 _DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, words: Iterable[str]) -> str:
     """``; did you mean `x`?`` or nothing."""
-    candidates = list(known)
-    found = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
-    if not found:
-        lowered = {item.lower(): item for item in candidates}
-        found = [lowered[item] for item in difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)]
-    return f"; did you mean `{found[0]}`?" if found else ""
+    candidates = list(words)
+    matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    if not matches:
+        lower_case = {item.lower(): item for item in candidates}
+        matches = [
+            lower_case[item] for item in difflib.get_close_matches(word.lower(), list(lower_case), n=1, cutoff=0.6)
+        ]
+    return f"; did you mean `{matches[0]}`?" if matches else ""
 
 
-def listed(words: Iterable[str]) -> str:
+def word_list(words: Iterable[str]) -> str:
     """``a, b, c``, or ``none`` where there is nothing to list."""
     return ", ".join(words) or "none"
 
@@ -50,28 +52,28 @@ def kind(node: Node) -> str:
 
 
 class Fields:
-    """The keys of one mapping. Making it reports the keys that are not ``known``; ``hints`` has a cure for some."""
+    """The keys of one mapping. Making it reports the keys that are not in ``names``; ``hints`` has a cure for some."""
 
     def __init__(
         self,
         node: Table,
         path: str,
         problems: list[Problem],
-        known: Sequence[str] | None,
+        names: Sequence[str] | None,
         hints: Mapping[str, str] | None = None,
     ) -> None:
         self.line = node.line
         self.path = path
         self.problems = problems
         self.entries: dict[str, Entry] = {entry.key: entry for entry in node.entries}
-        if known is None:
+        if names is None:
             return
         for entry in node.entries:
-            if entry.key in known:
+            if entry.key in names:
                 continue
             hint = (hints or {}).get(entry.key)
-            unused = [name for name in known if name not in self.entries]
-            cure = f"; {hint}" if hint else suggestion(entry.key, unused) or f"; known here: {listed(known)}"
+            absent_names = [name for name in names if name not in self.entries]
+            cure = f"; {hint}" if hint else suggestion(entry.key, absent_names) or f"; known here: {word_list(names)}"
             problems.append(Problem(entry.line, self.key(entry.key), f"is no key that is known here{cure}"))
 
     def __contains__(self, key: str) -> bool:
@@ -90,33 +92,33 @@ class Fields:
     def node(self, key: str) -> Node | None:
         return self.entries[key].node if key in self.entries else None
 
-    def text(self, key: str, needed: str | None = None) -> str | None:
-        """Text that is not empty. ``needed``: what to write where the key is missing; None: it may be."""
+    def text(self, key: str, hint: str | None = None) -> str | None:
+        """Text that is not empty. ``hint``: what to write where the key is missing; None: it may be."""
         node = self.node(key)
         if node is None:
-            if needed is not None:
-                self.problem(key, f"is missing; {needed}")
+            if hint is not None:
+                self.problem(key, f"is missing; {hint}")
             return None
         if not isinstance(node, Scalar):
             self.problem(key, f"must be text, not {kind(node)}")
             return None
         value = node.value
         if value is None or node.text.strip() == "":
-            self.problem(key, f"is empty; {needed or 'write a value, or leave the key out'}")
+            self.problem(key, f"is empty; {hint or 'write a value, or leave the key out'}")
             return None
-        if not isinstance(value, str) and not node.substituted:
+        if not isinstance(value, str) and not node.has_variable:
             self.problem(key, f"must be text, not {kind(node)}; put it in quotes")
             return None
         return node.text
 
-    def choice(self, key: str, allowed: Sequence[Choice]) -> Choice | None:
+    def choice(self, key: str, choices: Sequence[Choice]) -> Choice | None:
         word = self.text(key)
         if word is None:
             return None
-        for item in allowed:
+        for item in choices:
             if word == item:
                 return item
-        self.problem(key, f"must be one of {listed(allowed)}{suggestion(word, allowed)}")
+        self.problem(key, f"must be one of {word_list(choices)}{suggestion(word, choices)}")
         return None
 
     def integer(self, key: str, minimum: int, maximum: int) -> int | None:
@@ -171,7 +173,7 @@ class Fields:
 
     def flat(self) -> dict[str, str]:
         """All keys as properties: scalars only, booleans as ``true`` and ``false``, numbers as the file writes them."""
-        found: dict[str, str] = {}
+        properties: dict[str, str] = {}
         for entry in self.entries.values():
             if not isinstance(entry.node, Scalar):
                 self.problem(entry.key, f"must be one value, not {kind(entry.node)}")
@@ -180,10 +182,10 @@ class Fields:
             if value is None:
                 self.problem(entry.key, "is empty; write a value, or leave the key out ('' for empty text)")
             elif isinstance(value, bool):
-                found[entry.key] = "true" if value else "false"
+                properties[entry.key] = "true" if value else "false"
             else:
-                found[entry.key] = entry.node.text
-        return found
+                properties[entry.key] = entry.node.text
+        return properties
 
 
 def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, Table]]:
@@ -192,11 +194,11 @@ def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[
         return [(path, node)]
     if not isinstance(node, Items):
         return []
-    found: list[tuple[str, Table]] = []
+    mappings: list[tuple[str, Table]] = []
     for index, item in enumerate(node.items):
         inner = f"{path}[{index}]"
         if isinstance(item, Table):
-            found.append((inner, item))
+            mappings.append((inner, item))
         else:
             problems.append(Problem(item.line, inner, f"must be a mapping, not {kind(item)}"))
-    return found
+    return mappings

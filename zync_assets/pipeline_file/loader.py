@@ -36,7 +36,7 @@ from zync_assets.pipeline import (
     RegistryConfig,
     Rule,
 )
-from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
 from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.rules import read_rules
@@ -72,17 +72,17 @@ def _of_mapping(lake: Fields, path: Path, env: Mapping[str, str]) -> str:
 
 
 def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], path: Path, env: Mapping[str, str]) -> str:
-    found = _URI.match(text)
-    if found is None or found[1].lower() == "file":
+    match = _URI.match(text)
+    if match is None or match[1].lower() == "file":
         for name in settings:
             fields.problem(name, "is a setting of an object store, and the lake is a folder; remove it")
         return _folder(fields, key, text, path)
-    store = KINDS.get(found[1].lower())
+    store = KINDS.get(match[1].lower())
     if store is None:
-        known = listed(f"{name}://" for name in KINDS)
-        fields.problem(key, f"is in no kind of store that is known here; known are {known}, or write a folder")
+        schemes = word_list(f"{name}://" for name in KINDS)
+        fields.problem(key, f"is in no kind of store that is known here; known are {schemes}, or write a folder")
         return ""
-    if not text[found.end() :].strip("/"):
+    if not text[match.end() :].strip("/"):
         fields.problem(key, "names no bucket or folder; write it as in s3://bucket/folder")
         return ""
     _check(fields, store, settings)
@@ -93,17 +93,17 @@ def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], pat
 def _check(fields: Fields, store: Kind, settings: Mapping[str, str]) -> None:
     for name in settings:
         if name not in store.settings and name not in GENERAL and not name.startswith(store.prefix):
-            known = ("uri", *store.settings)
+            names = ("uri", *store.settings)
             fields.problem(
                 name,
-                f"is no setting of {store.name}; there are {listed(known)}, and delta-rs's own storage options"
-                f" ({store.prefix}…){suggestion(name, known)}",
+                f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
+                f" ({store.prefix}…){suggestion(name, names)}",
             )
     if "endpoint" in settings and not re.match(r"https?://[^\s/]", settings["endpoint"]):
         fields.problem("endpoint", "must begin with http:// or https:// and a host")
     if ("access-key-id" in settings) != ("secret-access-key" in settings):
-        given, other = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
-        fields.problem(given, f"takes {other}: beside it")
+        key, partner = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
+        fields.problem(key, f"takes {partner}: beside it")
 
 
 def _folder(fields: Fields, key: str, text: str, path: Path) -> str:
@@ -153,28 +153,28 @@ def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
 
     PipelineFileError, with that file's name, for a file that is no such thing.
     """
-    path, given = _read(env, "kafka.json", tuple(_KAFKA))
-    found = {_KAFKA.get(key, key): value for key, value in given.items()}
-    unverified = given.get("tls_server_insecure_skip_verify")
-    if unverified is not None:
-        if unverified not in ("true", "false"):
+    path, values = _read(env, "kafka.json", tuple(_KAFKA))
+    properties = {_KAFKA.get(key, key): value for key, value in values.items()}
+    skip_verify = values.get("tls_server_insecure_skip_verify")
+    if skip_verify is not None:
+        if skip_verify not in ("true", "false"):
             raise PipelineFileError(str(path), [Problem(1, "tls_server_insecure_skip_verify", "must be true or false")])
-        found["enable.ssl.certificate.verification"] = "false" if unverified == "true" else "true"
-    return found
+        properties["enable.ssl.certificate.verification"] = "false" if skip_verify == "true" else "true"
+    return properties
 
 
 def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     """The registry of ``schema_registry.json``; None if the file or its ``url`` is missing."""
-    path, given = _read(env, "schema_registry.json", _REGISTRY)
-    url, user, password = (given.pop(key, "") for key in _REGISTRY)
+    path, values = _read(env, "schema_registry.json", _REGISTRY)
+    url, user, password = (values.pop(key, "") for key in _REGISTRY)
     if not url:
         return None
     if not url.startswith(("http://", "https://")):
         raise PipelineFileError(str(path), [Problem(1, "url", "must begin with http:// or https://")])
-    return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **given})
+    return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **values})
 
 
-def _read(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> tuple[Path, dict[str, str]]:
+def _read(env: Mapping[str, str], name: str, names: tuple[str, ...]) -> tuple[Path, dict[str, str]]:
     """The file's path, and its values as text; empty ones count as left out, as zync has them."""
     if not env.get("HOME"):
         return Path(name), {}
@@ -190,18 +190,18 @@ def _read(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> tuple[Pa
     if not isinstance(content, dict):
         raise PipelineFileError(str(path), [Problem(1, "", "must be a JSON object")])
     problems: list[Problem] = []
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in content.items():
-        if key not in known and "." not in key:
-            cure = suggestion(key, known) or f"; known here: {listed(known)}, and names with a dot"
+        if key not in names and "." not in key:
+            cure = suggestion(key, names) or f"; known here: {word_list(names)}, and names with a dot"
             problems.append(Problem(1, key, f"is no key that is known here{cure}"))
         elif not isinstance(value, str | int | float):
             problems.append(Problem(1, key, "must be one value"))
         elif value != "":
-            found[key] = str(value).lower() if isinstance(value, bool) else str(value)
+            values[key] = str(value).lower() if isinstance(value, bool) else str(value)
     if problems:
         raise PipelineFileError(str(path), problems)
-    return path, found
+    return path, values
 
 
 DEFAULT_BOOTSTRAP_SERVERS = "localhost:9092"
@@ -239,8 +239,8 @@ def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipe
             return pipeline
     elif not problems:
         empty = node is None or (isinstance(node, Scalar) and node.value is None)
-        found = "is empty" if empty or node is None else f"must be a mapping, not {kind(node)}"
-        problems.append(Problem(1, "", f"{found}; a pipeline has inputs:, outputs: and transforms:"))
+        fault = "is empty" if empty or node is None else f"must be a mapping, not {kind(node)}"
+        problems.append(Problem(1, "", f"{fault}; a pipeline has inputs:, outputs: and transforms:"))
     # A key that is read twice reports its problem twice.
     raise PipelineFileError(str(path), sorted(dict.fromkeys(problems), key=lambda problem: problem.line))
 
@@ -263,7 +263,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     good_inputs = tuple(item for item in inputs.values() if item is not None)
     good_outputs = tuple(item for item in outputs.values() if item is not None)
     sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
-    registry = _registry(fields, env, needed=any(side.format == "avro" for side in sides))
+    registry = _registry(fields, env, has_avro=any(side.format == "avro" for side in sides))
     return Pipeline(
         name=name,
         path=path.resolve(),
@@ -305,13 +305,13 @@ def _properties(fields: Fields, key: str) -> dict[str, str]:
     return {} if table is None else Fields(table, key, fields.problems, None).flat()
 
 
-def _registry(fields: Fields, env: Mapping[str, str], needed: bool) -> RegistryConfig | None:
+def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> RegistryConfig | None:
     table = fields.table("registry")
     if table is None:
-        found = None if "registry" in fields else default_registry(env)
-        if found is not None:
-            return found
-        return RegistryConfig(DEFAULT_REGISTRY) if needed else None
+        config = None if "registry" in fields else default_registry(env)
+        if config is not None:
+            return config
+        return RegistryConfig(DEFAULT_REGISTRY) if has_avro else None
     registry = Fields(table, "registry", fields.problems, None)
     properties = registry.flat()
     url = properties.pop("url", DEFAULT_REGISTRY)
@@ -356,22 +356,22 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
     if table is None:
         return _checked_default(fields, default)
     spark = Fields(table, "spark", fields.problems, None)
-    found = spark.flat()
+    properties = spark.flat()
     for key in spark.entries:
         if key in ("spark.master", "spark.remote"):
             spark.problem(key, f"write {key.removeprefix('spark.')}:")
         elif key not in ("master", "remote") and not key.startswith("spark."):
             near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
             spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
-    for key, reason in contradictions(found):
+    for key, reason in contradictions(properties):
         spark.problem(key, reason)
-    if "master" in spark and "remote" in spark and found.get("remote") != SHARED:
+    if "master" in spark and "remote" in spark and properties.get("remote") != SHARED:
         spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
-    elif not _REMOTE.fullmatch(found.get("remote", SHARED)):
+    elif not _REMOTE.fullmatch(properties.get("remote", SHARED)):
         spark.problem("remote", _WRONG_REMOTE)
     if "master" not in spark and "remote" not in spark:
-        found |= _checked_default(fields, default)
-    return found
+        properties |= _checked_default(fields, default)
+    return properties
 
 
 def _checked_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
@@ -389,7 +389,7 @@ def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, O
         )
         return ()
     if not isinstance(node, Items) or not node.items:
-        found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
-        fields.problem("transforms", f"{found}; write at least one rule, with type: denorm or type: stateless")
+        fault = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
+        fields.problem("transforms", f"{fault}; write at least one rule, with type: denorm or type: stateless")
         return ()
     return read_rules(tables(node, "transforms", fields.problems), inputs, outputs, fields.problems)

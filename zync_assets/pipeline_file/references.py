@@ -64,7 +64,7 @@ def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
         return None
     if isinstance(tree, exp.Literal) and tree.is_number:
         return pa.int64() if tree.is_int else pa.float64()
-    for node, type in _NESTED:
+    for node, type in _CONSTRUCTORS:
         if isinstance(tree, node):
             return type
     if not isinstance(tree, exp.Column):
@@ -78,14 +78,14 @@ def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
     form = {"key": item.key, "value": item.value}.get(name)
     if item.shape is not None and name in item.shape.sides:
         return None
-    found = KAFKA_TYPE if form is None else _format_type(form)
+    result = KAFKA_TYPE if form is None else _format_type(form)
     for part in path[1:]:
-        if found is None or not pa.types.is_struct(found):
+        if result is None or not pa.types.is_struct(result):
             return None
-        exact = {found.field(at).name: found.field(at).type for at in range(found.num_fields)}
+        exact = {result.field(at).name: result.field(at).type for at in range(result.num_fields)}
         # As it is written, else without regard to case.
-        found = exact.get(part, {name.lower(): type for name, type in exact.items()}.get(part.lower()))
-    return found
+        result = exact.get(part, {name.lower(): type for name, type in exact.items()}.get(part.lower()))
+    return result
 
 
 def order_problem(sql: str, path: tuple[str, ...] | None, key: SideFormat, value: SideFormat) -> str | None:
@@ -108,7 +108,7 @@ def _format_type(form: SideFormat) -> pa.DataType | None:
 
 
 _RECORD = pa.struct([("kafka", KAFKA_TYPE)])
-_NESTED = (
+_CONSTRUCTORS = (
     (exp.Struct, _RECORD),
     (exp.Array, pa.list_(pa.string())),
     (exp.Map | exp.VarMap, pa.map_(pa.string(), pa.string())),
@@ -128,8 +128,8 @@ def in_lake_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
 
     SqlProblem for a name that two fields have but for case, where the expression does not say which one it means.
     """
-    found = _References(sql, tuple(Spark().tokenize(sql)), {name.lower(): type for name, type in roots.items()})
-    return found.rewritten()
+    references = _References(sql, tuple(Spark().tokenize(sql)), {name.lower(): type for name, type in roots.items()})
+    return references.rewrite()
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ class _References:
     roots: Mapping[str, pa.DataType | None]
     variables: list[_Variable] = field(default_factory=list[_Variable])
 
-    def rewritten(self) -> str:
+    def rewrite(self) -> str:
         for at, token in enumerate(self.tokens):
             if token.token_type == TokenType.ARROW:
-                self.variables += self._bound(at)
+                self.variables += self._lambda_variables(at)
         names: dict[int, str] = {}
         for at in range(len(self.tokens)):
             if self._is_root(at):
@@ -182,8 +182,10 @@ class _References:
     def _variable(self, at: int) -> _Variable | None:
         """The variable that a token names, the innermost of that name."""
         name = self.tokens[at].text.lower()
-        inside = [one for one in self.variables if one.name == name and one.first <= at < one.end]
-        return max(inside, key=lambda one: one.first, default=None)
+        inside = [
+            variable for variable in self.variables if variable.name == name and variable.first <= at < variable.end
+        ]
+        return max(inside, key=lambda variable: variable.first, default=None)
 
     def _path(self, at: int) -> tuple[pa.DataType | None, int, dict[int, str]]:
         """The type of the path that begins at a token, the token after it, and the lake's names of those in it."""
@@ -204,32 +206,32 @@ class _References:
     def _field(self, type: pa.DataType | None, name: str) -> tuple[str, pa.DataType | None]:
         """A field's name in the lake, and its type."""
         if type is not None and pa.types.is_list(type):
-            found, inner = self._field(type.value_type, name)
-            return found, None if inner is None else pa.list_(inner)
+            field_name, inner = self._field(type.value_type, name)
+            return field_name, None if inner is None else pa.list_(inner)
         if type is None or not pa.types.is_struct(type):
             return self._loose(name), None
         fields = fields_of(type)
-        same = [one for one in fields if original(one) == name] or [one for one in fields if one.name == name]
-        alike = same or [one for one in fields if original(one).lower() == name.lower()]
+        exact = [item for item in fields if original(item) == name] or [item for item in fields if item.name == name]
+        alike = exact or [item for item in fields if original(item).lower() == name.lower()]
         if len(alike) > 1:
-            raise _ambiguous(name, [original(one) for one in alike])
+            raise _ambiguous(name, [original(item) for item in alike])
         return (alike[0].name, alike[0].type) if alike else (escape(name), None)
 
     def _loose(self, name: str) -> str:
         """The lake's name of a field of something whose type is not known here."""
-        alike = {other for type in self.roots.values() if type is not None for other in _twins(type, name)}
+        alike = {twin for type in self.roots.values() if type is not None for twin in _twins(type, name)}
         if len(alike) > 1:
             raise _ambiguous(name, sorted(alike))
         return escape(name)
 
-    def _bound(self, arrow: int) -> list[_Variable]:
+    def _lambda_variables(self, arrow: int) -> list[_Variable]:
         """The variables of the lambda function whose arrow stands there."""
         first, names = arrow - 1, [self.tokens[arrow - 1].text]
         if self._kind(arrow - 1) == TokenType.R_PAREN:
             first = arrow - 2
             while first > 0 and self._kind(first) != TokenType.L_PAREN:
                 first -= 1
-            names = [one.text for one in self.tokens[first + 1 : arrow - 1] if one.token_type != TokenType.COMMA]
+            names = [token.text for token in self.tokens[first + 1 : arrow - 1] if token.token_type != TokenType.COMMA]
         opening, depth = first - 1, 0
         while opening >= 0 and (depth or self._kind(opening) not in _OPENING):
             depth += (self._kind(opening) in _CLOSING) - (self._kind(opening) in _OPENING)
@@ -242,7 +244,7 @@ class _References:
         if opening > 0 and self._is_root(opening + 1):
             type, after, _ = self._path(opening + 1)
             if self._kind(after) == TokenType.COMMA:
-                types = _bound_types(self.tokens[opening - 1].text.lower(), type, len(names))
+                types = _variable_types(self.tokens[opening - 1].text.lower(), type, len(names))
         return [_Variable(name.lower(), type, first, end) for name, type in zip(names, types, strict=True)]
 
     def _after(self, opening: int) -> int:
@@ -255,7 +257,7 @@ class _References:
         return len(self.tokens)
 
 
-def _bound_types(function: str, type: pa.DataType | None, count: int) -> list[pa.DataType | None]:
+def _variable_types(function: str, type: pa.DataType | None, count: int) -> list[pa.DataType | None]:
     if type is not None and pa.types.is_map(type):
         return [type.key_type, type.item_type][:count] + [None] * (count - 2)
     element = _element(type)
@@ -281,15 +283,15 @@ def _twins(type: pa.DataType, name: str) -> list[str]:
         return [*_twins(type.key_type, name), *_twins(type.item_type, name)]
     if not kinds.is_struct(type):
         return []
-    alike = [original(one) for one in fields_of(type) if original(one).lower() == name.lower()]
-    inner = [found for one in fields_of(type) for found in _twins(one.type, name)]
+    alike = [original(item) for item in fields_of(type) if original(item).lower() == name.lower()]
+    inner = [twin for item in fields_of(type) for twin in _twins(item.type, name)]
     return [*(alike if len(alike) > 1 else []), *inner]
 
 
 def _ambiguous(name: str, fields: Sequence[str]) -> SqlProblem:
-    listed = " and ".join(f"`{one}`" for one in fields)
+    choices = " and ".join(f"`{item}`" for item in fields)
     return SqlProblem(
-        f"`{name}` may be {listed}, which differ in case alone. Write the field's name as the topic has it, after the whole path"
+        f"`{name}` may be {choices}, which differ in case alone. Write the field's name as the topic has it, after the whole path"
         " to it, such as in.value.list[0].name"
     )
 
@@ -303,24 +305,28 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
 
     EtlError for a name that may be two fields which differ in case alone.
     """
-    types = {topic: _record_type(None if found is None else found.schema) for topic, found in raw.items()}
-    renamed = any(has_other_names(type) for type in types.values())
-    made: dict[str, _Made] = {}
+    types = {
+        topic: _record_type(None if table_state is None else table_state.schema) for topic, table_state in raw.items()
+    }
+    names_differ = any(has_other_names(type) for type in types.values())
+    lake_fields: dict[str, _LakeFields] = {}
     have = {item.name: item.type for item in state.schema} if state is not None else {}
     rules: list[Rule] = []
     for rule in pipeline.rules:
         columns = {"key": staging.key_column(rule.out), "value": staging.value_column(rule.out)}
-        sides = {side: made.setdefault(column, _Made.of(have.get(column))) for side, column in columns.items()}
-        rules.append(_renamed(rule, types, sides, renamed))
+        sides = {
+            side: lake_fields.setdefault(column, _LakeFields.of(have.get(column))) for side, column in columns.items()
+        }
+        rules.append(_rule_in_lake_names(rule, types, sides, names_differ))
     return replace(pipeline, rules=tuple(rules))
 
 
 def shape_in_lake_names(shape: RecordShape, key: pa.DataType, value: pa.DataType) -> RecordShape:
     """An input's shape over decoded records of some types, which have the lake's names. SqlProblem as ``in_lake_names``."""
     roots = {"kafka": KAFKA_TYPE, "key": with_notes(key), "value": with_notes(value)}
-    renamed = any(has_other_names(type) for type in roots.values())
-    rewrite = _rewriting(roots, renamed)
-    sides = {side: _Made().shape(part, rewrite) for side, part in shape.sides.items()}
+    names_differ = any(has_other_names(type) for type in roots.values())
+    rewrite = _rewriter(roots, names_differ)
+    sides = {side: _LakeFields().shape(part, rewrite) for side, part in shape.sides.items()}
     return replace(shape, where=None if shape.where is None else rewrite(shape.where), sides=sides)
 
 
@@ -331,57 +337,59 @@ def with_notes(type: pa.DataType) -> pa.DataType:
 
 def _record_type(schema: pa.Schema | None) -> pa.StructType:
     """The type of a record, ``struct<kafka, key, value>``, as far as it is known."""
-    known = [] if schema is None else [schema.field(name) for name in ("key", "value") if name in schema.names]
-    return pa.struct([pa.field("kafka", KAFKA_TYPE), *known])
+    sides = [] if schema is None else [schema.field(name) for name in ("key", "value") if name in schema.names]
+    return pa.struct([pa.field("kafka", KAFKA_TYPE), *sides])
 
 
 @dataclass
-class _Made:
+class _LakeFields:
     """The fields that rules make in one struct of an output: name in the topic → name in the lake, and what is inside."""
 
     names: dict[str, str] = field(default_factory=dict[str, str])
-    inner: dict[str, _Made] = field(default_factory=dict)
+    inner: dict[str, _LakeFields] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, type: pa.DataType | None) -> _Made:
-        made = cls()
+    def of(cls, type: pa.DataType | None) -> _LakeFields:
+        lake_fields = cls()
         if type is not None and pa.types.is_struct(type):
             for at in range(type.num_fields):
                 item = type.field(at)
-                made.names[original_name(item.name)] = item.name
-                made.inner[original_name(item.name)] = cls.of(item.type)
-        return made
+                lake_fields.names[original_name(item.name)] = item.name
+                lake_fields.inner[original_name(item.name)] = cls.of(item.type)
+        return lake_fields
 
     def shape(self, shape: Shape, rewrite: Rewrite) -> Shape:
         if shape is None:
             return None
         if isinstance(shape, str):
             return rewrite(shape)
-        made: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for name, part in shape.items():
             if name not in self.names:
                 self.names[name] = lake_name(name, self.names.values())
-            made[self.names[name]] = self.inner.setdefault(name, _Made()).shape(part, rewrite)
-        return made
+            shapes[self.names[name]] = self.inner.setdefault(name, _LakeFields()).shape(part, rewrite)
+        return shapes
 
 
 _ODD = re.compile(r"`[^`]*[ ,;{}()=%\x00-\x1f\x7f][^`]*`")
 """A quoted name that may have another one in the lake."""
 
 
-def _rewriting(roots: Mapping[str, pa.DataType | None], renamed: bool) -> Rewrite:
-    """A function that rewrites an expression. ``renamed``: whether a field of the roots has another name in the lake.
+def _rewriter(roots: Mapping[str, pa.DataType | None], names_differ: bool) -> Rewrite:
+    """A function that rewrites an expression. ``names_differ``: whether a field of the roots has another name in the lake.
 
     Without such a field, most expressions stay as they are and are not parsed.
     """
-    return lambda sql: in_lake_names(sql, roots) if renamed or _ODD.search(sql) else sql
+    return lambda sql: in_lake_names(sql, roots) if names_differ or _ODD.search(sql) else sql
 
 
-def _renamed(rule: Rule, types: Mapping[str, pa.StructType], made: Mapping[str, _Made], renamed: bool) -> Rule:
-    def rewriting(roots: Mapping[str, pa.DataType | None]) -> Rewrite:
+def _rule_in_lake_names(
+    rule: Rule, types: Mapping[str, pa.StructType], lake_fields: Mapping[str, _LakeFields], names_differ: bool
+) -> Rule:
+    def rewriter(roots: Mapping[str, pa.DataType | None]) -> Rewrite:
         def rewrite(sql: str) -> str:
             try:
-                return _rewriting(roots, renamed)(sql)
+                return _rewriter(roots, names_differ)(sql)
             except SqlProblem as problem:
                 raise EtlError(f"rule {rule.name}: {sql}: {problem}") from None
 
@@ -389,9 +397,9 @@ def _renamed(rule: Rule, types: Mapping[str, pa.StructType], made: Mapping[str, 
 
     def condition(where: str | None, topic: str) -> str | None:
         own = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
-        return None if where is None else rewriting(own)(where)
+        return None if where is None else rewriter(own)(where)
 
-    rewrite = rewriting({side.name: types.get(side.topic) for side in rule.sides})
+    rewrite = rewriter({side.name: types.get(side.topic) for side in rule.sides})
     sides = (
         replace(side, where=condition(side.where, side.topic), keys=tuple(map(rewrite, side.keys)))
         for side in rule.sides
@@ -399,8 +407,8 @@ def _renamed(rule: Rule, types: Mapping[str, pa.StructType], made: Mapping[str, 
     return replace(
         rule,
         sides=tuple(sides),
-        key=made["key"].shape(rule.key, rewrite),
-        value=made["value"].shape(rule.value, rewrite),
+        key=lake_fields["key"].shape(rule.key, rewrite),
+        value=lake_fields["value"].shape(rule.value, rewrite),
         headers=_headers(rule.headers, rewrite),
         keep=None if rule.keep is None else rewrite(rule.keep),
     )

@@ -18,7 +18,7 @@ from zync_assets.errors import Problem
 from zync_assets.pipeline import Input, Output, RecordShape, Rule, Shape, Side, SideFormat
 from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans
 from zync_assets.pipeline_file.expressions import columns, parse
-from zync_assets.pipeline_file.fields import Fields, listed, suggestion
+from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
 from zync_assets.pipeline_file.keys import SECTIONS, Section, known_names, rule_keys
 from zync_assets.pipeline_file.source import Table
 from zync_assets.pipeline_file.topics import read_condition, read_headers, read_shape
@@ -260,9 +260,9 @@ def _read_rule(
 
 def _section(fields: Fields) -> Section | None:
     kinds = sorted(SECTIONS)
-    word = fields.text("type", f"write one of {listed(kinds)}")
+    word = fields.text("type", f"write one of {word_list(kinds)}")
     if word is not None and word not in SECTIONS:
-        fields.problem("type", f"is no type of rule; known: {listed(kinds)}{suggestion(word, kinds)}")
+        fields.problem("type", f"is no type of rule; known: {word_list(kinds)}{suggestion(word, kinds)}")
     return None if word is None else SECTIONS.get(word)
 
 
@@ -280,13 +280,13 @@ def _refuse_others(fields: Fields, section: Section) -> None:
 def _topic(
     fields: Fields, key: str, known: Mapping[str, object], others: Mapping[str, object], noun: str, other: str
 ) -> str | None:
-    topic = fields.text(key, f"name a topic of {noun}s ({listed(known)})")
+    topic = fields.text(key, f"name a topic of {noun}s ({word_list(known)})")
     if topic is None or topic in known:
         return topic
     if topic in others:
-        fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {listed(known)}")
+        fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {word_list(known)}")
     else:
-        cure = suggestion(topic, known) or f"; {noun}s: {listed(known)}"
+        cure = suggestion(topic, known) or f"; {noun}s: {word_list(known)}"
         fields.problem(key, f"`{topic}` is no {noun} of this file{cure}")
     return None
 

@@ -51,7 +51,7 @@ class Scalar:
     line: int
     text: str = field(repr=False)
     plain: bool
-    substituted: bool
+    has_variable: bool
 
     @property
     def value(self) -> str | int | float | bool | None:
@@ -59,7 +59,7 @@ class Scalar:
             return self.text
         if _NULL.fullmatch(self.text):
             # An empty or odd value of a variable is text all the same.
-            return self.text if self.substituted else None
+            return self.text if self.has_variable else None
         if _BOOL.fullmatch(self.text):
             return self.text.lower() == "true"
         if _INT.fullmatch(self.text):
@@ -215,10 +215,10 @@ class _Composer:
 
     def _scalar(self, event: ScalarEvent, line: int, path: str) -> Scalar:
         plain = event.style is None
-        substituted = False
+        has_variable = False
 
         def replace(match: re.Match[str]) -> str:
-            nonlocal substituted
+            nonlocal has_variable
             if match["escaped"]:
                 return "${"
             if match["bad"]:
@@ -228,7 +228,7 @@ class _Composer:
                     "`${` begins no ${NAME} or ${NAME:-default}; write $${ for the characters themselves",
                 )
                 return match[0]
-            substituted = True
+            has_variable = True
             value = self.env.get(match["name"])
             if match["has_default"]:
                 # As in a shell, an empty variable counts as unset where there is a default.
@@ -240,7 +240,7 @@ class _Composer:
             return value
 
         text = _VARIABLE.sub(replace, str(event.value))
-        return Scalar(line, text, plain, substituted)
+        return Scalar(line, text, plain, has_variable)
 
     def _next(self, events: Iterator[Event]) -> Event:
         event = next(events)

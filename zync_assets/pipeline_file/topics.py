@@ -30,7 +30,7 @@ from zync_assets.pipeline import (
     is_topic_name,
 )
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
-from zync_assets.pipeline_file.fields import Fields, kind, listed, suggestion, tables
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
 from zync_assets.pipeline_file.keys import input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, Table
@@ -338,7 +338,7 @@ def _format(item: Fields, key: str) -> Format | None:
     for known in FORMATS:
         if word == known:
             return known
-    item.problem(key, f"is no known format; formats: {listed(FORMATS)}{suggestion(word, FORMATS)}")
+    item.problem(key, f"is no known format; formats: {word_list(FORMATS)}{suggestion(word, FORMATS)}")
     return None
 
 

@@ -120,7 +120,7 @@ def test_the_newest_version_is_read_once(table: str) -> None:
     commit(opened(table), [], {"o": 5})
     now = opened(table)
     assert now is opened(table) and now is not before
-    assert [now.number(name) for name in "mno"] == [now.table.transaction_version(name) for name in "mno"] == [1, 4, 5]
+    assert [now.number(name) for name in "mno"] == [now.delta.transaction_version(name) for name in "mno"] == [1, 4, 5]
     assert before.number("n") == 3
 
 
@@ -138,7 +138,7 @@ def test_all_numbers_come_from_one_replay_of_the_log(table: str, monkeypatch: py
     assert [now.number(f"next:{n}") for n in range(500)] == [n + 1000 * (n % 2 == 0) for n in range(500)]
     assert now.number("n") == 3 and now.number("m") is None
     assert len(reads) <= 5
-    assert all(now.table.transaction_version(f"next:{n}") == now.number(f"next:{n}") for n in (0, 1, 499))
+    assert all(now.delta.transaction_version(f"next:{n}") == now.number(f"next:{n}") for n in (0, 1, 499))
 
 
 @pytest.mark.parametrize("last", ["", "{", '{"version": 99}', None])
@@ -252,7 +252,9 @@ def test_commits_of_an_older_version_are_ours_and_the_sum_begins_anew(
     commit(opened(table), [file(table, records([3]))], {"n": 4})
     older_version(opened(table), [file(table, records([4]))], {"n": 5})
     late, replay = opened(table), opened(table)
-    older_version(opened(table), [file(table, records([5]))], {"n": 6}, removed=opened(table).files[:1], rewritten=True)
+    older_version(
+        opened(table), [file(table, records([5]))], {"n": 6}, removals=opened(table).files[:1], rewritten=True
+    )
     tampering.check(opened(table))
     # Both begin the sum anew, so one of them is refused; the other one was rebased onto a commit without a sum.
     commit(late, [file(table, records([0], partition=1))], {"p": 1})
@@ -376,7 +378,7 @@ def test_after_a_commit_that_failed_the_next_one_begins_with_a_new_object(
             raise OSError("token has expired")
         real(self, *args, **named)
 
-    stale = first.table
+    stale = first.delta
     monkeypatch.setattr(DeltaTable, "create_write_transaction", fail)
     with pytest.raises(LakeError, match="token has expired"):
         commit(opened(table), [file(table, records([3]))], {"n": 4})
