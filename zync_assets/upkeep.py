@@ -46,7 +46,7 @@ SLACK = 16
 retention. Few commits suffice."""
 
 
-def keep_short(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
+def keep_retention(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
     """Remove what is old, where the table's ``state`` shows that it is due. It never fails the step: what could
     not be done is done after another commit."""
     if item.retention_ms is None or state is None:
@@ -202,7 +202,7 @@ def keep_up(spark: SparkSession, before: tables.LakeTable | None, retention_ms: 
     retention can remove files bit by bit.
     """
     span = None if retention_ms is None else retention_ms // SHARES
-    if before is None or not (compaction.due(before.files, span) or compaction.is_due(before)):
+    if before is None or not (compaction.due_runs(before.files, span) or compaction.is_due(before)):
         return
     with compaction.log_failures(before.uri):
         compact(spark, before.uri, span)
@@ -219,7 +219,11 @@ def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """
     table = tables.open_table(uri)
-    runs = [part for run in (compaction.due(table.files, span) if table else []) for part in compaction.alike(uri, run)]
+    runs = [
+        part
+        for run in (compaction.due_runs(table.files, span) if table else [])
+        for part in compaction.split_by_types(uri, run)
+    ]
     if table is None or not runs:
         return 0
     schema = table.schema

@@ -96,7 +96,7 @@ def test_of_two_compactions_at_once_one_is_committed(it: Mini) -> None:
     it.ingest(it.left)
     opened = tables.open_table(f"{it.lake}/Raw/{it.left}")
     assert opened is not None
-    runs = compaction.due(opened.files)
+    runs = compaction.due_runs(opened.files)
     made = [compaction.rewrite(opened.uri, run, opened.schema) for run in runs]
     assert upkeep.compact(it.spark, opened.uri) == 4
     with pytest.raises(CommitConflict):

@@ -173,7 +173,7 @@ def test_of_a_compaction_and_a_retention_at_once_one_is_committed(it: Mini, monk
         kept.step()
     monkeypatch.setattr(compaction, "FILES", 4)
     before = table(it, it.left)
-    runs = compaction.due(before.table.files)
+    runs = compaction.due_runs(before.table.files)
     made = [compaction.rewrite(before.table.uri, run, before.schema) for run in runs]
     again = kept.edited(KEEP + JOIN)
     assert retire(again.pipeline, again.pipeline.input(it.left), now()[0])

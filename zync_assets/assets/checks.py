@@ -92,7 +92,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
             # All that was committed since the check passed last: a run that died had no check.
             ranges = guard.account_backlog(snapshot, pool) or {topic: part or () for topic, part in run_parts.items()}
         check = partial(guard.exactly_once_done_coverage, pipeline, pool, ranges, snapshot)
-        return snapshot.record(pool, check)
+        return snapshot.run_check(pool, check)
 
     whole_pool = _once_a_run(coverage)
     waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))

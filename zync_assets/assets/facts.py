@@ -49,7 +49,7 @@ def error_line(error: Exception) -> str:
 
 
 @contextmanager
-def publishing(names: Names, instance: DagsterInstance, topic: str) -> Generator[None]:
+def topic_check_on_error(names: Names, instance: DagsterInstance, topic: str) -> Generator[None]:
     """Within it, an error also runs the topic's check over all that is not verified, and reports the result.
 
     Dagster skips the check of an asset whose step failed, and this check alone names the record that stands in the way.

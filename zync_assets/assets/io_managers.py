@@ -20,7 +20,7 @@ from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import names, reports
-from zync_assets.assets.facts import errors_as_failures, publishing
+from zync_assets.assets.facts import errors_as_failures, topic_check_on_error
 from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
 from zync_assets.audit.guard import require_pass
@@ -128,7 +128,7 @@ class KafkaIOManager(IOManager):
             raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
         with errors_as_failures():
             read = partial(read_output, self._pipeline, self._session, obj.topic)
-            with publishing(self._names, context.step_context.instance, obj.topic):
+            with topic_check_on_error(self._names, context.step_context.instance, obj.topic):
                 commit = publish_once(self._pipeline, read, first=obj, log=context.log.info)
             end = obj.plan.end
             commit = commit or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
@@ -161,13 +161,13 @@ class KafkaIOManager(IOManager):
         state = staging.open_staging(self._pipeline.lake, output.pool)
         have = {item.name: item.type for item in state.schema} if state else {}
         key_type, value_type = have.get(staging.key_column(topic)), have.get(staging.value_column(topic))
-        key, value = _readable(output.key, key_type), _readable(output.value, value_type)
+        key, value = _read_format(output.key, key_type), _read_format(output.value, value_type)
         source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
         return RawBatch(IngestPlan(item, kafka_state, None, ranges, {}, (), 0), source, self._session)
 
 
-def _readable(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
+def _read_format(side: SideFormat, kind: pa.DataType | None) -> SideFormat:
     """The format of an output's side, for reading it back: JSON says nothing of its types, the staging table does."""
     if side.format != "json" or kind is None:
         return side
@@ -262,7 +262,7 @@ class PoolIOManager(IOManager):
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if kind is OutputBatch:
                 reports.refuse_partitions(pool, keys or ())
-                with publishing(self._names, context.instance, topic):
+                with topic_check_on_error(self._names, context.instance, topic):
                     batch = read_output(self._pipeline, self._session, topic)
                 reports.refuse_ahead(pool, batch.plan.state, keys or ())
                 return batch

@@ -108,10 +108,10 @@ class Names:
         return [*self.staged_assets(pool), *(self.topic_key(item.topic) for item in self.pipeline.outputs_of(pool))]
 
     def ingest_job(self, topic: str) -> str:
-        return self._own(f"ingest_{identifier(topic)}")
+        return self._scoped_name(f"ingest_{identifier(topic)}")
 
     def staging_job(self, pool: str) -> str:
-        return self._own(f"etl_and_publish_{pool}")
+        return self._scoped_name(f"etl_and_publish_{pool}")
 
     @property
     def checks_job(self) -> str:
@@ -122,22 +122,22 @@ class Names:
         return f"zync_{identifier(self.pipeline.name)}"
 
     def read_op(self, topic: str) -> str:
-        return self._own(f"raw_{identifier(topic)}")
+        return self._scoped_name(f"raw_{identifier(topic)}")
 
     def etl_op(self, pool: str) -> str:
-        return self._own(f"staging_{pool}")
+        return self._scoped_name(f"staging_{pool}")
 
     def publish_op(self, topic: str) -> str:
-        return self._own(f"topic_{identifier(topic)}")
+        return self._scoped_name(f"topic_{identifier(topic)}")
 
     def check_op(self, check: str, asset: AssetKey) -> str:
-        return self._own(f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}")
+        return self._scoped_name(f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}")
 
     def resource(self, name: str) -> str:
         """The key of one of the pipeline's resources: ``spark``, ``kafka_io``, ``pool_io``, ``kafka``, ``registry``."""
-        return self._own(name)
+        return self._scoped_name(name)
 
-    def _own(self, name: str) -> str:
+    def _scoped_name(self, name: str) -> str:
         # No identifier holds a single underscore before "of": the parts of a name can be told apart.
         return f"{name}_of_{identifier(self.pipeline.name)}"
 

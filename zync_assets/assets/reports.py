@@ -154,11 +154,11 @@ def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
         if storage.file_size(place) != item.size:
             raise LakeError(f"file {place} is not as long as the table says; it was changed. Restore it.")
         inside = (item.first or 0) >= part.first and (item.last or 0) < part.end
-        total += item.records if inside else _inside(place, part)
+        total += item.records if inside else _count_inside(place, part)
     return total
 
 
-def _inside(place: str, part: OffsetRange) -> int:
+def _count_inside(place: str, part: OffsetRange) -> int:
     system, path = storage.filesystem(place)
     table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"]).flatten()
     offsets = table["kafka.offset"].to_numpy()

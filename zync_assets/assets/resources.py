@@ -122,7 +122,7 @@ def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, st
     return {**config.properties, **fields}
 
 
-class _Late(Mapping[str, str]):
+class _LazyProperties(Mapping[str, str]):
     """A resource's properties, looked up at their first use. A pickle for Spark's tasks has the looked-up values."""
 
     def __init__(self, resource: KafkaResource | RegistryResource, without: frozenset[str] = frozenset()) -> None:
@@ -149,11 +149,11 @@ class _Late(Mapping[str, str]):
 def with_connections(pipeline: Pipeline, kafka: KafkaResource | None, registry: RegistryResource | None) -> Pipeline:
     """The pipeline with the connections of these resources, where they are given."""
     if kafka is not None:
-        pipeline = replace(pipeline, kafka=_Late(kafka))
+        pipeline = replace(pipeline, kafka=_LazyProperties(kafka))
     if registry is not None:
         # The address is looked up now: it is no secret, and a pipeline without one can't be loaded.
         address = registry.settings()["url"]
-        pipeline = replace(pipeline, registry=RegistryConfig(address, _Late(registry, frozenset({"url"}))))
+        pipeline = replace(pipeline, registry=RegistryConfig(address, _LazyProperties(registry, frozenset({"url"}))))
     return pipeline
 
 

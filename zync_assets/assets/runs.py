@@ -61,14 +61,14 @@ class Troubles:
     now: float
 
     @property
-    def lasting(self) -> list[str]:
+    def lasting_places(self) -> list[str]:
         return [place for place in self.texts if self.now - self.since[place] >= LASTS_SECONDS]
 
     def red(self, *, idle: bool) -> bool:
         """Whether this tick shows the problems. ``idle``: no step is due in this tick."""
-        if not self.lasting:
+        if not self.lasting_places:
             return False
-        age = self.now - min(self.since[place] for place in self.lasting)
+        age = self.now - min(self.since[place] for place in self.lasting_places)
         return idle or age % PERIOD_SECONDS < RED_SECONDS
 
     @property
@@ -94,7 +94,7 @@ def reachability(
     for item in names.pipeline.inputs:
         why = facts.unreachable.get(item.topic)
         places = {BROKER, topic_path(item.topic), pool_path(item.pool, item.topic)}
-        if why is not None and not places & set(current.lasting):
+        if why is not None and not places & set(current.lasting_places):
             continue
         if results.get(item.topic) is not (why is None):
             results[item.topic] = why is None
@@ -126,7 +126,7 @@ LONGEST_WAIT = 300.0
 """Seconds to wait after a failed run: the first, doubled with each further failure, at the most the second."""
 
 
-class Active:
+class ActiveRuns:
     """The runs under way, asked for once, when first needed."""
 
     def __init__(self, instance: DagsterInstance) -> None:

@@ -83,7 +83,7 @@ class AssetPosition:
 
 
 def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
-    """The standing of each asset, upstream assets first."""
+    """The position of each asset, upstream assets first."""
     for topic, plan in facts.ingest.items():
         parts = plan.topic_state.partitions
         lows, ends = {p.partition: p.low for p in parts}, {p.partition: p.end for p in parts}
@@ -262,13 +262,13 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     """One tick, at ``now`` (seconds since the epoch). The cursor holds each asset's reported positions, and the start of each
     problem.
 
-    Raises TickFailed for lasting problems, but only in some ticks. The other ticks request runs (see ``runs``).
+    Raises TickFailure for lasting problems, but only in some ticks. The other ticks request runs (see ``runs``).
     """
     pipeline = names.pipeline
     before: dict[str, Any] = json.loads(cursor) if cursor else {}
     facts = gather(pipeline)
     texts = dict(facts.problems)
-    active = runs.Active(instance)
+    active = runs.ActiveRuns(instance)
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
     keys_by_definition: dict[str, list[str]] = {}
     for grid in grids(names, facts):
@@ -340,7 +340,7 @@ def _hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> s
 
 
 def _keys(
-    instance: DagsterInstance, active: runs.Active, grid: Grid
+    instance: DagsterInstance, active: runs.ActiveRuns, grid: Grid
 ) -> tuple[list[str], list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest]]:
     """The keys of a definition as they are after this tick, in Dagster's order, and what has to be changed for that.
 

@@ -21,7 +21,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
 from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
-from zync_assets.lake.rows import FileOffsets, Recent, distinct, integers, read_columns, without
+from zync_assets.lake.rows import FileOffsets, RecentCache, difference, distinct, integers, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
@@ -68,7 +68,7 @@ class Facts:
     @cached_property
     def waiting(self) -> np.ndarray:
         """The offsets that are pending now, sorted."""
-        return without(self.first[self.kind == PENDING], self.completed)
+        return difference(self.first[self.kind == PENDING], self.completed)
 
     def offsets_in(self, kind: int) -> int:
         """How many offsets the ranges of a class span."""
@@ -88,7 +88,7 @@ class Facts:
         twice, times = np.unique(self.completed, return_counts=True)
         if (times > 1).any():
             yield f"offset {twice[times > 1][0]} was completed twice"
-        stray = without(self.completed, self.first[self.kind == PENDING])
+        stray = difference(self.completed, self.first[self.kind == PENDING])
         if len(stray):
             yield f"offset {stray[0]} was completed and never pending"
 
@@ -118,7 +118,7 @@ _CACHED = 6_000_000
 _Mark = tuple[str, int | None, int | None]
 """Path of a ledger file, its size and the time of its last change."""
 
-_cache: Recent[str, dict[_Mark, _LedgerFile]] = Recent(_CACHED)
+_cache: RecentCache[str, dict[_Mark, _LedgerFile]] = RecentCache(_CACHED)
 """Place of a staging table → its ledger files → their contents."""
 
 
@@ -298,7 +298,7 @@ def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange
     """The quarantined records and the losses of an ingested input within ``ranges``. ``entries``: partition → every entry of
     the side table. Raises DamagedFile."""
     state = snapshot.raw(topic)
-    replayed = raw.replayed_offsets(state) if state else {}
+    replayed = raw.replay_offsets(state) if state else {}
     records: list[np.ndarray] = []
     lost: list[OffsetRange] = []
     entries: dict[int, int] = {}
@@ -340,7 +340,7 @@ def quarantined_offsets(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetR
     if state is not None and len(offsets):
         replays = [item for item in raw.raw_files(state, ranges) if raw.is_replay(item)]
         replayed = FileOffsets(state.table.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
-        offsets = without(offsets, replayed)
+        offsets = difference(offsets, replayed)
     return offsets
 
 

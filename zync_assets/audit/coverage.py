@@ -30,7 +30,7 @@ from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import Number
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.rows import DamagedFile, FileOffsets, distinct, integers, positions, read_columns, without
+from zync_assets.lake.rows import DamagedFile, FileOffsets, difference, distinct, integers, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import Position, StagingState
 from zync_assets.offsets import OffsetRange, normalize
@@ -348,11 +348,11 @@ class _InputPartition:
             keep = np.zeros(len(idle), dtype=bool)
             for part in batch:
                 keep |= (part.partition == self.partition) & (idle >= part.first) & (idle < part.end)
-            idle = without(idle[keep], self.facts.completed)
+            idle = difference(idle[keep], self.facts.completed)
         if len(idle):
             yield "idle", f"offset {idle[0]} is done and made no output"
         waiting = self.facts.waiting
-        missing = without(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
+        missing = difference(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
         if len(missing):
             yield "missing", f"offset {missing[0]} is pending and not in the raw pool"
         codes = self.facts.classes(quarantined)

@@ -314,7 +314,7 @@ def require_pass(
     snapshot: Snapshot, pool: str, check: Callable[[], CheckResult], outcome: str, *, soon: bool = False
 ) -> None:
     """Run a blocking check and keep its result. CheckFailed if the check fails. ``outcome``: such as "Nothing was published."."""
-    result = snapshot.record(pool, check, soon=soon)
+    result = snapshot.run_check(pool, check, soon=soon)
     if not result.passed:
         way_out = remedy(snapshot.pipeline)
         cure = "" if way_out in result.summary else f" {way_out}"

@@ -272,7 +272,7 @@ def _content_problems(
     schemas: set[WrittenSchema] = set()
     comparisons, gaps = 0, 0
     for part in parts:
-        ours = _Ahead(encoded_rows(outputs, part.first, part.end, schemas))
+        ours = _RowBuffer(encoded_rows(outputs, part.first, part.end, schemas))
         # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
         theirs = read_range(pipeline.kafka, topic_state.topic, 0, part.first, part.end, uncommitted=True)
         for mine, other in _side_by_side(ours, theirs, part):
@@ -300,7 +300,7 @@ def _content_problems(
 
 
 @dataclass
-class _Ahead:
+class _RowBuffer:
     """Staged rows, taken up to an offset at a time."""
 
     batches: Iterator[pa.RecordBatch]
@@ -314,7 +314,7 @@ class _Ahead:
 
 
 def _side_by_side(
-    ours: _Ahead, theirs: Iterable[pa.RecordBatch], part: OffsetRange
+    ours: _RowBuffer, theirs: Iterable[pa.RecordBatch], part: OffsetRange
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Kafka's records batch by batch, each with all staged rows of its span; at last what staging has beyond."""
     first = part.first
@@ -357,4 +357,4 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
 def record_check(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:
     """Run a blocking check of a pool on a snapshot of its own, which it gets as ``snapshot``, and keep the result."""
     snapshot = Snapshot(pipeline)
-    return snapshot.record(pool, partial(check, snapshot=snapshot))
+    return snapshot.run_check(pool, partial(check, snapshot=snapshot))

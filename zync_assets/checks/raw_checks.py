@@ -81,7 +81,7 @@ def monotonic_offsets(
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)
     if state is None:
-        return _nothing_yet(MONOTONIC, pipeline, topic, "error")
+        return _empty_result(MONOTONIC, pipeline, topic, "error")
     problems = [
         f"file {item.path} carries no offsets in the log, so no reader would find it"
         for item in state.table.files
@@ -120,13 +120,13 @@ def no_unexplained_loss(
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)
     if state is None:
-        return _nothing_yet(NO_LOSS, pipeline, topic, "error")
+        return _empty_result(NO_LOSS, pipeline, topic, "error")
     kafka_state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if kafka_state is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
     place, parts = subject(pipeline, topic), _ingest_ranges(state, ranges)
     look = raw_look(NO_LOSS, snapshot, topic, state, parts)
-    if not state.comes_from(kafka_state.topic_id):
+    if not state.is_from(kafka_state.topic_id):
         problem = (
             f"topic {topic} was deleted and created again (its id is now {kafka_state.topic_id}):"
             f" {place} can't be compared with it"
@@ -177,7 +177,7 @@ def schema_change(
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)
     if state is None:
-        return _nothing_yet(SCHEMA_CHANGE, pipeline, topic, "warn")
+        return _empty_result(SCHEMA_CHANGE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
     counts: dict[str, dict[int, int]] = {"key": {}, "value": {}}
     try:
@@ -216,7 +216,7 @@ def quarantine_size(
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)
     if state is None:
-        return _nothing_yet(QUARANTINE_SIZE, pipeline, topic, "warn")
+        return _empty_result(QUARANTINE_SIZE, pipeline, topic, "warn")
     place = subject(pipeline, topic)
     parts = _ingest_ranges(state, ranges)
     try:
@@ -272,7 +272,7 @@ def subject(pipeline: Pipeline, topic: str) -> str:
     return pool_path(pipeline.input(topic).pool, topic)
 
 
-def _nothing_yet(name: str, pipeline: Pipeline, topic: str, severity: Severity) -> CheckResult:
+def _empty_result(name: str, pipeline: Pipeline, topic: str, severity: Severity) -> CheckResult:
     return conclude(name, subject(pipeline, topic), severity, [], "nothing ingested yet", {"records": 0})
 
 
@@ -285,7 +285,7 @@ def _ingest_ranges(state: RawState, ranges: Iterable[OffsetRange] | None) -> lis
 def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
     """Offsets of replays that another file has too."""
     try:
-        for partition, offsets in raw.replayed_offsets(state).items():
+        for partition, offsets in raw.replay_offsets(state).items():
             again = offsets[:-1][np.diff(offsets) == 0]
             first, end = int(offsets[0]), int(offsets[-1]) + 1
             batch_files = [item for item in files if item.partition == partition and not raw.is_replay(item)]

@@ -164,7 +164,7 @@ def input_rows(
     way = input_way(item, table, registry)
     marks = _marks(states.get(item.topic))
     aside = _aside(snapshot, item.topic)
-    if table is not None and item.topic in states and not table.comes_from(states[item.topic].topic_id):
+    if table is not None and item.topic in states and not table.is_from(states[item.topic].topic_id):
         click.echo(
             f"note: topic {item.topic} is another topic than the one that {table_name(item.pool, item.topic)} was made from",
             err=True,

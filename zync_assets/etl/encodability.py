@@ -42,7 +42,7 @@ from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
-from zync_assets.publish.encoding import RowSchema, encoder_of, less, most_source_bytes, payloads, row_schema
+from zync_assets.publish.encoding import RowSchema, encoder_of, most_source_bytes, payloads, row_schema, without_fields
 from zync_assets.spark.sql import dotted, name_sql, text_sql
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
 
     def schema_of(group: str) -> RowSchema:
         name, paths = parse_group(group)
-        return less(row_schema(topic, texts[name]), paths)
+        return without_fields(row_schema(topic, texts[name]), paths)
 
     made = payloads(topic, rows, schema_of)
     errors = dict(made.errors)

@@ -258,7 +258,7 @@ def _rows(
     for part in plan.ranges[topic]:
         inside = inside | ((F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1))
     frame = frame.filter(inside)
-    replayed = [(p, offset) for p, found in raw.replayed_offsets(state).items() for offset in found.tolist()]
+    replayed = [(p, offset) for p, found in raw.replay_offsets(state).items() for offset in found.tolist()]
     if replayed:
         # They are in the raw table, and go through the rules.
         places = listed_frame(spark, pa.schema([("partition", pa.int32()), ("first", pa.int64())]), replayed)

@@ -31,7 +31,7 @@ from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.matching import RuleRecords
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.rows import Recent
+from zync_assets.lake.rows import RecentCache
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
@@ -51,7 +51,7 @@ FOLD_ENTRIES = 600_000
 files twice as many."""
 FOLD_GAIN = 0.75
 """Share of its entries that two large files keep, at the most, to be replaced."""
-_vain: Recent[frozenset[str], bool] = Recent(10_000)
+_vain: RecentCache[frozenset[str], bool] = RecentCache(10_000)
 """The paths of two large files that are not worth a fold. A ledger file never changes."""
 
 _WAITING = ("pending", "completed")
@@ -160,7 +160,7 @@ _PLACE = ["topic", "partition", "first"]
 _PENDING = pa.schema([staging.ACCOUNT_TYPE.field(name) for name in ("rule", *_PLACE, "hash")])
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
 """What is looked up."""
-_known: Recent[str, dict[str, _Waiting]] = Recent(LOOKUP_ENTRIES)
+_known: RecentCache[str, dict[str, _Waiting]] = RecentCache(LOOKUP_ENTRIES)
 """Place of a staging table → its ledger files' paths → what they say."""
 
 

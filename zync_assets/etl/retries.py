@@ -201,7 +201,7 @@ def reopen(
     for topic in replays:
         table = tables[topic]
         assert table is not None
-        for partition, offsets in raw.replayed_offsets(table, state.head.replayed.get(topic, 0)).items():
+        for partition, offsets in raw.replay_offsets(table, state.head.replayed.get(topic, 0)).items():
             below = offsets[offsets < seen[topic].get(partition, 0)]
             if len(below):
                 brought[topic, partition] = below
@@ -217,7 +217,7 @@ def reopen(
         table = tables.get(item.topic)
         if table is None:
             continue
-        held = raw.held_ranges(table, item.part, state.released(item.topic, item.part.partition))
+        held = raw.record_ranges(table, item.part, state.released(item.topic, item.part.partition))
         for into, ranges in ((again, held), (expired, subtract([item.part], held))):
             into += [ClassRange(item.topic, item.kind, item.rule, part) for part in ranges]
     for topic in sorted({item.topic for item in expired}):

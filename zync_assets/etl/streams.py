@@ -31,7 +31,7 @@ from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, read_readings
-from zync_assets.lake.rows import Recent
+from zync_assets.lake.rows import RecentCache
 from zync_assets.lake.staging import Head, Late
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
@@ -43,7 +43,7 @@ Ranges = Mapping[str, Sequence[OffsetRange]]
 Domains = Mapping[str, Sequence[Input]]
 """Domain → the inputs that its frontier waits for."""
 
-_orders: Recent[str, Orders] = Recent(4_000_000)
+_orders: RecentCache[str, Orders] = RecentCache(4_000_000)
 """Raw file → the orders of its records. A frontier that waits is compared with the same files again and again."""
 
 
@@ -154,7 +154,7 @@ def _readings(pipeline: Pipeline, members: Sequence[Input], states: States) -> l
         tables = {item.topic: state for item in members if (state := states[item.topic]) is not None}
         for reading in read_readings(pipeline.lake, pool):
             ids = {topic: ends.topic_id for topic, ends in reading.topics.items() if topic in tables}
-            other = [topic for topic, name in ids.items() if name is None or not tables[topic].comes_from(name)]
+            other = [topic for topic, name in ids.items() if name is None or not tables[topic].is_from(name)]
             found.append(reading.without(other))
     return found
 

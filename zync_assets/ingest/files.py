@@ -28,7 +28,7 @@ from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of
 from zync_assets.ingest.task import Reader, TaskEnd, Types, write_part
 from zync_assets.lake import quarantine, storage, tables
 from zync_assets.lake.log import DataFile, Order
-from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, lost_rows, raw_schema
+from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
 from zync_assets.lake.storage import has_longs
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input
@@ -211,7 +211,7 @@ def write_plain(reading: Reading) -> BatchFiles:
 def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
     """Write the offset ranges that Kafka's retention removed to files of the side table."""
     files: list[DataFile] = []
-    for row in lost_rows(reading.item.topic, lost, reading.now):
+    for row in loss_rows(reading.item.topic, lost, reading.now):
         with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.side_name) as writer:
             writer.write(row)
         files += [found for found, _ in writer.files]

@@ -125,7 +125,7 @@ def plan_ingest(
     if state is None:
         for error in found.away.values():
             raise error
-    if state is not None and not state.comes_from(found.topic_id):
+    if state is not None and not state.is_from(found.topic_id):
         raise recreated(item, found)
     first = _first_offsets(pipeline, item, found, state)
     position = dict(state.next if state else {}) | first

@@ -131,9 +131,7 @@ class CheckState:
         """The offset below which a check has passed; None where it never has."""
         name = _progress_number(look, place)
         number = None if self.table is None else self.table.number(name)
-        return (
-            None if number is None else max(number, _recent.get((storage.checked_uri(self.lake, self.pool), name), 0))
-        )
+        return None if number is None else max(number, _recent.get((storage.check_uri(self.lake, self.pool), name), 0))
 
 
 def offsets_text(look: Look) -> str:
@@ -145,7 +143,7 @@ def offsets_text(look: Look) -> str:
 
 def open_check_state(lake: str, pool: str) -> CheckState:
     """The results of a pool's blocking checks; empty until a check has kept a result."""
-    return CheckState(lake, pool, tables.open_table(storage.checked_uri(lake, pool)))
+    return CheckState(lake, pool, tables.open_table(storage.check_uri(lake, pool)))
 
 
 def keep_failure(before: CheckState, look: Look, summary: str) -> CheckState:
@@ -155,7 +153,7 @@ def keep_failure(before: CheckState, look: Look, summary: str) -> CheckState:
         if any(item.look.covers(look) for item in state.blocks):
             return [], [], {}
         smaller = [item.path for item in state.blocks if look.covers(item.look)]
-        return [_write(storage.checked_uri(state.lake, state.pool), look, summary)], smaller, {}
+        return [_write(storage.check_uri(state.lake, state.pool), look, summary)], smaller, {}
 
     return _commit(before, change)
 
@@ -174,7 +172,7 @@ def keep_pass(before: CheckState, look: Look, *, soon: bool = False) -> CheckSta
             None not in old_numbers.values()
             and sum(numbers.values()) - sum(n or 0 for n in old_numbers.values()) < UNKEPT
         ):
-            uri = storage.checked_uri(before.lake, before.pool)
+            uri = storage.check_uri(before.lake, before.pool)
             _recent.update({(uri, name): number for name, number in numbers.items()})
             return before
 
@@ -213,7 +211,7 @@ def _commit(before: CheckState, change: Callable[[CheckState], _Change]) -> Chec
         if not additions and not removals and not numbers:
             return state
         with suppress(CommitConflict):
-            uri = storage.checked_uri(state.lake, state.pool)
+            uri = storage.check_uri(state.lake, state.pool)
             if state.table is None:
                 tables.create_table(uri, _SCHEMA, f"What the checks of {state.pool} said", additions, numbers)
             else:
@@ -296,7 +294,7 @@ def conclude(
 _log = logging.getLogger(__name__)
 
 
-def with_record(
+def keep_result(
     pipeline: Pipeline, before: CheckState, result: CheckResult, *, soon: bool = False
 ) -> tuple[CheckResult, CheckState]:
     """Keep the result of a blocking check; returns the result, and the pool's results after that.

@@ -59,7 +59,7 @@ _BATCH = 50_000
 _RESTORE = "Restore the table to a version before that was so."
 
 
-def due(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFile]]:
+def due_runs(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFile]]:
     """Runs of neighbours that are worth a file of their own. The account and replays stay as they are.
 
     ``span``: milliseconds between the times of a run's records at the most, where old ones are to go, file by file.
@@ -96,7 +96,7 @@ def _balanced_run(run: Sequence[DataFile]) -> list[DataFile]:
     return []
 
 
-def alike(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:
+def split_by_types(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]]:
     """Cuts a run of files wherever a numeric column has another type from one file to the next. Omits parts of one file.
 
     The table's column may be wider, but publish encodes a staged record by the record's own output schema. A long past

@@ -71,7 +71,7 @@ def mark(uri: str, version: int) -> Mark | None:
 
 def numbers(uri: str, version: int) -> dict[str, int]:
     """Application id → its last number, as of a version. LakeError where the log does not reach back to that version."""
-    with _reaching(uri, version):
+    with _log_errors(uri, version):
         checkpoint = _checkpoint(uri, version)
         checkpoint_numbers = (
             {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "txn", "appId", "version")
@@ -114,7 +114,7 @@ def are_whole(uri: str, first: int, last: int) -> bool:
 def removal_times(uri: str, version: int) -> dict[str, int]:
     """Path → when a commit removed the file, in milliseconds since the epoch, of the tombstones that the log still has.
     LakeError where the log does not reach back to that version."""
-    with _reaching(uri, version):
+    with _log_errors(uri, version):
         checkpoint = _checkpoint(uri, version)
         times = (
             {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
@@ -153,7 +153,7 @@ def _read(uri: str, first: int, last: int, line_filter: Callable[[str], bool]) -
 
 
 @contextmanager
-def _reaching(uri: str, version: int) -> Generator[None]:
+def _log_errors(uri: str, version: int) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -238,35 +238,35 @@ class DataFile:
 class LakeTable:
     """A table at one version. A commit on this object conflicts with every commit since that version.
 
-    It may have several holders, and the version never changes. delta-rs's own object, ``table``, goes on to the next
+    It may have several holders, and the version never changes. delta-rs's own object, ``delta``, goes on to the next
     version once a commit was made on it, which is cheaper than to read the log again. It is read again for a holder that
     still needs it.
     """
 
-    def __init__(self, uri: str, table: DeltaTable) -> None:
+    def __init__(self, uri: str, delta: DeltaTable) -> None:
         self.uri = uri
-        self.version = table.version()
+        self.version = delta.version()
         self.lock = threading.RLock()
-        """Whoever uses ``table`` while another thread may commit holds the lock: the table is not given away meanwhile."""
-        self._table: DeltaTable | None = table
+        """Whoever uses ``delta`` while another thread may commit holds the lock: the object is not given away meanwhile."""
+        self._delta: DeltaTable | None = delta
 
     @property
     def delta(self) -> DeltaTable:
         """delta-rs's object for this version. DeltaError if it was given away and the log lacks this version by now."""
         with self.lock:
-            if self._table is None:
+            if self._delta is None:
                 options = storage.delta_options(self.uri)
-                self._table = DeltaTable(self.uri, version=self.version, storage_options=options)
-            return self._table
+                self._delta = DeltaTable(self.uri, version=self.version, storage_options=options)
+            return self._delta
 
     def give_away(self) -> DeltaTable:
-        """delta-rs's object, for a newer version of the table. Nobody else has it then. ``settle`` must have run before the
+        """delta-rs's object, for a newer version of the table. Nobody else has it then. ``load`` must have run before the
         commit on the object: the object shows the newer version since."""
         with self.lock:
-            delta, self._table = self.delta, None
+            delta, self._delta = self.delta, None
             return delta
 
-    def settle(self) -> None:
+    def load(self) -> None:
         """Ask delta-rs's object for all that holders ask for after a commit too. Where that fails, no commit happened yet."""
         _ = self.delta_schema, self.metadata, self.files
 

@@ -59,7 +59,7 @@ class PublishState:
 
 def open_publish_state(lake: str, pool: str, topic: str, partition: int = 0) -> PublishState:
     """How far an output partition has been published; all None where nothing was."""
-    return publish_state(tables.open_table(storage.published_uri(lake, pool)), topic, partition)
+    return publish_state(tables.open_table(storage.publish_uri(lake, pool)), topic, partition)
 
 
 def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> PublishState:
@@ -74,7 +74,7 @@ def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> Pu
 
 def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]:
     """Published output topic → its verified offset. Below this offset, Kafka's records equal staging's."""
-    table = tables.open_table(storage.published_uri(lake, pool))
+    table = tables.open_table(storage.publish_uri(lake, pool))
     offsets = {topic: table.number(f"zync:verified:{topic}:0") for topic in topics} if table else {}
     return {topic: offset for topic, offset in offsets.items() if offset is not None}
 
@@ -82,7 +82,7 @@ def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]
 def rollback_error(pool: str, topic: str, verified_end: int | None, end: int | None, recreate: str) -> LakeError | None:
     """The error for a staging table that lacks published records; None if no published record is missing.
 
-    ``verified``: the offset below which Kafka's records equal staging's; ``end``: the offset after the last staged record,
+    ``verified_end``: the offset below which Kafka's records equal staging's; ``end``: the offset after the last staged record,
     None if staging has no such output; ``recreate``: the command that publishes all of staging again.
     """
     if not verified_end or (end is not None and end >= verified_end):
@@ -112,7 +112,7 @@ def commit_publish_state(
 ) -> PublishState:
     """Set an output's window and verified offset, and the topic that they are for; returns the new state.
 
-    ``replaced``: the topic was created anew on purpose; ``schemas``: those of the records up to ``window``.
+    ``replacement``: the topic was created anew on purpose; ``schemas``: those of the records up to ``window``.
     Raises CommitConflict if another publisher of the topic committed since ``before`` was opened.
     """
     place = f"{before.topic}:{before.partition}"
@@ -121,7 +121,7 @@ def commit_publish_state(
         numbers |= {f"zync:topic:{before.topic}:{topic_id}": 0, f"zync:named:{before.topic}": 1}
     numbers |= {_schema_number(before.topic, schema): 0 for schema in schemas if not before.has_schema(schema)}
     if before.table is None:
-        tables.create_table(storage.published_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
+        tables.create_table(storage.publish_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
     else:
         tables.commit(before.table, [], numbers)
     return open_publish_state(lake, pool, before.topic, before.partition)

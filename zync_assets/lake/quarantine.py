@@ -170,7 +170,7 @@ def entries(state: RawState, side: LakeTable | None, columns: Sequence[str] = ()
         return rows
     partitions, offsets = rows["partition"].to_numpy(), rows["offset"].to_numpy()
     present = np.ones(rows.num_rows, dtype=np.bool_)
-    for partition, replay_offsets in raw.replayed_offsets(state).items():
+    for partition, replay_offsets in raw.replay_offsets(state).items():
         present &= (partitions != partition) | ~np.isin(offsets, replay_offsets)
     return rows.filter(pa.array(present)).sort_by([("partition", "ascending"), ("offset", "ascending")])
 

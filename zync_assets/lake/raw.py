@@ -165,7 +165,7 @@ class RawState:
         """The Delta table id. A new table at the same place has another id."""
         return str(self.table.metadata.id)
 
-    def comes_from(self, topic_id: str) -> bool:
+    def is_from(self, topic_id: str) -> bool:
         return self.table.number(f"zync:topic:{topic_id}") is not None
 
 
@@ -234,7 +234,7 @@ def is_replay(item: DataFile) -> bool:
     return item.path.startswith(_REPLAY)
 
 
-def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.int64]]:
+def replay_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.int64]]:
     """Partition → the offsets, sorted, that replays after the ``since``-th brought. Reads one column of their files."""
     offsets: dict[int, list[npt.NDArray[np.int64]]] = {}
     for item in raw_files(state):
@@ -243,7 +243,7 @@ def replayed_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[n
     return {partition: np.sort(np.concatenate(parts)) for partition, parts in offsets.items()}
 
 
-def held_ranges(state: RawState, part: OffsetRange, release: int = 0) -> list[OffsetRange]:
+def record_ranges(state: RawState, part: OffsetRange, release: int = 0) -> list[OffsetRange]:
     """The offsets of a range that the table has a record of, normalized. Only files with gaps are read: one column, a file
     at a time.
 

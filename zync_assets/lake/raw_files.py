@@ -8,7 +8,7 @@ The carried time of raw records: ``kafka.time`` never decreases within a partiti
 
 Ingest writes the carried time. A batch begins with the partition's highest time so far (``highest_times``). The tasks
 of a batch do not know each other's times, and ``lift`` corrects their files before the commit. Tables of older versions
-have a running maximum within each file only. Readers take the maximum of that time and of ``carried_times``, from the
+have a running maximum within each file only. Readers take the maximum of that time and of ``time_floors``, from the
 log.
 
 The order of raw records: the column ``order`` says where the source put a record in its own order. Ingest carries it like
@@ -92,7 +92,7 @@ def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field("kafka", KAFKA_TYPE), *sides, *ids])
 
 
-def lost_rows(topic: str, ranges: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
+def loss_rows(topic: str, ranges: Iterable[OffsetRange], now: int) -> list[pa.RecordBatch]:
     """Side-table rows for offset ranges that retention removed, one batch per range. ``now``: milliseconds since the epoch."""
     return [
         pa.RecordBatch.from_pylist(
@@ -290,7 +290,7 @@ def _of_files(files: Sequence[DataFile]) -> dict[int, int]:
     return highest
 
 
-def carried_times(files: Sequence[DataFile], retention_time: Mapping[int, int] | None = None) -> dict[str, int]:
+def time_floors(files: Sequence[DataFile], retention_time: Mapping[int, int] | None = None) -> dict[str, int]:
     """File path → the highest record time of its partition before it, only where that is above the file's lowest.
 
     ``files`` are all files of the table, sorted by partition and offset; ``retention_time``: partition → the highest time of
@@ -327,7 +327,7 @@ def last_time(kafka: pa.StructArray) -> int | None:
     return None if kafka.type.get_field_index("time") < 0 else pc.struct_field(kafka, "time")[-1].value
 
 
-def carried_orders(orders: pa.Array, floor: Order) -> pa.StructArray:
+def running_orders(orders: pa.Array, floor: Order) -> pa.StructArray:
     """Orders of one partition's records by offset, which begin at ``floor`` and never run back. Null: no order of its own."""
     high, low = (
         np.concatenate([[least], pc.fill_null(pc.struct_field(orders, name), none).to_numpy(zero_copy_only=False)])
@@ -365,7 +365,7 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
     if not records.num_rows or (at < 0 and floor is None):
         return records, floor
     own = records.column(at) if at >= 0 else pa.nulls(records.num_rows, ORDER_TYPE)
-    orders = carried_orders(own, floor or LOWEST)
+    orders = running_orders(own, floor or LOWEST)
     records = records.append_column(ORDER, orders) if at < 0 else records.set_column(at, ORDER, orders)
     return records, order_at(orders, -1)
 

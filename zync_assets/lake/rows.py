@@ -35,7 +35,7 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     try:
         with pq.ParquetFile(path, filesystem=system) as file:
             for batch in file.iter_batches(ROWS, columns=list(columns)):
-                plain = pa.schema([item.with_type(_plain(item.type)) for item in batch.schema])
+                plain = pa.schema([item.with_type(_plain_type(item.type)) for item in batch.schema])
                 yield batch if plain.equals(batch.schema) else batch.cast(plain)
     except FileNotFoundError:
         raise DamagedFile(f"file {uri} is in the log and not in the lake") from None
@@ -48,7 +48,7 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         raise LakeError(f"file {uri} can't be read: {error}") from error
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     """The type with text and bytes as we write them: other programs write them large, or as views."""
     kinds = pa.types
     if kinds.is_string_view(kind) or kinds.is_large_string(kind):
@@ -56,9 +56,9 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     if kinds.is_binary_view(kind) or kinds.is_large_binary(kind):
         return pa.binary()
     if kinds.is_struct(kind):
-        return pa.struct([item.with_type(_plain(item.type)) for item in kind])
+        return pa.struct([item.with_type(_plain_type(item.type)) for item in kind])
     if kinds.is_list(kind) or kinds.is_large_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
     return kind
 
 
@@ -83,7 +83,7 @@ def distinct(numbers: np.ndarray) -> np.ndarray:
     return ascending[keep]
 
 
-def without(numbers: np.ndarray, exclusions: np.ndarray) -> np.ndarray:
+def difference(numbers: np.ndarray, exclusions: np.ndarray) -> np.ndarray:
     """Those numbers that are not among the others, sorted and without doubles."""
     return np.setdiff1d(distinct(numbers), distinct(exclusions), assume_unique=True)
 
@@ -160,7 +160,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class RecentCache(Generic[K, V]):
     """A cache of a bounded size, for processes that live for months.
 
     It keeps the values that were used last. The weights of all values add up to ``most`` at the most, or there is one value.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from zync_assets.lake import publication, raw, staging, storage, tables
-from zync_assets.lake.check_results import CheckResult, CheckState, open_check_state, with_record
+from zync_assets.lake.check_results import CheckResult, CheckState, keep_result, open_check_state
 from zync_assets.lake.log import LakeTable
 from zync_assets.lake.publication import PublishState
 from zync_assets.lake.raw import RawState
@@ -52,20 +52,20 @@ class Snapshot:
 
     def publish_state(self, pool: str, topic: str) -> PublishState:
         """How far an output topic of a staging pool has been published."""
-        return publication.publish_state(self._table(storage.published_uri(self.pipeline.lake, pool)), topic)
+        return publication.publish_state(self._table(storage.publish_uri(self.pipeline.lake, pool)), topic)
 
     def check_state(self, pool: str) -> CheckState:
         """The results of a pool's blocking checks."""
         return self._once(("checked", pool), lambda: open_check_state(self.pipeline.lake, pool))
 
-    def record(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
+    def run_check(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
         """Run a blocking check of a pool and keep its result in the lake (``check_results.with_record``).
 
         The snapshot then has the pool's check results as they are after the commit.
         """
         # Before the check: the check lifts no block that comes while the check runs.
         before = self.check_state(pool)
-        result, self._states["checked", pool] = with_record(self.pipeline, before, check(), soon=soon)
+        result, self._states["checked", pool] = keep_result(self.pipeline, before, check(), soon=soon)
         return result
 
     def _staging_table(self, pool: str) -> LakeTable | None:

@@ -64,11 +64,11 @@ def decoded_uri(lake: str, pool: str, topic: str) -> str:
     return join(lake, "~decoded", pool, topic)
 
 
-def published_uri(lake: str, pool: str) -> str:
+def publish_uri(lake: str, pool: str) -> str:
     return join(lake, "~published", pool)
 
 
-def checked_uri(lake: str, pool: str) -> str:
+def check_uri(lake: str, pool: str) -> str:
     return join(lake, "~checked", pool)
 
 

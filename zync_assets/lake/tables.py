@@ -61,12 +61,12 @@ def open_table(uri: str, version: int | None = None) -> LakeTable | None:
         return latest[0]
     system, path = storage.filesystem(uri)
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
-        return _absent(uri)
+        return _check_absence(uri)
     try:
         delta = _advance(uri) if version is None else None
         delta = delta or DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
-        return _absent(uri)
+        return _check_absence(uri)
     except (DeltaError, OSError) as error:
         text = str(error)
         if "Unsupported" in text or "olumn mapping" in text:
@@ -139,7 +139,7 @@ def _remember(table: LakeTable, before: tuple[LakeTable, log.Mark] | None) -> No
         _newest[table.uri] = table, mark
 
 
-def _absent(uri: str) -> None:
+def _check_absence(uri: str) -> None:
     if uri in _versions:
         raise LakeError(
             f"table {uri} was there and is gone: its folder was moved or deleted, or is not mounted. Put it back and run again."
@@ -246,7 +246,7 @@ def commit(
     before, token = table.version, uuid.uuid4().hex
     try:
         with table.lock:
-            table.settle()
+            table.load()
             table.delta.create_write_transaction(
                 [
                     RemoveAction(item.path, not rewritten, _removal_time(item, now), partition_values=_group(item))

@@ -160,11 +160,11 @@ def damage(table: LakeTable, sign: str) -> TableDamaged:
 
 def check(table: LakeTable) -> None:
     """TableDamaged if another program changed the files of a table since our last commit to it."""
-    if not is_untouched(table) and not _is_all_ours(table):
+    if not is_untouched(table) and not _is_all_own(table):
         raise damage(table, "its files differ from the files that zync committed")
 
 
-def _is_all_ours(table: LakeTable) -> bool:
+def _is_all_own(table: LakeTable) -> bool:
     """Whether every commit since a version with a right sum is ours. An older version of zync commits without a sum.
 
     A commit with a sum may have been rebased onto a commit without one: then its sum is wrong, and an earlier sum is right.

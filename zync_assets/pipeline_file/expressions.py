@@ -170,7 +170,7 @@ def parse(sql: str) -> Expression:
     except TokenError:
         raise SqlProblem("does not parse: a quote or a comment is not closed") from None
     except ParseError as error:
-        raise SqlProblem(_readable(error)) from None
+        raise SqlProblem(_parse_problem(error)) from None
     except RecursionError:
         raise SqlProblem("does not parse: nested too deep") from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -393,7 +393,7 @@ def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str])
     return f"known here: {', '.join(names)}{quotes}{suggestion(root, root_names)}"
 
 
-def _readable(error: ParseError) -> str:
+def _parse_problem(error: ParseError) -> str:
     first = error.errors[0] if error.errors else {}
     description, near = str(first.get("description", "")), str(first.get("highlight", ""))
     line, column = int(first.get("line") or 1), int(first.get("col") or 0)

@@ -159,7 +159,7 @@ class _References:
                 names |= self._path(at)[2]
         for at, token in enumerate(self.tokens):
             if at and self.tokens[at - 1].token_type == TokenType.DOT and at not in names and not self._is_call(at):
-                names[at] = self._loose(token.text)
+                names[at] = self._name_without_type(token.text)
         sql = self.sql
         for at, name in sorted(names.items(), reverse=True):
             token = self.tokens[at]
@@ -209,19 +209,19 @@ class _References:
             field_name, inner = self._field(type.value_type, name)
             return field_name, None if inner is None else pa.list_(inner)
         if type is None or not pa.types.is_struct(type):
-            return self._loose(name), None
+            return self._name_without_type(name), None
         fields = fields_of(type)
         exact = [item for item in fields if original(item) == name] or [item for item in fields if item.name == name]
         alike = exact or [item for item in fields if original(item).lower() == name.lower()]
         if len(alike) > 1:
-            raise _ambiguous(name, [original(item) for item in alike])
+            raise _ambiguity(name, [original(item) for item in alike])
         return (alike[0].name, alike[0].type) if alike else (escape(name), None)
 
-    def _loose(self, name: str) -> str:
+    def _name_without_type(self, name: str) -> str:
         """The lake's name of a field of something whose type is not known here."""
         alike = {twin for type in self.roots.values() if type is not None for twin in _twins(type, name)}
         if len(alike) > 1:
-            raise _ambiguous(name, sorted(alike))
+            raise _ambiguity(name, sorted(alike))
         return escape(name)
 
     def _lambda_variables(self, arrow: int) -> list[_Variable]:
@@ -288,7 +288,7 @@ def _twins(type: pa.DataType, name: str) -> list[str]:
     return [*(alike if len(alike) > 1 else []), *inner]
 
 
-def _ambiguous(name: str, fields: Sequence[str]) -> SqlProblem:
+def _ambiguity(name: str, fields: Sequence[str]) -> SqlProblem:
     choices = " and ".join(f"`{item}`" for item in fields)
     return SqlProblem(
         f"`{name}` may be {choices}, which differ in case alone. Write the field's name as the topic has it, after the whole path"

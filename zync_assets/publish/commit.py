@@ -37,7 +37,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import StagedTopic, alike_ids, encoded_rows, first_difference, staged_topic
-from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing
+from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic
 from zync_assets.spark.tasks import run_tasks
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
 
 def _create(pipeline: Pipeline, item: Output) -> TopicState:
     if item.create is None:
-        raise missing(item.topic)
+        raise missing_topic(item.topic)
     config, _ = new_topic_config(pipeline.kafka, item.create.config)
     topic_state = create_topic(
         pipeline.kafka, item.topic, item.create.partitions, item.create.replication_factor, config
@@ -254,7 +254,7 @@ def _send(target: Target, first: int, end: int, before: Announcement, _: int) ->
     old_schemas = set[WrittenSchema]()
     rows = encoded_rows(target.outputs, first, end, schemas)
     with (
-        ahead(windows(rows, target.window_records, target.window_bytes)) as encoded_windows,
+        prefetch(windows(rows, target.window_records, target.window_bytes)) as encoded_windows,
         InOrder(target.kafka, target.topic, 0, first, target.recreate) as writer,
     ):
         for window in encoded_windows:
@@ -308,7 +308,7 @@ def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Itera
 
 
 @contextmanager
-def ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
+def prefetch(items: Iterator[T]) -> Generator[Iterator[T]]:
     """``with ahead(items) as results``: the first item is made at once by a thread, each other one while the one before it is
     used, and none earlier."""
     with ThreadPoolExecutor(1) as pool:

@@ -291,7 +291,7 @@ def _register(client: Registry | None, topic: str, side: SideSchema) -> SideSche
         ) from None
 
 
-def less(whole: RowSchema, paths: Collection[str]) -> RowSchema:
+def without_fields(whole: RowSchema, paths: Collection[str]) -> RowSchema:
     """The schema of rows that leave out some fields: their rule's, less these."""
     if whole.value.schema is None or not paths:
         return whole
@@ -310,7 +310,7 @@ def _row_schema(outputs: StagedTopic, group: str) -> RowSchema:
             f"topic {outputs.topic}: the pool has no output schema {name}. Restore the table to a version before that was so."
         )
     whole = outputs.schemas[name]
-    schema = less(whole, paths)
+    schema = without_fields(whole, paths)
     return whole if schema is whole else replace(schema, value=_register(outputs.registry, outputs.topic, schema.value))
 
 

@@ -138,7 +138,7 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
                 f" one with: {plan.recreate}"
             )
         if item.create is None:
-            raise missing(topic)
+            raise missing_topic(topic)
     if topic_state is not None:
         _check_identity(plan, topic_state)
     if position is not None:
@@ -174,7 +174,7 @@ def _check_watermark(plan: PublishPlan) -> None:
         raise foreign_record(plan.output.topic, plan.end, plan.recreate)
 
 
-def missing(topic: str) -> TopicMissing:
+def missing_topic(topic: str) -> TopicMissing:
     return TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
 
 

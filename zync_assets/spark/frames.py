@@ -12,7 +12,7 @@ from zync_assets.codecs.spark_types import listed_frame, spark_schema
 from zync_assets.lake import storage, stores
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER, RawState, raw_files
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, time_floors
 from zync_assets.lake.staging import ACCOUNT_TYPE, HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.lake.storage import by_own_types
 from zync_assets.offsets import OffsetRange
@@ -183,7 +183,7 @@ def _with_carried(
 
     If an earlier file of the partition has a higher time, that time replaces lower times in later files.
     """
-    carried = carried_times(raw_files(state), state.retention_time)
+    carried = time_floors(raw_files(state), state.retention_time)
     rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
     if not rows:
         return frame

@@ -19,7 +19,7 @@ from dagster import (
 
 from zync_assets import SetupError, build_definitions, load_pipeline
 from zync_assets.assets.names import Names
-from zync_assets.assets.runs import Active
+from zync_assets.assets.runs import ActiveRuns
 from zync_assets.pipeline import Pipeline
 
 FILE = """
@@ -229,5 +229,5 @@ def test_a_run_of_a_job_under_its_earlier_name_counts_as_under_way(tmp_path: Pat
     with DagsterInstance.ephemeral() as instance:
         old = Definitions(assets=[earlier], jobs=[define_asset_job(job.removesuffix("_of_a"), [earlier])])
         instance.create_run_for_job(old.resolve_job_def(job.removesuffix("_of_a")), tags={"zync/pipeline": "a"})
-        assert "is not_started" in (Active(instance).holds(job, []) or "")
-        assert Active(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None
+        assert "is not_started" in (ActiveRuns(instance).holds(job, []) or "")
+        assert ActiveRuns(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None

@@ -165,7 +165,7 @@ class _Run:
 
     def _tables(self) -> list[str]:
         lake = self.lake
-        return [storage.staging_uri(lake, POOL), storage.raw_uri(lake, "Raw", TOPIC), storage.published_uri(lake, POOL)]
+        return [storage.staging_uri(lake, POOL), storage.raw_uri(lake, "Raw", TOPIC), storage.publish_uri(lake, POOL)]
 
     def _swept(self, uri: str) -> object:
         opened = tables.open_table(uri)
@@ -215,7 +215,7 @@ class _Run:
         before = staging.open_staging(self.lake, POOL)
         raw_state = raw.open_raw(self.lake, "Raw", TOPIC)
         assert raw_state is not None
-        raw_files.carried_times(raw_state.files, raw_state.retention_time)
+        raw_files.time_floors(raw_state.files, raw_state.retention_time)
         if before is not None:
             staging.check_whole(before)
         head = self._next_head(before.head if before else Head())
@@ -258,7 +258,7 @@ class _Run:
             opened = tables.open_table(uri)
             if opened is None:
                 continue
-            runs = [part for run in compaction.due(opened.files) for part in compaction.alike(uri, run)]
+            runs = [part for run in compaction.due_runs(opened.files) for part in compaction.split_by_types(uri, run)]
             if runs:
                 compaction.commit(opened, [compaction.rewrite(uri, run, opened.schema) for run in runs], runs)
                 opened = tables.open_table(uri)

@@ -24,7 +24,7 @@ from zync_assets.lake import staging, storage, tables
 from zync_assets.lake.compaction import commit as compaction_commit
 from zync_assets.lake.compaction import rewrite
 from zync_assets.lake.raw import open_raw
-from zync_assets.lake.raw_files import carried_times
+from zync_assets.lake.raw_files import time_floors
 from zync_assets.lake.staging import Head, open_staging
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all
@@ -242,7 +242,7 @@ def test_the_time_in_an_expression_is_the_carried_time_wherever_batches_are_cut(
         it.step()
     state = open_raw(it.lake, "Raw", it.left)
     assert state is not None
-    assert bool(carried_times(state.files)) == (made_by == "an older version")
+    assert bool(time_floors(state.files)) == (made_by == "an older version")
     it.send(it.right, row(1), times=[5000])
     it.step()
     run = list(state.files)[1:3]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.errors import LakeError
-from zync_assets.lake.compaction import FILES, SMALL, alike, due, rewrite
+from zync_assets.lake.compaction import FILES, SMALL, due_runs, rewrite, split_by_types
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER
-from zync_assets.lake.raw_files import MAX_RECORDS, ORDER_TYPE, RangeWriter, carried_times, raw_schema
+from zync_assets.lake.raw_files import MAX_RECORDS, ORDER_TYPE, RangeWriter, raw_schema, time_floors
 from zync_assets.lake.staging import ACCOUNT
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 
@@ -25,18 +25,18 @@ def small(number: int, size: int = 10, partition: int = 0, name: str = "part", g
 
 
 def test_few_small_files_stay_as_they_are() -> None:
-    assert due(small(number) for number in range(FILES - 1)) == []
+    assert due_runs(small(number) for number in range(FILES - 1)) == []
 
 
 def test_many_small_neighbours_are_one_run_in_the_order_of_their_offsets() -> None:
     files = [small(number) for number in range(FILES)]
-    assert due(reversed(files)) == [files]
+    assert due_runs(reversed(files)) == [files]
 
 
 def test_a_large_file_parts_its_neighbours() -> None:
     files = [small(number) for number in range(2 * FILES - 1)]
     files[FILES - 1] = small(FILES - 1, SMALL + 1)
-    assert due(files) == []
+    assert due_runs(files) == []
 
 
 def test_partitions_and_topics_are_not_mixed_and_the_account_and_replays_stay() -> None:
@@ -47,13 +47,13 @@ def test_partitions_and_topics_are_not_mixed_and_the_account_and_replays_stay() 
         [small(number, group=ACCOUNT) for number in range(FILES)],
         [small(number, name="replay") for number in range(FILES)],
     ):
-        assert due(files) == []
+        assert due_runs(files) == []
 
 
 @given(st.lists(st.integers(1, 2 * SMALL), max_size=4 * FILES))
 def test_runs_are_neighbours_and_small_and_make_no_file_too_large(sizes: list[int]) -> None:
     files = [small(number, size) for number, size in enumerate(sizes)]
-    runs = due(files)
+    runs = due_runs(files)
     taken = [item for run in runs for item in run]
     assert len(taken) == len(set(taken))
     for run in runs:
@@ -99,7 +99,7 @@ def test_numbers_keep_the_kind_that_they_were_written_with(tmp_path: Path) -> No
             schema = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("in", column)]))
             writer.write(pa.RecordBatch.from_pylist([row], schema=schema))
         files.append(writer.files[0][0])
-    assert list(alike(uri, files)) == [files[:2], files[2:4]]
+    assert list(split_by_types(uri, files)) == [files[:2], files[2:4]]
     table = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("in", pa.list_(pa.struct([("n", pa.float64())])))]))
     found = pq.read_table(tmp_path / rewrite(uri, files[:2], table).path)
     assert found["value"].to_pylist() == [{"id": 1, "in": [{"n": n}]} for n in (7, number)]
@@ -115,7 +115,7 @@ def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) 
     times = [row["time"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
     assert times == [100, 500, 500, 600, 600]
     assert (made.min_time, made.max_time) == (100, 600)
-    assert carried_times([made]) == {}
+    assert time_floors([made]) == {}
     stamps = [row["timestamp"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
     assert stamps == [100, 500, 200, 600, 300]
 

@@ -21,12 +21,12 @@ from zync_assets.lake.raw import (
     WriterSchema,
     commit_raw,
     commit_replay,
-    held_ranges,
     open_raw,
     raw_files,
+    record_ranges,
     replay_name,
 )
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, carried_times, order_bounds
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, order_bounds, time_floors
 from zync_assets.lake.storage import raw_uri
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.lake.rows import SCHEMA, file, records
@@ -76,8 +76,8 @@ def test_a_table_knows_its_topic_its_beginning_and_its_next_offsets(tmp_path: Pa
     put(tmp_path, None, range(5), partition=2)
     found = state(tmp_path)
     assert (found.first, found.next) == ({2: 0}, {2: 5})
-    assert found.comes_from("id-1")
-    assert not found.comes_from("id-2")
+    assert found.is_from("id-1")
+    assert not found.is_from("id-2")
 
 
 def test_partitions_are_added_and_go_on_by_themselves(tmp_path: Path) -> None:
@@ -162,12 +162,12 @@ def listed(times: list[list[int]]) -> list[DataFile]:
 
 
 def test_a_file_that_begins_below_an_earlier_file_s_end_is_lifted() -> None:
-    assert carried_times(listed([[10, 20], [15, 18], [19, 30], [30, 31]])) == {"f1": 20, "f2": 20}
+    assert time_floors(listed([[10, 20], [15, 18], [19, 30], [30, 31]])) == {"f1": 20, "f2": 20}
 
 
 def test_partitions_do_not_carry_into_each_other() -> None:
     files = [DataFile("a", 1, 1, 0, 0, 0, 5, 9), DataFile("b", 1, 1, 1, 0, 0, 1, 2)]
-    assert carried_times(files) == {}
+    assert time_floors(files) == {}
 
 
 @given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=4), min_size=1, max_size=6))
@@ -176,7 +176,7 @@ def test_carried_times_make_a_running_maximum_of_all_records(timestamps: list[li
         return [max(values[: place + 1]) for place in range(len(values))]
 
     within = [running(part) for part in timestamps]
-    carried = carried_times(listed(within))
+    carried = time_floors(listed(within))
     lifted = [max(time, carried.get(f"f{index}", 0)) for index, part in enumerate(within) for time in part]
     assert lifted == running([time for part in timestamps for time in part])
 
@@ -192,15 +192,15 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
     commit_raw(uri, None, RawAdvance(TOPIC, "id", SCHEMA, files, {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}))
     state = open_raw(lake, "Raw", TOPIC)
     assert state is not None
-    found = held_ranges(state, OffsetRange(0, 0, 5_000_000_000))
+    found = record_ranges(state, OffsetRange(0, 0, 5_000_000_000))
     assert found == [
         OffsetRange(0, 3, 5),
         OffsetRange(0, 7, 8),
         OffsetRange(0, 9, 10),
         OffsetRange(0, 100, 4_000_000_100),
     ]
-    assert held_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
-    assert held_ranges(state, OffsetRange(0, 4, 200), release=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
+    assert record_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
+    assert record_ranges(state, OffsetRange(0, 4, 200), release=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
 
 
 def test_a_table_from_before_orders_gets_them_with_the_next_batch(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zync_assets.lake.rows import Recent
+from zync_assets.lake.rows import RecentCache
 
 
 def test_what_was_used_last_stays() -> None:
-    kept: Recent[str, int] = Recent(3)
+    kept: RecentCache[str, int] = RecentCache(3)
     for place, key in enumerate("abc"):
         kept.put(key, place)
     assert kept.get("a") == 0
@@ -16,7 +16,7 @@ def test_what_was_used_last_stays() -> None:
 
 
 def test_weights_add_up_and_one_value_stays_whatever_it_weighs() -> None:
-    kept: Recent[str, int] = Recent(10)
+    kept: RecentCache[str, int] = RecentCache(10)
     kept.put("a", 1, 6)
     kept.put("a", 2, 4)
     kept.put("b", 3, 6)

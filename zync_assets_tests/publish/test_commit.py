@@ -27,7 +27,7 @@ from zync_assets.lake.publication import commit_publish_state, open_publish_stat
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import open_staging
-from zync_assets.lake.storage import checked_uri
+from zync_assets.lake.storage import check_uri
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.publish import commit as step
@@ -303,7 +303,7 @@ def test_what_passed_the_guard_is_not_looked_at_again(make: Make, monkeypatch: p
     guard.refuse_unsound(Snapshot(it.pipeline), it.out)
     assert [Path(uri).name for uri in files] == [Path(item.path).name for item in state.output_files(it.out)]
     shutil.rmtree(Path(it.lake) / "~checked")
-    tables.forget(checked_uri(it.lake, "Staging"))
+    tables.forget(check_uri(it.lake, "Staging"))
     guard.refuse_unsound(Snapshot(it.pipeline), it.out)
     stage(it, range(5, 6))
     it.publish()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from zync_assets.codecs.evolution import wider_type
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.lake.rows import Recent
+from zync_assets.lake.rows import RecentCache
 from zync_assets.pipeline import Headers, Shape
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import short
@@ -25,7 +25,7 @@ Question = tuple[Mapping[str, "DataFrame"], str]
 _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
 """Conditions of Spark's errors for a name that a record does not have."""
 _SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
-_TYPES: Recent[tuple[object, ...], DataType] = Recent(10_000)
+_TYPES: RecentCache[tuple[object, ...], DataType] = RecentCache(10_000)
 """The known types of expressions, by the types of their sides. A question to Spark takes longer than a small batch."""
 
 

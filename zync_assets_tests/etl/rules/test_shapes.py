@@ -21,7 +21,7 @@ from pyspark.sql.types import (
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import shapes
 from zync_assets.etl.rules.shapes import Question, expression_type, learn_types, own_type, unify, void_fields
-from zync_assets.lake.rows import Recent
+from zync_assets.lake.rows import RecentCache
 from zync_assets.spark.sql import shape_sql
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_types_that_are_asked_for_together_are_those_that_each_has_alone(
 
     def known_after(work: Callable[[], object]) -> list[DataType | None]:
         """The types that are known after some work, by a cache that was empty before."""
-        cache: Recent[tuple[object, ...], DataType] = Recent(100)
+        cache: RecentCache[tuple[object, ...], DataType] = RecentCache(100)
         monkeypatch.setattr(shapes, "_TYPES", cache)
         work()
         return [cache.get(shapes._place(*each)) for each in asked]
