@@ -127,9 +127,9 @@ class KafkaIOManager(IOManager):
             place, kind = context.asset_key.to_user_string(), type(obj).__name__
             raise TypeError(f"{place}: an OutputBatch is published, not {kind}")
         with errors_as_failures():
-            read = partial(read_output, self._pipeline, self._session, obj.topic)
+            reader = partial(read_output, self._pipeline, self._session, obj.topic)
             with topic_check_on_error(self._names, context.step_context.instance, obj.topic):
-                commit = publish_once(self._pipeline, read, first=obj, log=context.log.info)
+                commit = publish_once(self._pipeline, reader, first=obj, log=context.log.info)
             end = obj.plan.end
             commit = commit or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
             numbers = {
@@ -227,8 +227,8 @@ def require_checks(
                 if first < part.end
             ]
             if new:
-                run = partial(check, pipeline, topic, new, snapshot)
-                require_pass(snapshot, pool, run, "Nothing was transformed.")
+                pool_check = partial(check, pipeline, topic, new, snapshot)
+                require_pass(snapshot, pool, pool_check, "Nothing was transformed.")
 
 
 STAGING_POOL = "zync/staging_pool"
@@ -321,8 +321,8 @@ class PoolIOManager(IOManager):
 
     def _stage(self, context: OutputContext, batch: EtlBatch) -> None:
         if self._last_commit is None or self._last_commit[0] is not batch:
-            read = partial(self._next_batch, batch.plan.pool)
-            commit = commit_etl(self._pipeline, read, batch, context.log.info)
+            reader = partial(self._next_batch, batch.plan.pool)
+            commit = commit_etl(self._pipeline, reader, batch, context.log.info)
             self._last_commit = (batch, commit, Snapshot(self._pipeline))
         _, commit, snapshot = self._last_commit
         topic = context.asset_key.path[-1]

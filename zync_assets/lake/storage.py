@@ -309,13 +309,13 @@ def by_own_types(uri: str, paths: Sequence[str], schema: pa.Schema) -> list[tupl
     for path in paths:
         system, place = filesystem(join(uri, path))
         own = {field.name: field.type for field in pq.read_schema(place, filesystem=system)}
-        read = pa.schema(
+        reader_schema = pa.schema(
             [
                 pa.field(item.name, _with_longs(item.type, own[item.name])) if item.name in own else item
                 for item in schema
             ]
         )
-        groups.setdefault(read, []).append(path)
+        groups.setdefault(reader_schema, []).append(path)
     return list(groups.items())
 
 

@@ -354,7 +354,7 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
         default = {"remote": remote}
     table = fields.table("spark")
     if table is None:
-        return _checked_default(fields, default)
+        return _check_default(fields, default)
     spark = Fields(table, "spark", fields.problems, None)
     properties = spark.flat()
     for key in spark.entries:
@@ -370,11 +370,11 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
     elif not _REMOTE.fullmatch(properties.get("remote", SHARED)):
         spark.problem("remote", _WRONG_REMOTE)
     if "master" not in spark and "remote" not in spark:
-        properties |= _checked_default(fields, default)
+        properties |= _check_default(fields, default)
     return properties
 
 
-def _checked_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
+def _check_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
     if not _REMOTE.fullmatch(default.get("remote", SHARED)):
         fields.problem("spark", f"names no master, and the environment variable SPARK_REMOTE {_WRONG_REMOTE}")
     return default

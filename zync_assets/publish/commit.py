@@ -227,13 +227,13 @@ def _stable_high(pipeline: Pipeline, plan: PublishPlan) -> int:
 
 def _compare(target: Target, first: int, high: int, _: int) -> tuple[int | None, int]:
     """The Spark task of step 4: the first offset at which topic and staging differ, and how many records are equal."""
-    compacted = is_compacted(target.kafka, target.topic)
+    tolerates_gaps = is_compacted(target.kafka, target.topic)
     # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
     theirs = read_range(target.kafka, target.topic, 0, first, high, uncommitted=True)
     schemas: set[WrittenSchema] = set()
     ours = encoded_rows(target.outputs, first, high, schemas)
     return first_difference(
-        ours, theirs, compacted=compacted, alike=alike_ids(target.outputs, schemas, target.publish_state())
+        ours, theirs, tolerates_gaps=tolerates_gaps, alike=alike_ids(target.outputs, schemas, target.publish_state())
     )
 
 
@@ -292,17 +292,17 @@ def _refuse_second_attempt(topic: str) -> None:
 def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Iterator[list[pa.RecordBatch]]:
     """``batches`` in lists of ``records`` records, fewer where they have ``size`` bytes before that, and at the end."""
     window: list[pa.RecordBatch] = []
-    left, room = records, size
+    free_records, free_bytes = records, size
     for batch in batches:
         at = 0
         while at < len(batch):
-            piece = batch.slice(at, left)
+            piece = batch.slice(at, free_records)
             at += len(piece)
             window.append(piece)
-            left, room = left - len(piece), room - piece.nbytes
-            if left == 0 or room <= 0:
+            free_records, free_bytes = free_records - len(piece), free_bytes - piece.nbytes
+            if free_records == 0 or free_bytes <= 0:
                 yield window
-                window, left, room = [], records, size
+                window, free_records, free_bytes = [], records, size
     if window:
         yield window
 

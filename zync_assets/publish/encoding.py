@@ -222,23 +222,23 @@ def first_difference(
     ours: Iterator[pa.RecordBatch],
     theirs: Iterator[pa.RecordBatch],
     *,
-    compacted: bool = False,
+    tolerates_gaps: bool = False,
     alike: AlikeIds = lambda *_: False,
 ) -> tuple[int | None, int]:
     """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
     they don't) and how many are equal before it.
 
-    ``compacted``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
+    ``tolerates_gaps``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
     """
     own_rows, equal = _single_rows(ours), 0
     for other in _single_rows(theirs):
         mine = next(own_rows, None)
-        while compacted and mine is not None and mine[0] < other[0]:
+        while tolerates_gaps and mine is not None and mine[0] < other[0]:
             mine = next(own_rows, None)
         if not is_same(mine, other, alike):
             return min(row[0] for row in (mine, other) if row is not None), equal
         equal += 1
-    surplus = None if compacted else next(own_rows, None)
+    surplus = None if tolerates_gaps else next(own_rows, None)
     return (None if surplus is None else surplus[0]), equal
 
 
