@@ -98,7 +98,7 @@ def _is_leftover(table: LakeTable, item: DataFile, state: RawState | None) -> bo
         return False
     seal = table.number(f"{_SEAL}{partition}")
     # A side table from before there were sealed offsets.
-    start = state.began.get(partition, state.next[partition]) if seal is None else seal
+    start = state.batch_start.get(partition, state.next[partition]) if seal is None else seal
     if not start <= first < state.next[partition]:
         return False
     return not item.path.startswith(file_name(state.attempt.get(partition, 0)))

@@ -86,7 +86,7 @@ class RawState:
     """How many replays were committed."""
     left_out: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that the input's shape left out, ever."""
-    began: Mapping[int, int] = field(default_factory=dict)
+    batch_start: Mapping[int, int] = field(default_factory=dict)
     """Partition → where its last batch began."""
     attempt: Mapping[int, int] = field(default_factory=dict)
     """Partition → the last committed attempt that put entries of it into the side table."""
