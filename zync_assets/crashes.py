@@ -13,25 +13,25 @@ import signal
 _VARIABLE, _ROOT = "ZYNC_CRASH", "ZYNC_CRASH_ROOT"
 
 
-class _Armed:
+class _Countdown:
     """The point that was asked for, and how often this process has yet to pass it."""
 
-    def __init__(self, asked: str) -> None:
-        self.name, _, count = asked.partition("@")
-        self.left = int(count or 1)
+    def __init__(self, text: str) -> None:
+        self.name, _, count = text.partition("@")
+        self.passes = int(count or 1)
         # Inherited by the JVM and its workers: whichever of them gets to the point knows where the run began.
         os.environ.setdefault(_ROOT, str(os.getpid()))
 
 
-_armed = _Armed(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
+_countdown = _Countdown(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
 
 
 def crash_point(name: str) -> None:
     """Die here, if this is the place."""
-    if _armed is None or _armed.name != name:
+    if _countdown is None or _countdown.name != name:
         return
-    _armed.left -= 1
-    if _armed.left == 0:
+    _countdown.passes -= 1
+    if _countdown.passes == 0:
         _kill_the_run(name)
 
 

@@ -57,34 +57,34 @@ def split(whole: OffsetRange, size: int) -> list[OffsetRange]:
 
 def normalize(ranges: Iterable[OffsetRange]) -> list[OffsetRange]:
     """The same offsets as disjoint, sorted ranges with no two that touch."""
-    merged: list[OffsetRange] = []
+    disjoint: list[OffsetRange] = []
     for item in sorted(ranges):
         if item.empty:
             continue
-        if merged and merged[-1].partition == item.partition and item.first <= merged[-1].end:
-            merged[-1] = OffsetRange(item.partition, merged[-1].first, max(merged[-1].end, item.end))
+        if disjoint and disjoint[-1].partition == item.partition and item.first <= disjoint[-1].end:
+            disjoint[-1] = OffsetRange(item.partition, disjoint[-1].first, max(disjoint[-1].end, item.end))
         else:
-            merged.append(item)
-    return merged
+            disjoint.append(item)
+    return disjoint
 
 
 def subtract(whole: Iterable[OffsetRange], parts: Iterable[OffsetRange]) -> list[OffsetRange]:
     """The offsets of ``whole`` that are in none of ``parts``, normalized."""
-    taken = normalize(parts)
-    left: list[OffsetRange] = []
+    cuts = normalize(parts)
+    difference: list[OffsetRange] = []
     for item in normalize(whole):
         first = item.first
-        for part in taken:
+        for part in cuts:
             if part.partition != item.partition or part.end <= first or part.first >= item.end:
                 continue
             if part.first > first:
-                left.append(OffsetRange(item.partition, first, part.first))
+                difference.append(OffsetRange(item.partition, first, part.first))
             first = part.end
             if first >= item.end:
                 break
         if first < item.end:
-            left.append(OffsetRange(item.partition, first, item.end))
-    return left
+            difference.append(OffsetRange(item.partition, first, item.end))
+    return difference
 
 
 def format_key(part: OffsetRange) -> str:
@@ -108,12 +108,12 @@ def key_of(partition: int, offset: int, size: int = RANGE_SIZE) -> OffsetRange:
 
 def keys_over(ranges: Iterable[OffsetRange], size: int = RANGE_SIZE) -> list[OffsetRange]:
     """The fixed ranges that share an offset with any of ``ranges``, each once, sorted as numbers."""
-    found: set[OffsetRange] = set()
+    keys: set[OffsetRange] = set()
     for item in ranges:
         start = item.end if item.empty else item.first - item.first % size
         for first in range(start, item.end, size):
-            found.add(OffsetRange(item.partition, first, first + size))
-    return sorted(found)
+            keys.add(OffsetRange(item.partition, first, first + size))
+    return sorted(keys)
 
 
 def new_ranges(since: Mapping[int, int], until: Mapping[int, int]) -> list[OffsetRange]:
@@ -140,8 +140,11 @@ def shares(ranges: Sequence[OffsetRange], slots: int) -> list[OffsetRange]:
     """The ranges cut into pieces, the longest first, of which ``slots`` are worked on at one time."""
     total = sum(map(_length, ranges))
     sizes = {min(MOST, max(LEAST, -(-total // (slots * rounds)))) for rounds in range(1, _ROUNDS + 1)}
-    cuts = [[piece for part in ranges for piece in _even(part, size)] for size in sorted(sizes, reverse=True)]
-    return min((sorted(cut, key=_length, reverse=True) for cut in cuts), key=lambda cut: _end(cut, slots))
+    divisions = [[piece for part in ranges for piece in _even(part, size)] for size in sorted(sizes, reverse=True)]
+    return min(
+        (sorted(division, key=_length, reverse=True) for division in divisions),
+        key=lambda division: _end(division, slots),
+    )
 
 
 def _even(part: OffsetRange, size: int) -> list[OffsetRange]:

@@ -51,7 +51,7 @@ ORDER = (
 
 FETCHED = {
     "services": ("services", "java.resolve(java.find_java())"),
-    "s3": ("tests-s3", "java.fetched(BUNDLE, java.find_java)"),
+    "s3": ("tests-s3", "java.bundle_folder(BUNDLE, java.find_java)"),
 }
 """Fixtures whose jars come from the network where this machine has them not yet: what their folders' names begin with, and
 what brings them."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import psycopg
 
-from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, fetched, find_java
+from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, bundle_folder, find_java
 from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
 
@@ -84,7 +84,7 @@ class Postgres:
 @contextmanager
 def postgres() -> Generator[Postgres]:
     """An empty server with logical replication, removed at the end."""
-    (archive,) = (fetched(BUNDLE, find_java) / "postgres").glob("*.jar")
+    (archive,) = (bundle_folder(BUNDLE, find_java) / "postgres").glob("*.jar")
     # Not pytest's folder, which only the tests' own user may enter.
     home = Path(tempfile.mkdtemp(prefix="zync-tests-postgres-"))
     try:
@@ -151,7 +151,7 @@ class Worker:
 @contextmanager
 def worker(services: Services, folder: Path, time_zone: str) -> Generator[Worker]:
     """A standalone worker whose JVM has that time zone. Its files lie in ``folder``."""
-    jars = fetched(BUNDLE, find_java) / "jars"
+    jars = bundle_folder(BUNDLE, find_java) / "jars"
     url = f"http://127.0.0.1:{free_port()}"
     settings = {
         "bootstrap.servers": services.bootstrap_servers,

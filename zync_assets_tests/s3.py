@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from zync_assets.local.java import Bundle, fetched, find_java
+from zync_assets.local.java import Bundle, bundle_folder, find_java
 from zync_assets.local.processes import free_port
 
 VERSION = "4.1.0"
@@ -75,7 +75,7 @@ class S3:
 @contextmanager
 def serving(folder: Path) -> Generator[S3]:
     """A server over the buckets in ``folder``."""
-    jars = fetched(BUNDLE, find_java) / "jars"
+    jars = bundle_folder(BUNDLE, find_java) / "jars"
     endpoint = f"http://127.0.0.1:{free_port()}"
     found = S3(endpoint, folder)
     settings = {

@@ -186,7 +186,7 @@ def _show_servers(servers: Sequence[Server], fmt: Format) -> None:
             "address": f"127.0.0.1:{server.port}",
             "master": server.master,
             "pid": server.pid,
-            "minutes": int((time.time() - server.started) / 60),
+            "minutes": int((time.time() - server.start_time) / 60),
             "folder": str(server.folder),
         }
         for server in servers

@@ -43,7 +43,7 @@ from zync_assets.kafka.topics import known_limits, new_topic_config, topic_state
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.encoding import RowSchema, encoder_of, most_source_bytes, payloads, row_schema, without_fields
-from zync_assets.spark.sql import dotted, name_sql, text_sql
+from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -86,7 +86,7 @@ def left_out(column: str, kind: DataType, side: str, placeholder: str | None) ->
         [f"{form} IN ({', '.join(texts)})" for form in _texts(placeholder) if texts]
         + [condition for _, _, condition, is_text in found if not is_text]
     )
-    paths = ", ".join(f"IF({condition}, {text_sql(dotted(path))}, NULL)" for path, _, condition, _ in found)
+    paths = ", ".join(f"IF({condition}, {text_sql(path_sql(path))}, NULL)" for path, _, condition, _ in found)
     value = f"IF({some}, {_cleared(column, kind, placeholder)}, {column})"
     return value, f"IF({some}, array_compact(array({paths})), NULL)"
 

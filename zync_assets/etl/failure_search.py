@@ -27,7 +27,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark import tasks
 from zync_assets.spark.sql import leaves
-from zync_assets.spark.tasks import MOST, TEXT, culprits, is_overflow, said
+from zync_assets.spark.tasks import MOST, TEXT, cause_line, culprits, is_overflow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -331,7 +331,7 @@ class _Search:
                 rows = self._rows(matching.columns, place)
                 rows.where(self._is_of(place)).collect()
         except (PySparkException, Py4JError) as error:
-            return said(error)
+            return cause_line(error)
         return "an expression fails on this record."
 
 

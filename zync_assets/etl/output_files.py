@@ -31,7 +31,7 @@ from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import released, settle
+from zync_assets.spark.tasks import ignore_release_errors, settle
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -382,7 +382,7 @@ class Results:
 
     def release(self) -> None:
         if self._kept:
-            with released():
+            with ignore_release_errors():
                 self._made.unpersist()
 
 

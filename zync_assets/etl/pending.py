@@ -37,7 +37,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
-from zync_assets.spark.tasks import released
+from zync_assets.spark.tasks import ignore_release_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -308,5 +308,5 @@ class PendingRecords:
 
     def release(self) -> None:
         if self._places is not None and not self._few:
-            with released():
+            with ignore_release_errors():
                 self._places.unpersist()

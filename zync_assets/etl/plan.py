@@ -31,7 +31,7 @@ from zync_assets.lake.staging import Head, StagingState
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark import frames
-from zync_assets.spark.session import Session, deferred
+from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.sql import shape_sql
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: R
 def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, topic: str) -> RawSlice:
     """The read half for one input."""
     pipeline.input(topic)
-    return RawSlice(topic, plan, deferred(spark))
+    return RawSlice(topic, plan, lazy_session(spark))
 
 
 def transform(
@@ -343,4 +343,4 @@ def transform(
             raise EtlError(
                 f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
             )
-    return EtlBatch(plan, slices, deferred(spark))
+    return EtlBatch(plan, slices, lazy_session(spark))

@@ -26,7 +26,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
 from zync_assets.offsets import LEAST, OffsetRange, new_ranges, shares
 from zync_assets.pipeline import Input, Pipeline
-from zync_assets.spark.session import Session, deferred
+from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import indexes, slots, task_frame
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def plan_ingest(
 
 def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
     """The read half: a lazy batch over the plan's ranges."""
-    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), deferred(spark))
+    return RawBatch(plan, source_of(pipeline, plan.input, plan.state), lazy_session(spark))
 
 
 def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:

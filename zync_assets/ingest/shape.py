@@ -45,13 +45,13 @@ from zync_assets.spark.sql import shape_sql
 from zync_assets.spark.tasks import (
     MOST,
     TEXT,
+    cause_line,
     culprits,
     fails,
     is_of_data,
     is_overflow,
     looking,
     run_tasks,
-    said,
     short,
     spark_failures,
     task_frame,
@@ -306,7 +306,7 @@ class _Job:
                 if is_overflow(error):
                     raise _Overflows(TEXT) from error
                 if is_of_data(error):
-                    raise _FailsOnData(said(error)) from error
+                    raise _FailsOnData(cause_line(error)) from error
                 raise
 
     def _failed(self, text: str) -> ZyncError:

@@ -34,7 +34,7 @@ from filelock import FileLock
 
 from zync_assets.errors import SetupError
 
-SUPPORTED = (17, 21)
+SUPPORTED_VERSIONS = (17, 21)
 VECTOR_MODULE = "jdk.incubator.vector"
 INSTALL = (
     "Install one (Debian, Ubuntu: apt-get install openjdk-17-jdk-headless; other systems: Temurin 17 from "
@@ -51,10 +51,16 @@ def find_java() -> Path:
     home = os.environ.get("JAVA_HOME")
     executable = _of_home(Path(home)) if home else _on_path()
     version = java_version(executable)
-    said = re.match(r"(?:1\.)?(\d+)", version)
-    major = int(said.group(1)) if said else 0
-    if major not in SUPPORTED:
-        fault = "too old" if major < SUPPORTED[0] else "too new" if major > SUPPORTED[-1] else "not supported"
+    match = re.match(r"(?:1\.)?(\d+)", version)
+    major = int(match.group(1)) if match else 0
+    if major not in SUPPORTED_VERSIONS:
+        fault = (
+            "too old"
+            if major < SUPPORTED_VERSIONS[0]
+            else "too new"
+            if major > SUPPORTED_VERSIONS[-1]
+            else "not supported"
+        )
         raise SetupError(f"Java {version} at {executable} is {fault}: a full Java 17 or 21 is needed. {_cure(home)}")
     modules = _release(executable).get("MODULES")
     if modules is not None and VECTOR_MODULE not in modules.split():
@@ -85,10 +91,10 @@ def _of_home(home: Path) -> Path:
 
 
 def _on_path() -> Path:
-    found = shutil.which("java")
-    if found is None:
+    path = shutil.which("java")
+    if path is None:
         raise SetupError(f"There is no Java: JAVA_HOME is not set and PATH holds no java. {INSTALL}.")
-    return Path(found).resolve()
+    return Path(path).resolve()
 
 
 def _release(executable: Path) -> dict[str, str]:
@@ -186,16 +192,16 @@ def resolve(java: Path) -> Jars:
 
     Raises SetupError when they can't be fetched. Safe for several processes at once.
     """
-    home = fetched(_SERVICES, lambda: java, _unpack_registry)
+    home = bundle_folder(_SERVICES, lambda: java, _unpack_registry)
     return Jars(kafka=home / "kafka", registry=next((home / "registry").glob("*-runner.jar")))
 
 
 def spark_s3_jars(java: Callable[[], Path]) -> list[Path]:
     """The jars that Spark needs for ``s3a://``; as ``resolve``. ``java`` is asked for only where they are to be fetched."""
-    return sorted((fetched(_S3, java) / "jars").glob("*.jar"))
+    return sorted((bundle_folder(_S3, java) / "jars").glob("*.jar"))
 
 
-def fetched(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Path], None] | None = None) -> Path:
+def bundle_folder(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Path], None] | None = None) -> Path:
     """The folder of a bundle in this user's cache, with a folder of jars for each of its configurations.
 
     ``finish`` may change the folder before the folder moves to its final place.
@@ -225,18 +231,18 @@ def _fetch(bundle: Bundle, java: Path, cache: Path, home: Path, finish: Callable
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
     try:
         _run_ivy(bundle, java, work)
-        done = work / "out"
+        output = work / "out"
         if finish is not None:
-            finish(done)
-        done.rename(home)
+            finish(output)
+        output.rename(home)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _unpack_registry(done: Path) -> None:
-    (archive,) = (done / "registry").iterdir()
+def _unpack_registry(folder: Path) -> None:
+    (archive,) = (folder / "registry").iterdir()
     with tarfile.open(archive) as tar:
-        tar.extractall(done / "registry", filter="data")
+        tar.extractall(folder / "registry", filter="data")
     archive.unlink()
 
 

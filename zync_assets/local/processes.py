@@ -72,36 +72,36 @@ def _carries(pid: int, token: str) -> bool:
         return False
 
 
-def stop(found: Iterable[psutil.Process], *, gently: bool = True, seconds: float = 20.0) -> None:
+def stop(processes: Iterable[psutil.Process], *, gently: bool = True, seconds: float = 20.0) -> None:
     """End these processes: asked first where ``gently``, killed when they don't end in time."""
-    left = list(found)
+    survivors = list(processes)
     if gently:
-        for process in left:
+        for process in survivors:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        left = wait(left, seconds)
-    for process in left:
+        survivors = wait(survivors, seconds)
+    for process in survivors:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    for process in wait(left, seconds):
+    for process in wait(survivors, seconds):
         raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
 
 
-def wait(found: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+def wait(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Those of the processes that still run when all have ended or the time is over.
 
     Unlike psutil's own function it takes a zombie for ended, since in a container nobody may ever collect it; but
     one whose threads are still ending holds its ports and files.
     """
     deadline = time.monotonic() + seconds
-    left = [process for process in found if not _ended(process)]
-    while left and time.monotonic() < deadline:
+    survivors = [process for process in processes if not _has_ended(process)]
+    while survivors and time.monotonic() < deadline:
         time.sleep(0.02)
-        left = [process for process in left if not _ended(process)]
-    return left
+        survivors = [process for process in survivors if not _has_ended(process)]
+    return survivors
 
 
-def _ended(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
         if not process.is_running():
             return True
@@ -140,10 +140,10 @@ def python_environment() -> dict[str, str]:
 def python_path() -> str:
     """PYTHONPATH for a process in another folder: absolute, and with this package where it is not installed."""
     # Python takes an empty part for the current folder.
-    given = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = Path(zync_assets.__file__).resolve().parents[1]
     own = [] if _is_installed(root) else [str(root)]
-    return os.pathsep.join(dict.fromkeys([*own, *given]))
+    return os.pathsep.join(dict.fromkeys([*own, *paths]))
 
 
 @functools.cache
@@ -152,5 +152,7 @@ def _is_installed(root: Path) -> bool:
     if root.name in ("site-packages", "dist-packages"):
         return True
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    asked = subprocess.run([sys.executable, "-P", "-c", _ORIGIN], env=bare, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() == str(root / "zync_assets" / "__init__.py")
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", _ORIGIN], env=bare, capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() == str(root / "zync_assets" / "__init__.py")

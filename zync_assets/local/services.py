@@ -79,19 +79,19 @@ def up(
     does not start (with its last log lines). A failed call stops the services that it has started.
     """
     home = state_dir.expanduser().resolve()
-    chosen: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
-    with _locked(home):
+    ports: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
+    with _folder_lock(home):
         state = _open(home, lake)
-        missing: list[Name] = [name for name in NAMES if not _runs(home, state, name, chosen[name])]
+        missing: list[Name] = [name for name in NAMES if not _runs(home, state, name, ports[name])]
         for name in NAMES:
             if name not in missing:
                 await_ready(home, state, name)
         if not missing:
             return _services(home, state)
         for name in missing:
-            check_free(name, chosen[name])
+            check_free(name, ports[name])
         tool = java.find_java()
-        setup = Setup(home, tool, java.resolve(tool), chosen, broker_properties)
+        setup = Setup(home, tool, java.resolve(tool), ports, broker_properties)
         try:
             for name in missing:
                 state = launch(setup, state, name)
@@ -118,9 +118,9 @@ def down(state_dir: Path, *, clean: bool = False) -> bool:
     home = state_dir.expanduser().resolve()
     if load(home) is None:
         return False
-    with _locked(home):
+    with _folder_lock(home):
         state = load(home)
-        stopped = _stop(state, NAMES, gently=not clean)
+        any_ran = _stop(state, NAMES, gently=not clean)
         if clean:
             if state is not None:
                 _remove(state, home)
@@ -128,14 +128,14 @@ def down(state_dir: Path, *, clean: bool = False) -> bool:
             (home / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 home.rmdir()
-    return stopped or (clean and state is not None)
+    return any_ran or (clean and state is not None)
 
 
 @contextlib.contextmanager
-def _locked(home: Path) -> Generator[None]:
+def _folder_lock(home: Path) -> Generator[None]:
     """One ``up`` or ``down`` of a folder at a time."""
     try:
-        lock = _acquired(home)
+        lock = _acquire(home)
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ def _locked(home: Path) -> Generator[None]:
         raise SetupError(f"The folder {home} can't be used for the local services: {error}.") from error
 
 
-def _acquired(home: Path) -> FileLock:
+def _acquire(home: Path) -> FileLock:
     """The lock of the folder, held; the folder is made where it is missing."""
     lock = FileLock(home / LOCK)
     while True:
@@ -157,18 +157,18 @@ def _acquired(home: Path) -> FileLock:
 
 def _open(home: Path, lake: Path | None) -> State:
     """The state of the folder; a new one after a look that nothing of somebody else's is in the way."""
-    wanted = None if lake is None else str(lake.expanduser().resolve())
+    lake_path = None if lake is None else str(lake.expanduser().resolve())
     state = load(home)
     if state is None:
-        state = State(lake=wanted or str(home / "lake"))
+        state = State(lake=lake_path or str(home / "lake"))
         for path in (home / "kafka", home / "registry", Path(state.lake)):
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise SetupError(
                     f"{path} holds something that these services did not make: choose another folder, or move it."
                 )
-    elif wanted not in (None, state.lake):
+    elif lake_path not in (None, state.lake):
         raise SetupError(
-            f"The services in {home} belong to the lake {state.lake}, not to {wanted}: "
+            f"The services in {home} belong to the lake {state.lake}, not to {lake_path}: "
             f"choose another folder for another lake, or remove them: {command('down', home, '--clean')}"
         )
     return state
@@ -179,13 +179,13 @@ def command(name: str, home: Path, *options: str) -> str:
     return f"zync local {name} {shlex.join(['--dir', str(home), *options])}"
 
 
-def _runs(home: Path, state: State, name: Name, chosen: int | None) -> bool:
+def _runs(home: Path, state: State, name: Name, port: int | None) -> bool:
     entry = state.entry(name)
     if entry is None or running(state, name) is None:
         return False
-    if chosen not in (None, entry.port):
+    if port not in (None, entry.port):
         raise SetupError(
-            f"{LABELS[name]} runs already, on port {entry.port} and not on {chosen}: "
+            f"{LABELS[name]} runs already, on port {entry.port} and not on {port}: "
             f"stop it first: {command('down', home)}"
         )
     return True
@@ -194,9 +194,9 @@ def _runs(home: Path, state: State, name: Name, chosen: int | None) -> bool:
 def _stop(state: State | None, names: Iterable[Name], *, gently: bool) -> bool:
     """Stop these services at the same time; whether any of them ran."""
     pids = [running(state, name) for name in names] if state else []
-    found = [psutil.Process(pid) for pid in pids if pid is not None]
-    processes.stop(found, gently=gently)
-    return bool(found)
+    targets = [psutil.Process(pid) for pid in pids if pid is not None]
+    processes.stop(targets, gently=gently)
+    return bool(targets)
 
 
 def _remove(state: State, home: Path) -> None:
@@ -243,8 +243,8 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
 
     Without ``services``, the services of the last demo; without a last demo, only the environment of this process.
     """
-    found = services or status(demo_services_folder())
-    return {**os.environ, **addresses(found)} if found else dict(os.environ)
+    local_services = services or status(demo_services_folder())
+    return {**os.environ, **addresses(local_services)} if local_services else dict(os.environ)
 
 
 def addresses(services: Services) -> Mapping[str, str]:

@@ -77,8 +77,8 @@ def prepare_broker(
     more = {name: f"{own},{extra[name]}" for name, own in addresses.items() if name in extra}
     settings = {**SETTINGS, **extra, **addresses, **more}
     (folder / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-    done = folder / "formatted"
-    if done.exists():
+    marker = folder / "formatted"
+    if marker.exists():
         return
     # Without that file no broker ever ran here: what is there is half of an interrupted format.
     shutil.rmtree(folder / "data", ignore_errors=True)
@@ -94,7 +94,7 @@ def prepare_broker(
     )
     if answer.returncode != 0:
         raise SetupError(f"Kafka could not format its storage in {folder}: {answer.stdout.strip().splitlines()[-1:]}")
-    done.write_text(cluster)
+    marker.write_text(cluster)
 
 
 def broker_command(java: Path, jars: Path, token: str) -> list[str]:
@@ -120,10 +120,10 @@ def _class_path(jars: Path, *, level: str) -> list[str]:
 def broker_ready(folder: Path, port: int) -> bool:
     """Whether the broker's log reports the start (the broker is then registered and unfenced), and its port answers."""
     try:
-        started = "Kafka Server started" in (folder / BROKER_LOG).read_text(errors="replace")
+        log_has_start = "Kafka Server started" in (folder / BROKER_LOG).read_text(errors="replace")
     except FileNotFoundError:
         return False
-    if not started:
+    if not log_has_start:
         return False
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -239,21 +239,21 @@ LOGS: Mapping[Name, str] = {"kafka": BROKER_LOG, "registry": REGISTRY_LOG}
 
 @dataclass(frozen=True)
 class Setup:
-    """What a start takes. ``chosen``: ports that the user asked for; None: any."""
+    """What a start takes. ``ports``: ports that the user asked for; None: any."""
 
     home: Path
     java: Path
     jars: Jars
-    chosen: Mapping[Name, int | None]
+    ports: Mapping[Name, int | None]
     broker_properties: Mapping[str, str]
 
 
-class Died(SetupError):
-    """A service ended before it answered. ``port_taken``: another process listens on the service's port."""
+class EarlyExit(SetupError):
+    """A service ended before it answered. ``port_conflict``: another process listens on the service's port."""
 
-    def __init__(self, message: str, *, port_taken: bool) -> None:
+    def __init__(self, message: str, *, port_conflict: bool) -> None:
         super().__init__(message)
-        self.port_taken = port_taken
+        self.port_conflict = port_conflict
 
 
 def running(state: State, name: Name) -> int | None:
@@ -277,7 +277,7 @@ def launch(setup: Setup, state: State, name: Name) -> State:
     folder = setup.home / name
     folder.mkdir(exist_ok=True)
     last = state.entry(name)
-    port = setup.chosen[name] or _kept_or_free(last.port if last else None)
+    port = setup.ports[name] or _kept_or_free(last.port if last else None)
     if name == "kafka":
         state = dataclasses.replace(state, controller_port=_kept_or_free(state.controller_port))
     entry = Entry(port, token=secrets.token_hex(8))
@@ -295,10 +295,10 @@ def settle(setup: Setup, state: State, name: Name) -> State:
     for _ in range(3):
         try:
             await_ready(setup.home, state, name)
-        except Died as error:
-            if not error.port_taken:
+        except EarlyExit as error:
+            if not error.port_conflict:
                 raise
-            check_free(name, setup.chosen[name])
+            check_free(name, setup.ports[name])
             state = launch(setup, state, name)
         else:
             return state
@@ -316,8 +316,10 @@ def await_ready(home: Path, state: State, name: Name) -> None:
         alive = running(state, name) is not None
         if not alive:
             log = _read_log(home, name).lower()
-            taken = any(sign in log for sign in ("address already in use", "already bound", "in use by another"))
-            raise Died(f"{LABELS[name]} ended while starting.{_tail(home, name)}", port_taken=taken)
+            port_conflict = any(
+                sign in log for sign in ("address already in use", "already bound", "in use by another")
+            )
+            raise EarlyExit(f"{LABELS[name]} ended while starting.{_tail(home, name)}", port_conflict=port_conflict)
         ready = broker_ready if name == "kafka" else registry_ready
         if ready(home / name, entry.port):
             return

@@ -19,7 +19,7 @@ from zync_assets.lake.staging import OutputPosition, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark import frames
-from zync_assets.spark.session import Session, deferred
+from zync_assets.spark.session import Session, lazy_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -149,7 +149,7 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
 def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
     """The read half: a lazy batch of what Kafka lacks."""
     pipeline.output(plan.output.topic)
-    return OutputBatch(plan, deferred(spark))
+    return OutputBatch(plan, lazy_session(spark))
 
 
 def _check_identity(plan: PublishPlan, topic_state: TopicState) -> None:

@@ -32,7 +32,7 @@ MANY_RANGES = 32
 _PLACES = pa.schema([("at_partition", pa.int32()), ("low", pa.int64()), ("high", pa.int64())])
 _SPANS = 50_000
 """Into as many spans of equal length the offsets of files with a carried time are cut at the most."""
-_REACHED = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
+_SPAN_TIMES = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
 
 
 def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
@@ -64,7 +64,7 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     that has no type yet is void. With ``state.with_order``, also the source order: ``order_high`` and ``order_low``."""
     parts = list(ranges)
     files = raw_files(state, parts)
-    frame = _timed(spark, state, files)
+    frame = _file_records(spark, state, files)
     # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
     return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
 
@@ -73,12 +73,14 @@ def record_types(state: RawState) -> StructType:
     """The types of ``kafka``, ``key`` and ``value`` in a ``record_frame``."""
     from pyspark.sql.types import NullType, StructField, StructType
 
-    known = {item.name: item for item in spark_schema(state.schema)}
+    fields_by_name = {item.name: item for item in spark_schema(state.schema)}
     if state.with_ids:
-        kafka = known["kafka"].dataType
+        kafka = fields_by_name["kafka"].dataType
         assert isinstance(kafka, StructType)
-        known["kafka"] = StructField("kafka", StructType([*kafka, *(known[name] for name in SCHEMA_IDS)]))
-    return StructType([known.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
+        fields_by_name["kafka"] = StructField(
+            "kafka", StructType([*kafka, *(fields_by_name[name] for name in SCHEMA_IDS)])
+        )
+    return StructType([fields_by_name.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
 
 
 def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
@@ -97,12 +99,12 @@ def records_at(
     ``within``: the spans of the places (see ``spans``); ``few``: every task gets all places. The columns are those of
     ``record_frame``.
     """
-    frame = _timed(spark, state, raw_files(state, within))
+    frame = _file_records(spark, state, raw_files(state, within))
     from pyspark.sql import functions as F
 
-    wanted = places.selectExpr("partition AS at_partition", "first AS at_offset")
+    targets = places.selectExpr("partition AS at_partition", "first AS at_offset")
     here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
-    return frame.join(F.broadcast(wanted) if few else wanted, here, "left_semi")
+    return frame.join(F.broadcast(targets) if few else targets, here, "left_semi")
 
 
 def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
@@ -124,7 +126,7 @@ def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -
     """The records of some files of a raw table, with its columns. ``kafka.time`` never runs back within a partition. A side
     that has no type yet, since all of it was null, is a column of nulls."""
     schema = _columns(state)
-    frame = _with_carried(spark, parquet_frame(spark, state.table.uri, files, schema), state, files, schema)
+    frame = _with_carried_times(spark, parquet_frame(spark, state.table.uri, files, schema), state, files, schema)
     if {"key", "value"} <= set(state.schema.names):
         return frame
     sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
@@ -132,7 +134,7 @@ def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -
     return frame.selectExpr("kafka", *sides, *others)
 
 
-def _timed(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
+def _file_records(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files, with the columns of a ``record_frame``."""
     orders = _orders(state) if state.with_order else []
     frame = _sides(raw_frame(spark, state, files), state.schema, orders, with_ids=state.with_ids)
@@ -146,9 +148,10 @@ def _columns(state: RawState) -> pa.Schema:
 
 def _orders(state: RawState) -> list[str]:
     """The source order of a record. Files of older versions lack the column."""
-    found = ((name, f"{name_sql(ORDER)}.{name}" if state.has_order else "NULL") for name in ORDER_TYPE.names)
+    columns = ((name, f"{name_sql(ORDER)}.{name}" if state.has_order else "NULL") for name in ORDER_TYPE.names)
     return [
-        f"coalesce({own}, {long_sql(least)}) AS order_{name}" for (name, own), least in zip(found, LOWEST, strict=True)
+        f"coalesce({own}, {long_sql(least)}) AS order_{name}"
+        for (name, own), least in zip(columns, LOWEST, strict=True)
     ]
 
 
@@ -176,23 +179,29 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
     return frame.where(within or "false")
 
 
-def _with_carried(
+def _with_carried_times(
     spark: SparkSession, frame: DataFrame, state: RawState, files: Sequence[DataFile], schema: pa.Schema
 ) -> DataFrame:
     """The frame with carried times for tables of older versions, which have a running maximum within each file only.
 
     If an earlier file of the partition has a higher time, that time replaces lower times in later files.
     """
-    carried = time_floors(raw_files(state), state.retention_time)
-    rows = [(item.partition, item.first, item.last, carried[item.path]) for item in files if item.path in carried]
+    times_by_path = time_floors(raw_files(state), state.retention_time)
+    rows = [
+        (item.partition, item.first, item.last, times_by_path[item.path])
+        for item in files
+        if item.path in times_by_path
+    ]
     if not rows:
         return frame
     from pyspark.sql import functions as F
 
     # Joined by equal spans: a join by partition alone would compare each record with all files of its partition.
-    span = max(SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in carried) // _SPANS)
+    span = max(
+        SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in times_by_path) // _SPANS
+    )
     spans = f"explode(sequence(low DIV {span}, high DIV {span})) AS span"
-    before = listed_frame(spark, _REACHED, rows).selectExpr(
+    before = listed_frame(spark, _SPAN_TIMES, rows).selectExpr(
         "at", "low", "high", "timestamp_millis(reached) AS reached", spans
     )
     inside = f"kafka.partition = at AND kafka.offset DIV {span} = span AND kafka.offset BETWEEN low AND high"

@@ -37,25 +37,25 @@ _CONNECT = {
 
 def serve(folder: Path) -> None:
     """Start the folder's server. Returns when the server is idle, is stopped, or its JVM ends."""
-    given = shared_servers.load(folder)
-    assert given is not None
+    arguments = shared_servers.load(folder)
+    assert arguments is not None
     signal.signal(signal.SIGTERM, _stop)
-    session = local_session(_settings(given))
+    session = local_session(_settings(arguments))
     service = _service(session)
     jvm: subprocess.Popen[bytes] = of("pyspark", session.sparkContext, "_gateway").proc
     try:
-        shared_servers.listening(folder, given.token, service.localPort())
-        _watch(session, service, jvm, given.idle_seconds)
+        shared_servers.announce(folder, arguments.token, service.localPort())
+        _watch(session, service, jvm, arguments.idle_seconds)
     finally:
-        shared_servers.ended(folder, given.token)
+        shared_servers.withdraw(folder, arguments.token)
     session.stop()
 
 
-def _settings(given: shared_servers.Given) -> Mapping[str, str]:
-    plugins = [text for text in (given.settings.get("spark.plugins"), _PLUGIN) if text]
-    own = {"spark.plugins": ",".join(plugins), "spark.connect.authenticate.token": given.secret}
+def _settings(arguments: shared_servers.StartArguments) -> Mapping[str, str]:
+    plugins = [text for text in (arguments.settings.get("spark.plugins"), _PLUGIN) if text]
+    own = {"spark.plugins": ",".join(plugins), "spark.connect.authenticate.token": arguments.secret}
     # Every session begins with the settings of the server's own.
-    return {**_CONNECT, **given.settings, **PINS, **own}
+    return {**_CONNECT, **arguments.settings, **PINS, **own}
 
 
 def _service(session: SparkSession) -> Any:
@@ -64,8 +64,8 @@ def _service(session: SparkSession) -> Any:
 
 
 def _watch(session: SparkSession, service: Any, jvm: subprocess.Popen[bytes], idle_seconds: float) -> None:
-    used, cleared = time.monotonic(), True
-    while time.monotonic() - used < idle_seconds:
+    last_use, cache_is_clear = time.monotonic(), True
+    while time.monotonic() - last_use < idle_seconds:
         try:
             jvm.wait(min(LOOK_SECONDS, idle_seconds))
         except subprocess.TimeoutExpired:
@@ -73,11 +73,11 @@ def _watch(session: SparkSession, service: Any, jvm: subprocess.Popen[bytes], id
         else:
             sys.exit("Spark's JVM ended.")
         if not service.sessionManager().listActiveSessions().isEmpty():
-            used, cleared = time.monotonic(), False
-        elif not cleared:
+            last_use, cache_is_clear = time.monotonic(), False
+        elif not cache_is_clear:
             # A killed client leaves cached data behind. Spark does not know the owner of a cache.
             session.catalog.clearCache()
-            cleared = True
+            cache_is_clear = True
 
 
 def _stop(number: int, frame: object) -> None:

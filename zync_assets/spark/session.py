@@ -33,7 +33,7 @@ from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
 from zync_assets.spark.settings import SECRET, share_classes, spark_settings
 from zync_assets.spark.sql import PINS
-from zync_assets.spark.tasks import said
+from zync_assets.spark.tasks import cause_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -54,10 +54,10 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
-    return prepared(builder.getOrCreate())
+    return prepare(builder.getOrCreate())
 
 
-def prepared(session: SparkSession) -> SparkSession:
+def prepare(session: SparkSession) -> SparkSession:
     """The session with the settings that results depend on."""
     for name, value in PINS.items():
         session.conf.set(name, value)
@@ -140,7 +140,7 @@ ANSWER_SECONDS = 10.0
 """How long a server may take to answer a new client."""
 _RETRIES: Mapping[str, Any] = {"max_retries": 7, "max_backoff": 5000}
 """How long a server may be away while something runs: some 20 seconds. PySpark's own would be a quarter of an hour."""
-_RETRIES_SHARED: Mapping[str, Any] = {"max_retries": 3, "max_backoff": 1000}
+_SHARED_RETRIES: Mapping[str, Any] = {"max_retries": 3, "max_backoff": 1000}
 """On this machine there is no network to come back."""
 
 _OF_SESSIONS = ("spark.sql.", "spark.python.sql.")
@@ -153,11 +153,11 @@ _sessions: dict[str, tuple[_Target, SparkSession]] = {}
 
 @dataclass(frozen=True)
 class _Target:
-    """A server: ``key`` finds this process's session on it, ``said`` is how an error names it, ``cure`` what to do when it
+    """A server: ``key`` finds this process's session on it, ``label`` is how an error names it, ``cure`` what to do when it
     is away. ``token``: of a shared server; another's is in its URL."""
 
     key: str = field(repr=False)
-    said: str
+    label: str
     cure: str
     url: str = field(repr=False)
     token: str | None = field(default=None, repr=False)
@@ -172,31 +172,31 @@ def remote_session(settings: Mapping[str, str]) -> SparkSession:
     if settings["spark.remote"] == SHARED:
         return _shared_session(settings)
     url = settings["spark.remote"]
-    said = f"Spark Connect server {shown(url)}"
+    label = f"Spark Connect server {public_url(url)}"
     cure = "Start it, correct spark: remote: (or SPARK_REMOTE), or write `shared` to have one started on this machine."
     own = {name: value for name, value in settings.items() if name.startswith(_OF_SESSIONS)}
-    return _session(_Target(url, said, cure, url), {**own, **PINS})
+    return _session(_Target(url, label, cure, url), {**own, **PINS})
 
 
 def _shared_session(settings: Mapping[str, str]) -> SparkSession:
     server = shared_server(settings)
-    said = f"shared Spark server of {server.folder}"
+    label = f"shared Spark server of {server.folder}"
     cure = "`zync spark status` shows it; `zync spark down` stops it, and the next command starts another."
     url = f"sc://localhost:{server.port}"
-    return _session(_Target(str(server.folder), said, cure, url, server.secret), PINS)
+    return _session(_Target(str(server.folder), label, cure, url, server.secret), PINS)
 
 
 def shared_server(settings: Mapping[str, str]) -> shared_servers.Server:
     """The shared server with these settings, started where none runs."""
     settings = servers_own(settings)
     folder = shared_servers.folder_of(settings)
-    found = shared_servers.find(folder)
-    if found is None:
+    server = shared_servers.find(folder)
+    if server is None:
         print("Starting a Spark server, which stays for the next commands (about 10 seconds) …", file=sys.stderr)
         # Looks for Java in this process, so that the user sees an error. The server inherits the environment.
         use_this_machine()
-        found = shared_servers.start(folder, settings)
-    return found
+        server = shared_servers.start(folder, settings)
+    return server
 
 
 def servers_own(settings: Mapping[str, str]) -> dict[str, str]:
@@ -204,7 +204,7 @@ def servers_own(settings: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name != "spark.remote"}
 
 
-def shown(url: str) -> str:
+def public_url(url: str) -> str:
     """A server's URL without the login and parameters, which may hold secrets."""
     return re.sub(r"//[^/@]*@", "//", url.partition(";")[0]).rstrip("/")
 
@@ -212,27 +212,27 @@ def shown(url: str) -> str:
 def _session(target: _Target, settings: Mapping[str, str]) -> SparkSession:
     from pyspark.errors import PySparkException
 
-    known = _sessions.get(target.key)
-    if known is not None:
+    entry = _sessions.get(target.key)
+    if entry is not None:
         try:
-            if known[0] == target:
-                _set(known[1], settings)
-                return known[1]
+            if entry[0] == target:
+                _set(entry[1], settings)
+                return entry[1]
         except PySparkException as error:
-            _log.info("%s gave up this session: %s", target.said, type(error).__name__)
+            _log.info("%s gave up this session: %s", target.label, type(error).__name__)
         # PySpark would go on asking it here and there.
         _drop(_sessions.pop(target.key)[1])
-    made = _connected(target)
+    session = _connect(target)
     try:
-        _set(made, settings)
+        _set(session, settings)
     except PySparkException as error:
-        _drop(made)
-        raise SetupError(f"The {target.said} refuses: {_reason(error)}. {target.cure}") from None
-    _sessions[target.key] = target, made
-    return made
+        _drop(session)
+        raise SetupError(f"The {target.label} refuses: {_reason(error)}. {target.cure}") from None
+    _sessions[target.key] = target, session
+    return session
 
 
-def _connected(target: _Target) -> SparkSession:
+def _connect(target: _Target) -> SparkSession:
     import grpc
     from pyspark.errors import PySparkException
     from pyspark.sql.connect.client.retries import DefaultPolicy
@@ -246,28 +246,28 @@ def _connected(target: _Target) -> SparkSession:
     except PySparkException:
         # PySpark's error may quote the token.
         raise SetupError(
-            f"spark: remote: {shown(target.url)} is no URL of a Spark Connect server: write sc://host:port, with"
+            f"spark: remote: {public_url(target.url)} is no URL of a Spark Connect server: write sc://host:port, with"
             " `/;token=…` and the like after it where need be (a `=` in a value as %3D), or shared."
         ) from None
     session: Any = RemoteSession.builder.channelBuilder(builder).create()
     client = session.client
-    retries = _RETRIES if target.token is None else _RETRIES_SHARED
+    retries = _RETRIES if target.token is None else _SHARED_RETRIES
     client.set_retry_policies([DefaultPolicy(**retries)])
     try:
         grpc.channel_ready_future(of("pyspark", client, "_channel")).result(timeout=ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         client.close()
-        raise SparkUnavailable(f"The {target.said} does not answer. {target.cure}") from None
+        raise SparkUnavailable(f"The {target.label} does not answer. {target.cure}") from None
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     return session
 
 
 def _set(session: Any, settings: Mapping[str, str]) -> None:
     """In one request; it also shows whether the server still has the session."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         of("pyspark", session.conf, "_set_all")(dict(settings), silent=True)
-    for warning in told:
+    for warning in messages:
         text = str(warning.message).partition("\n")[0]
         # That a pin is deprecated is nothing that a user can change.
         if not any(f"'{name}'" in text for name in PINS):
@@ -314,14 +314,14 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if "UNAUTHENTICATED" in text:
         return "it does not know this token"
-    return said(error)
+    return cause_line(error)
 
 
 Session = Callable[[], "SparkSession"]
 """Gives the session. A step calls it only when there is work: the first call may start a JVM."""
 
 
-def deferred(spark: SparkSession | Session) -> Session:
+def lazy_session(spark: SparkSession | Session) -> Session:
     """A function that returns the session. Accepts a session or such a function."""
     return spark if callable(spark) else lambda: spark
 
@@ -361,23 +361,23 @@ def rehearse(spark: SparkSession, folder: Path) -> None:
     )
     rows.mapInArrow(_same, rows.schema).write.parquet(str(folder / "raw"))
     raw = spark.read.schema(rows.schema).parquet(str(folder / "raw"))
-    ranked = raw.selectExpr(
+    ranks = raw.selectExpr(
         "*", "xxhash64(k) AS hash", "row_number() OVER (PARTITION BY k ORDER BY kafka.offset) AS rank"
     )
-    left, right = (ranked.selectExpr("k", "rank", "hash", f"kafka AS {side}", "time") for side in ("a", "b"))
-    joined = left.join(right.drop("hash", "time"), ["k", "rank"], "full_outer").selectExpr(
+    left, right = (ranks.selectExpr("k", "rank", "hash", f"kafka AS {side}", "time") for side in ("a", "b"))
+    matches = left.join(right.drop("hash", "time"), ["k", "rank"], "full_outer").selectExpr(
         "'out' AS kind",
         "array(a, b) AS source",
         "time",
         "CASE WHEN a IS NOT NULL THEN named_struct('x', k) END AS value",
     )
     single = raw.where("k = 1").selectExpr("'pending' AS kind", "array(kafka) AS source", "time")
-    whole = joined.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
+    whole = matches.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
     sorted_rows = whole.repartitionById(1, "bucket").sortWithinPartitions("kind", "time").persist()
     each = sorted_rows.selectExpr("kind", "posexplode(source) AS (place, of)")
     each.groupBy("kind").agg({"*": "count", "place": "sum"}).collect()
-    numbered = sorted_rows.where("kind = 'out'").selectExpr("*", "monotonically_increasing_id() AS offset")
-    numbered.write.option("compression", "snappy").parquet(str(folder / "staged"))
+    outputs = sorted_rows.where("kind = 'out'").selectExpr("*", "monotonically_increasing_id() AS offset")
+    outputs.write.option("compression", "snappy").parquet(str(folder / "staged"))
     some = raw.join(raw.where("k = 2").select("k"), "k", "left_semi").join(raw.where("k = 3"), "k", "left_anti")
     some.selectExpr("kafka.partition AS partition", "k DIV 2 AS span").distinct().collect()
     sorted_rows.unpersist()

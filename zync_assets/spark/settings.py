@@ -107,8 +107,8 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     elif _has_package(own):
         settings["spark.python.daemon.module"] = "zync_assets.spark.python_daemon"
     settings |= own
-    named = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
-    if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in named):
+    jars = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
+    if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in jars):
         ours = map(str, spark_s3_jars(find_java))
         settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(ours))
     return settings
@@ -128,32 +128,32 @@ def share_classes(java: Path) -> None:
 
     ``java`` is the executable that Spark runs on. Never fails: without an archive Spark starts more slowly.
     """
-    given = os.environ.get(_OPTIONS, "")
-    if "SharedArchiveFile" in given or "ArchiveClassesAtExit" in given or "-Xshare" in given:
+    options = os.environ.get(_OPTIONS, "")
+    if "SharedArchiveFile" in options or "ArchiveClassesAtExit" in options or "-Xshare" in options:
         return
-    archive = _made(java)
+    archive = _class_archive(java)
     if archive is not None:
-        os.environ[_OPTIONS] = f"{given} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
+        os.environ[_OPTIONS] = f"{options} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
 
 
-def _made(java: Path) -> Path | None:
+def _class_archive(java: Path) -> Path | None:
     try:
         name = archive_name(java)
         folder = cache_dir()
         if name is None or (folder / f"{name}.failed").exists():
             return None
-        if found(folder, name) is None:
+        if find_archive(folder, name) is None:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
-                if found(folder, name) is None:
+                if find_archive(folder, name) is None:
                     _make(folder, name)
-        return found(folder, name)
+        return find_archive(folder, name)
     except (OSError, Timeout) as error:
         _log.info("Spark starts without an archive of its classes: %s", error)
         return None
 
 
-def found(folder: Path, name: str) -> Path | None:
+def find_archive(folder: Path, name: str) -> Path | None:
     """The finished archive of that name. The size is part of the file's name, since the JVM crashes on a shorter one."""
     for path in folder.glob(f"{name}.*.jsa"):
         if path.name == f"{name}.{path.stat().st_size}.jsa":
@@ -173,8 +173,8 @@ def archive_name(java: Path) -> str | None:
 
 def _jars() -> Path | None:
     home = os.environ.get("SPARK_HOME")
-    found = importlib.util.find_spec("pyspark")
-    root = Path(home) if home else Path(found.origin).parent if found and found.origin else None
+    spec = importlib.util.find_spec("pyspark")
+    root = Path(home) if home else Path(spec.origin).parent if spec and spec.origin else None
     return root / "jars" if root and (root / "jars").is_dir() else None
 
 
@@ -182,8 +182,8 @@ def _make(folder: Path, name: str) -> None:
     """Write the archive, whole or not at all; a marker in its place says that this can't be done here."""
     print("Archiving Spark's classes, once on this machine (about 20 seconds) …", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "made.jsa"
-        options = f"-XX:ArchiveClassesAtExit={made} -Xlog:disable"
+        archive = Path(scratch) / "made.jsa"
+        options = f"-XX:ArchiveClassesAtExit={archive} -Xlog:disable"
         environment = (
             os.environ | python_environment() | {_OPTIONS: f"{os.environ.get(_OPTIONS, '')} {options}".strip()}
         )
@@ -196,9 +196,9 @@ def _make(folder: Path, name: str) -> None:
                 check=True,
                 timeout=_PATIENCE,
             )
-            with made.open("rb") as file:
+            with archive.open("rb") as file:
                 os.fsync(file.fileno())
-            made.replace(folder / f"{name}.{made.stat().st_size}.jsa")
+            archive.replace(folder / f"{name}.{archive.stat().st_size}.jsa")
         except (OSError, subprocess.SubprocessError) as error:
             _log.info("no archive of Spark's classes can be made here: %s", error)
             (folder / f"{name}.failed").touch()

@@ -40,9 +40,9 @@ MODULE = "zync_assets.spark.server"
 """The module that a server's process runs."""
 TAIL_LINES = 10
 
-_GIVEN, _READY, _LOCK = "server.json", "ready.json", "server.lock"
+_START, _READY, _LOCK = "server.json", "ready.json", "server.lock"
 _Kinds = Mapping[str, type | tuple[type, ...]]
-_GIVEN_KINDS: _Kinds = {"token": str, "secret": str, "settings": dict, "idle_seconds": (int, float)}
+_START_KINDS: _Kinds = {"token": str, "secret": str, "settings": dict, "idle_seconds": (int, float)}
 _READY_KINDS: _Kinds = {"token": str, "port": int, "pid": int, "started": (int, float)}
 _SEEN_BY_TASKS = re.compile(
     r"(?i)(AWS|AZURE|GOOGLE)_|.*_PROXY$|(SPARK_HOME|SPARK_CONF_DIR|HADOOP_CONF_DIR|ZYNC_NATIVE)$"
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Given:
+class StartArguments:
     """The arguments of a server's start.
 
     ``token``: identifies the process, on its command line, and is no secret; ``secret``: the clients' password.
@@ -72,7 +72,7 @@ class Server:
     folder: Path
     port: int
     pid: int
-    started: float
+    start_time: float
     """Seconds since the epoch."""
     master: str
     secret: str = field(repr=False)
@@ -105,38 +105,42 @@ def _code() -> tuple[str, int, int]:
 
 def find(folder: Path) -> Server | None:
     """The server of a folder; None unless the server runs and listens."""
-    given, ready = load(folder), _read(folder / _READY, _READY_KINDS)
-    if given is None or ready is None or ready["token"] != given.token:
+    arguments, ready = load(folder), _read(folder / _READY, _READY_KINDS)
+    if arguments is None or ready is None or ready["token"] != arguments.token:
         return None
-    if processes.find(given.token, ready["pid"]) is None:
+    if processes.find(arguments.token, ready["pid"]) is None:
         return None
-    master = given.settings.get("spark.master", "")
-    return Server(folder, ready["port"], ready["pid"], ready["started"], master, given.secret)
+    master = arguments.settings.get("spark.master", "")
+    return Server(folder, ready["port"], ready["pid"], ready["started"], master, arguments.secret)
 
 
 def find_all() -> list[Server]:
     """This user's running servers, the oldest first. Logs a warning for an unreadable folder, and omits the folder."""
-    found: list[Server] = []
-    for path in home().glob(f"*/{_GIVEN}"):
+    servers: list[Server] = []
+    for path in home().glob(f"*/{_START}"):
         try:
             server = find(path.parent)
         except SetupError as error:
             _log.warning("%s", error)
         else:
-            found += [] if server is None else [server]
-    return sorted(found, key=lambda server: server.started)
+            servers += [] if server is None else [server]
+    return sorted(servers, key=lambda server: server.start_time)
 
 
 def find_silent() -> list[Path]:
     """The folders of this user's servers whose process is there and does not listen: it is starting, or ending."""
-    found: list[Path] = []
-    for path in home().glob(f"*/{_GIVEN}"):
+    folders: list[Path] = []
+    for path in home().glob(f"*/{_START}"):
         # ``find_all`` warns of unreadable folders.
         with contextlib.suppress(SetupError):
-            given = load(path.parent)
-            if given is not None and find(path.parent) is None and processes.find(given.token, None) is not None:
-                found.append(path.parent)
-    return found
+            arguments = load(path.parent)
+            if (
+                arguments is not None
+                and find(path.parent) is None
+                and processes.find(arguments.token, None) is not None
+            ):
+                folders.append(path.parent)
+    return folders
 
 
 def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = IDLE_SECONDS) -> Server:
@@ -144,54 +148,54 @@ def start(folder: Path, settings: Mapping[str, str], *, idle_seconds: float = ID
 
     Raises SetupError with the end of the log if the server does not start.
     """
-    with _locked(folder):
+    with _folder_lock(folder):
         server = find(folder)
         if server is not None:
             return server
-        given = load(folder)
-        if given is None or processes.find(given.token, None) is None:
-            given = Given(secrets.token_hex(8), secrets.token_urlsafe(32), settings, idle_seconds)
+        arguments = load(folder)
+        if arguments is None or processes.find(arguments.token, None) is None:
+            arguments = StartArguments(secrets.token_hex(8), secrets.token_urlsafe(32), settings, idle_seconds)
             (folder / _READY).unlink(missing_ok=True)
             # On disk before the process is there: who is killed in between leaves one that can be found.
-            _write(folder / _GIVEN, {**vars(given), "settings": dict(settings)})
-            command = [sys.executable, "-m", MODULE, processes.token_option(given.token), str(folder)]
+            _write(folder / _START, {**vars(arguments), "settings": dict(settings)})
+            command = [sys.executable, "-m", MODULE, processes.token_option(arguments.token), str(folder)]
             processes.spawn(command, cwd=folder, log=folder / LOG, env=_environment())
-        return _awaited(folder, given.token)
+        return _await_server(folder, arguments.token)
 
 
 def stop(folder: Path) -> None:
     """Stop the server of a folder. Waits until a present start is complete. The running steps of clients fail."""
-    with _locked(folder):
-        given = load(folder)
-        process = None if given is None else processes.find(given.token, None)
+    with _folder_lock(folder):
+        arguments = load(folder)
+        process = None if arguments is None else processes.find(arguments.token, None)
         if process is not None:
             # The server's JVM ends after the server. Waits for both.
             family = [process, *process.children(recursive=True)]
             processes.stop([process])
             processes.stop(processes.wait(family, 20.0), gently=False)
-        for name in (_READY, _GIVEN):
+        for name in (_READY, _START):
             (folder / name).unlink(missing_ok=True)
 
 
-def load(folder: Path) -> Given | None:
+def load(folder: Path) -> StartArguments | None:
     """The arguments of the folder's last start; None before the first start."""
-    found = _read(folder / _GIVEN, _GIVEN_KINDS)
-    return None if found is None else Given(**found)
+    values = _read(folder / _START, _START_KINDS)
+    return None if values is None else StartArguments(**values)
 
 
-def listening(folder: Path, token: str, port: int) -> None:
+def announce(folder: Path, token: str, port: int) -> None:
     """Write the server's port to ``ready.json``. Called by the server with the token ``token``; clients wait for the file."""
     _write(folder / _READY, {"token": token, "port": port, "pid": os.getpid(), "started": time.time()})
 
 
-def ended(folder: Path, token: str) -> None:
-    """Remove the ``ready.json`` that ``listening`` wrote, unless another server has replaced the file."""
+def withdraw(folder: Path, token: str) -> None:
+    """Remove the ``ready.json`` that ``announce`` wrote, unless another server has replaced the file."""
     ready = _read(folder / _READY, _READY_KINDS)
     if ready is not None and ready["token"] == token:
         (folder / _READY).unlink(missing_ok=True)
 
 
-def _awaited(folder: Path, token: str) -> Server:
+def _await_server(folder: Path, token: str) -> Server:
     deadline = time.monotonic() + START_SECONDS
     pid: int | None = None
     while time.monotonic() < deadline:
@@ -209,13 +213,13 @@ def _awaited(folder: Path, token: str) -> Server:
 
 def _environment() -> dict[str, str]:
     # The switches of PySpark's client are not for a server, nor are the points at which a client is to die.
-    hidden = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_LOCAL_REMOTE", "ZYNC_CRASH", "ZYNC_CRASH_ROOT")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | python_environment()
+    names = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_LOCAL_REMOTE", "ZYNC_CRASH", "ZYNC_CRASH_ROOT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    return environment | python_environment()
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _folder_lock(folder: Path) -> Generator[None]:
     try:
         for path in (folder.parent, folder):
             path.mkdir(parents=True, exist_ok=True)
@@ -234,13 +238,13 @@ def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
     Ignores other names, which another version may have written.
     """
     try:
-        found: Any = json.loads(path.read_text())
-        if not isinstance(found, dict):
+        document: Any = json.loads(path.read_text())
+        if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
         for name, kind in kinds.items():
-            if not isinstance(found.get(name), kind):
+            if not isinstance(document.get(name), kind):
                 raise ValueError(f"{name} is missing or of another kind")
-        return {name: found[name] for name in kinds}
+        return {name: document[name] for name in kinds}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -261,5 +265,7 @@ def _tail(folder: Path) -> str:
         lines = (folder / LOG).read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    told = [f"  {line}" for line in lines if line.strip() and not line.startswith((" ", "\t", "Traceback", "WARNING"))]
-    return f" From {folder / LOG}:\n" + "\n".join(told[-TAIL_LINES:])
+    messages = [
+        f"  {line}" for line in lines if line.strip() and not line.startswith((" ", "\t", "Traceback", "WARNING"))
+    ]
+    return f" From {folder / LOG}:\n" + "\n".join(messages[-TAIL_LINES:])

@@ -34,8 +34,8 @@ def leaves(shape: Shape, path: str) -> Iterator[tuple[str, str]]:
 
 def text_sql(text: str) -> str:
     """A string literal."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    literal = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{literal}'"
 
 
 def long_sql(number: int) -> str:
@@ -48,7 +48,7 @@ def name_sql(name: str) -> str:
     return f"`{name.replace('`', '``')}`"
 
 
-def dotted(path: Sequence[str]) -> str:
+def path_sql(path: Sequence[str]) -> str:
     """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
     return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)
 

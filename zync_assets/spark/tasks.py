@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def spark_failures(raised: Callable[[str], ZyncError]) -> Generator[None]:
-    """Raise ``raised(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
+def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
+    """Raise ``make_error(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
     try:
         yield
     except _of_spark() as error:
         text = str(error)
-        known = (
+        loss = (
             _jvm_gone(error)
             or _part_gone(text)
             or stores.missing_file(text)
             or stores.disk_refusal("the lake, or Spark's own folder", text)
         )
-        raise (known or raised(said(error))) from error
+        raise (loss or make_error(cause_line(error))) from error
 
 
 @contextmanager
-def released() -> Generator[None]:
+def ignore_release_errors() -> Generator[None]:
     """Ignore Spark's errors while caches are released. A Spark that has ended holds no cache, and the step has succeeded."""
     with suppress(*_of_spark()):
         yield
@@ -83,7 +83,7 @@ def _jvm_gone(error: Exception) -> ZyncError | None:
     )
 
 
-_GONE = {
+_LOSSES = {
     re.compile(
         r"StatusCode\.UNAVAILABLE|\bStream removed\b|\bRST_STREAM\b"
         r"|\[INVALID_HANDLE\.(SESSION|OPERATION)|\[RETRIES_EXCEEDED\]|NO_ACTIVE_SESSION"
@@ -107,21 +107,21 @@ def _part_gone(text: str) -> ZyncError | None:
     """The error for a part of Spark that ended, or that can't be reached any more; None for another text."""
     if "java.lang.OutOfMemoryError" in text:
         return SetupError(_OUT_OF_MEMORY)
-    return next((SparkLost(ours) for pattern, ours in _GONE.items() if pattern.search(text)), None)
+    return next((SparkLost(ours) for pattern, ours in _LOSSES.items() if pattern.search(text)), None)
 
 
-def said(error: Exception) -> str:
+def cause_line(error: Exception) -> str:
     """The line of an exception's text that says what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if details := re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE):
         return without_advice(details[1])  # of a request to a Spark Connect server
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return lines[-1]  # of a Python worker
-    told = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]
-    if not told:
+    messages = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]
+    if not messages:
         return type(error).__name__
     # Java's chain of causes in one line: the last is the cause.
-    return without_advice(told[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0])
+    return without_advice(messages[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0])
 
 
 _ANSI_ADVICE = re.compile(r" *If necessary,? (you can )?set [^\n]*? to bypass this error\.")
@@ -218,25 +218,25 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
     def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index in indexes(batches):
             try:
-                found: object = work(index)
+                result: object = work(index)
             except ZyncError as error:
-                found = error
+                result = error
             yield pa.RecordBatch.from_arrays(
-                [pa.array([index]), pa.array([pickle.dumps(found)])], names=["task", "found"]
+                [pa.array([index]), pa.array([pickle.dumps(result)])], names=["task", "found"]
             )
 
     if count == 0:
         return []
-    with spark_failures(_failed):
+    with spark_failures(_task_failure):
         rows = task_frame(spark, count).mapInArrow(run, "task long, found binary").collect()
     results = [pickle.loads(bytes(row["found"])) for row in sorted(rows, key=lambda row: row["task"])]
-    for found in results:
-        if isinstance(found, ZyncError):
-            raise found
+    for result in results:
+        if isinstance(result, ZyncError):
+            raise result
     return results
 
 
-def _failed(text: str) -> ZyncError:
+def _task_failure(text: str) -> ZyncError:
     return ZyncError(
         f"a Spark task failed: {text.rstrip('.')}. What was committed before is kept: correct the cause and run it again."
     )
@@ -253,7 +253,7 @@ def slots(spark: SparkSession) -> int:
 
     # A session on a Connect server has none.
     context = getattr(spark, "sparkContext", None)
-    with spark_failures(_failed):
+    with spark_failures(_task_failure):
         if context is not None:
             return context.defaultParallelism
         # A Connect server tells by the partitions that it cuts a range into.

@@ -10,7 +10,7 @@ import pytest
 
 from zync_assets.local.java import cache_dir, find_java
 from zync_assets.spark import session, settings
-from zync_assets.spark.settings import archive_name, found, share_classes
+from zync_assets.spark.settings import archive_name, find_archive, share_classes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def test_the_jvm_of_a_session_has_the_archive_mapped(spark: SparkSession) -> None:
     name = archive_name(find_java())
     assert name is not None
-    archive = found(cache_dir(), name)
+    archive = find_archive(cache_dir(), name)
     assert archive is not None
     process = spark.sparkContext._gateway.proc  # type: ignore[union-attr]
     assert str(archive.resolve()) in Path(f"/proc/{process.pid}/maps").read_text()
@@ -42,9 +42,9 @@ def test_it_holds_what_the_steps_need(spark: SparkSession, tmp_path: Path) -> No
 
 def test_an_archive_that_is_not_whole_is_none(tmp_path: Path) -> None:
     (tmp_path / "spark-classes-x.100.jsa").write_bytes(bytes(99))
-    assert found(tmp_path, "spark-classes-x") is None
+    assert find_archive(tmp_path, "spark-classes-x") is None
     (tmp_path / "spark-classes-x.99.jsa").write_bytes(bytes(99))
-    assert found(tmp_path, "spark-classes-x") == tmp_path / "spark-classes-x.99.jsa"
+    assert find_archive(tmp_path, "spark-classes-x") == tmp_path / "spark-classes-x.99.jsa"
 
 
 def test_where_none_can_be_made_spark_starts_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

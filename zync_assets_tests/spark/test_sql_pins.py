@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.spark.session import prepared
+from zync_assets.spark.session import prepare
 from zync_assets.spark.sql import PINS, contradictions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_a_session_of_whatever_settings_gives_the_results_of_any_other(spark: Sp
     other = spark.newSession()
     for name, value in PINS.items():
         other.conf.set(name, wrong(name, value))
-    prepared(other)
+    prepare(other)
     assert {name: other.conf.get(name) for name in PINS} == dict(PINS)
     path = tmp_path / "old.parquet"
     moments = pa.array([-62_135_596_800_000_000], pa.timestamp("us", "UTC"))

@@ -34,7 +34,7 @@ from zync_assets.codecs.fields import (
 )
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.pipeline import Shape
-from zync_assets.spark.sql import dotted, name_sql, text_sql
+from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 FieldPath: TypeAlias = tuple[str, ...]
 Notes: TypeAlias = Mapping[FieldPath, "Note | None"]
@@ -117,7 +117,7 @@ def _lacking_inside(
 
 def _unless(number: str, ids: Collection[int], column: str, path: FieldPath) -> str:
     numbers = ", ".join(map(str, sorted(ids)))
-    return f"IF({number} IN ({numbers}) AND {column} IS NULL, {text_sql(dotted(path))}, NULL)"
+    return f"IF({number} IN ({numbers}) AND {column} IS NULL, {text_sql(path_sql(path))}, NULL)"
 
 
 def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:
@@ -285,7 +285,7 @@ def nullable_groups(
     behind a question mark."""
     inside = pc.equal(groups, group)
     for path, mask in null_masks(values, required).items():
-        marked = pc.binary_join_element_wise(groups, f"{_NULLABLE}{dotted((side, *path))}", "\n")
+        marked = pc.binary_join_element_wise(groups, f"{_NULLABLE}{path_sql((side, *path))}", "\n")
         groups = pc.if_else(pc.and_(inside, pa.array(mask)), marked, groups)
     return groups
 
@@ -316,10 +316,10 @@ def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
     kept: list[Any] = []
     for field in schema["fields"]:
         inner = (*path, field["name"])
-        if dotted(inner) in paths:
+        if path_sql(inner) in paths:
             continue
         made = _without(field["type"], inner, paths)
-        if _NULLABLE + dotted(inner) in paths and not isinstance(made, list):
+        if _NULLABLE + path_sql(inner) in paths and not isinstance(made, list):
             kept.append({**field, "type": ["null", made], "default": None})
             continue
         if made == field["type"] or not _is_empty(made):
