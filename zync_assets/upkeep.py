@@ -46,7 +46,7 @@ SLACK = 16
 retention. Few commits suffice."""
 
 
-def keep_retention(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
+def apply_retention(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
     """Remove what is old, where the table's ``state`` shows that it is due. It never fails the step: what could
     not be done is done after another commit."""
     if item.retention_ms is None or state is None:

@@ -122,15 +122,15 @@ def news(
     partition whose turn is first), ``used`` (seconds since the epoch up to which the asset's time is used up).
     """
     busy_until = max(float(before.get("used", 0.0)), now - SAVED_SECONDS)
-    growing = busy_until <= now
-    position, keys, turn = _turn(asset, before, growing)
+    has_turn = busy_until <= now
+    position, keys, turn = _turn(asset, before, has_turn)
     fresh = [key for key in keys if key not in _known_ranges(instance, asset, keys)]
     more = {} if asset.lag is None else {"lag": asset.lag}
     extents, schema = _extents(facts, asset, fresh)
     events: list[News] = [reports.materialization(asset.key, extent, schema, more) for extent in extents]
     cost = sum(not extent.complete for extent in extents)
     lag = asset.lag if events else before.get("lag")
-    if growing and lag != asset.lag:
+    if has_turn and lag != asset.lag:
         events.append(AssetObservation(asset.key, metadata=more))
         cost, lag = cost + 1, asset.lag
     after: dict[str, Any] = {"next": _as_json(position), "lag": lag}
@@ -146,10 +146,10 @@ def _as_json(position: Positions) -> dict[str, int]:
 
 
 def _turn(
-    asset: AssetPosition, before: Mapping[str, Any], growing: bool
+    asset: AssetPosition, before: Mapping[str, Any], has_turn: bool
 ) -> tuple[dict[int, int], list[OffsetRange], int | None]:
     """Each partition's position after this tick, the ranges of this tick, and the partition whose turn is first in the
-    next one (None: any). ``growing``: whether ranges that still grow have their turn."""
+    next one (None: any). ``has_turn``: whether ranges that still grow have their turn."""
     old = {int(p): end for p, end in before.get("next", {}).items()}
     first = before.get("turn", -1)
     position: dict[int, int] = {}
@@ -159,7 +159,7 @@ def _turn(
         end = asset.next[partition]
         at = min(old.get(partition, asset.first.get(partition, end)), end)
         for key in keys_over([OffsetRange(partition, at, end)]):
-            if key.end > end and not growing:
+            if key.end > end and not has_turn:
                 break
             if len(keys) == RANGES:
                 turn = partition if turn is None else turn

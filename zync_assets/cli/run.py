@@ -134,13 +134,13 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
     """
     model = load(pipeline)
     deadline = None if exit_after is None else time.monotonic() + exit_after
-    stopping = _stop_on_signals()
+    is_stopped = _stop_on_signals()
     session = _session(model, long=not until_idle)
     inputs = [item.topic for item in model.inputs]
     outputs = [item.topic for item in model.outputs]
     patience = None if until_idle else LEADER_SECONDS
     back_off, last_warning, losses = POLL_SECONDS, -MAX_BACK_OFF, 0
-    while not stopping() and (deadline is None or time.monotonic() < deadline):
+    while not is_stopped() and (deadline is None or time.monotonic() < deadline):
         busy = False
         troubles: list[ZyncError] = []
         for step in (
@@ -152,7 +152,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
                 for commit in step():
                     busy, losses = True, 0
                     _report_commit(commit, fmt)
-                    if stopping():
+                    if is_stopped():
                         return
             except ZyncError as error:
                 troubles.append(error)
@@ -173,13 +173,13 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         if not busy:
             if until_idle:
                 return
-            _sleep(back_off, stopping, deadline)
+            _sleep(back_off, is_stopped, deadline)
 
 
-def _sleep(seconds: float, stopping: Callable[[], bool], deadline: float | None) -> None:
+def _sleep(seconds: float, is_stopped: Callable[[], bool], deadline: float | None) -> None:
     """Wait, but not past the deadline, nor long after a signal."""
     until = time.monotonic() + seconds
-    while not stopping() and time.monotonic() < min(until, deadline or until):
+    while not is_stopped() and time.monotonic() < min(until, deadline or until):
         time.sleep(min(seconds, POLL_SECONDS))
 
 

@@ -46,7 +46,7 @@ from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
 from zync_assets.spark.tasks import spark_failures
-from zync_assets.upkeep import keep_retention, keep_up
+from zync_assets.upkeep import apply_retention, keep_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -143,7 +143,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     # 7. Compact staging, and let retention remove raw records that every reader has seen.
     keep_up(batch.spark, state.table if state else None)
     for topic, table in plan.raw.items():
-        keep_retention(pipeline, pipeline.input(topic), table)
+        apply_retention(pipeline, pipeline.input(topic), table)
     ranges = {topic: OffsetRange(0, outputs[topic, 0].next, end) for topic, end in staged.ends.items()}
     new_outputs = {topic: (part,) for topic, part in ranges.items() if not part.empty}
     return EtlCommit(plan.pool, head.batch, new_outputs, plan.ranges, new_counts(facts), time.monotonic() - started)

@@ -26,7 +26,7 @@ from zync_assets.lake.raw_files import ORDER_TYPE, highest_times, raw_schema
 from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
-from zync_assets.upkeep import keep_retention, keep_up
+from zync_assets.upkeep import apply_retention, keep_up
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         side = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
         with compaction.log_failures(side):
             compaction.tidy(tables.open_table(side))
-    keep_retention(pipeline, item, plan.state)
+    apply_retention(pipeline, item, plan.state)
     return RawCommit(
         item.topic,
         plan.ranges,

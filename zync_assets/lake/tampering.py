@@ -71,10 +71,10 @@ def sum_numbers(
     if not change:
         return {}
     name = f"{_BASE}:{min(numbers, default='')}"
-    lacking = (_of_table(table) - _number_sum(table.numbers)) % MODULUS
+    shortfall = (_of_table(table) - _number_sum(table.numbers)) % MODULUS
     base: dict[str, int] = {}
-    if lacking or not _has_sum(table.numbers):
-        base = {_BASE: (table.numbers.get(_BASE, 0) + lacking) % MODULUS}
+    if shortfall or not _has_sum(table.numbers):
+        base = {_BASE: (table.numbers.get(_BASE, 0) + shortfall) % MODULUS}
     return base | {name: (table.numbers.get(name, 0) + change) % MODULUS}
 
 
