@@ -1,7 +1,7 @@
 """Single columns and single rows of a table's Parquet files, read without Spark.
 
 Columns come as Arrow batches or numpy arrays, a bounded number of rows at a time. Rows are found by their offsets: only
-the files and row groups that can hold a row are read. ``Recent`` keeps what was read, up to a bounded size.
+the files and row groups that can hold a row are read. ``RecentCache`` keeps what was read, up to a bounded size.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Snapshot:
         return self._once(("checked", pool), lambda: open_check_state(self.pipeline.lake, pool))
 
     def run_check(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
-        """Run a blocking check of a pool and keep its result in the lake (``check_results.with_record``).
+        """Run a blocking check of a pool and keep its result in the lake (``check_results.keep_result``).
 
         The snapshot then has the pool's check results as they are after the commit.
         """
