@@ -285,12 +285,12 @@ def blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]
 
 def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:
     """The failed checks of some inputs' raw tables."""
-    topic_blocks: list[Block] = []
+    table_blocks: list[Block] = []
     for item in map(snapshot.pipeline.input, topics):
         check_state = snapshot.check_state(item.pool)
         if check_state.blocks and (state := snapshot.raw(item.topic)) is not None:
-            topic_blocks += check_state.blocks_of([pool_path(item.pool, item.topic)], [state.table_id])
-    return topic_blocks
+            table_blocks += check_state.blocks_of([pool_path(item.pool, item.topic)], [state.table_id])
+    return table_blocks
 
 
 def account_backlog(snapshot: Snapshot, pool: str) -> Mapping[str, Sequence[OffsetRange]]:

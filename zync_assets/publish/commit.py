@@ -136,11 +136,8 @@ def publish(
     high = plan.high if plan.clean else _stable_high(pipeline, plan)
     # 4. Compare the records since the last verified offset with staging, and commit that they are verified. Retention and
     #    compaction may have removed records. The offsets of the removed records prove that the records existed.
-    first, publish_state, comparisons = (
-        max(plan.verified_end, min(topic_state.partitions[0].low, high)),
-        plan.publish_state,
-        0,
-    )
+    first = max(plan.verified_end, min(topic_state.partitions[0].low, high))
+    publish_state, comparisons = plan.publish_state, 0
     if first < high:
         offset, comparisons = run_tasks(batch.spark, 1, partial(_compare, target, first, high))[0]
         if offset is not None:
