@@ -236,7 +236,7 @@ def ingest_once(
     """
 
     def read(states: Mapping[str, TopicState] | None = known) -> RawBatch:
-        return read_input(session, pipeline, plan_ingest(pipeline, topic, within=within, known=states))
+        return read_input(session, pipeline, plan_ingest(pipeline, topic, within=within, topic_states=states))
 
     def commit(batch: RawBatch) -> tuple[RawCommit | None, int]:
         for _ in range(LOSSES):

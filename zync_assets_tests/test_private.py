@@ -57,7 +57,7 @@ def test_private_names_of_libraries_are_imported_nowhere_else() -> None:
 
 
 def test_private_attributes_of_libraries_are_read_nowhere_else() -> None:
-    ours = {"_collected", "_frame", "_replace"}
+    ours = {"_collect", "_frame", "_replace"}
     found = [
         f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
         for path in PACKAGE.rglob("*.py")

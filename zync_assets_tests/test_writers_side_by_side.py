@@ -86,7 +86,7 @@ def test_a_topic_that_was_known_before_another_writer_ingested_more_has_lost_not
     known = topic_states(it.pipeline.kafka, [it.left])
     it.send(it.left, row(2))
     it.ingest(it.left)
-    assert plan_ingest(it.pipeline, it.left, known=known).nothing_to_do
+    assert plan_ingest(it.pipeline, it.left, topic_states=known).nothing_to_do
 
 
 def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def _gather(pipeline: Pipeline) -> Facts:
                 ingest,
                 topic,
                 pool_path(item.pool, topic),
-                lambda topic=topic: plan_ingest(pipeline, topic, known=topic_survey.states),
+                lambda topic=topic: plan_ingest(pipeline, topic, topic_states=topic_survey.states),
             )
         if topic not in topic_survey.problems and topic not in topic_survey.states and topic not in ingest:
             unreachable[topic] = problems[pool_path(item.pool, topic)]
@@ -210,7 +210,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
             continue
         pool = plan.input.pool
         keys = {*keys_over(plan.ranges), *(key_of(p, first) for p, first in plan.first.items())}
-        keys |= {key_of(part.partition, part.end) for part in plan.lost}
+        keys |= {key_of(part.partition, part.end) for part in plan.losses}
         yield Step(
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic)]),

@@ -183,7 +183,7 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
     within = normalize(keys)
     plan = plan_ingest(pipeline, topic, within=within, limit=NO_LIMIT)
     ends = {**(plan.state.next if plan.state else {}), **plan.first}
-    ends |= {part.partition: part.end for part in plan.lost}
+    ends |= {part.partition: part.end for part in plan.losses}
     ends |= {part.partition: part.end for part in plan.ranges}
     pool = pipeline.input(topic).pool
     for key in sorted(keys):
@@ -201,7 +201,7 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
                 f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
                 f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
             )
-    return plan_ingest(pipeline, topic, within=within, known={topic: plan.topic_state})
+    return plan_ingest(pipeline, topic, within=within, topic_states={topic: plan.topic_state})
 
 
 def require_checks(
@@ -298,7 +298,7 @@ class PoolIOManager(IOManager):
             if commit is None:
                 break
             commits.append(commit)
-            plan = plan_ingest(self._pipeline, batch.topic, within=within, known=topic_states)
+            plan = plan_ingest(self._pipeline, batch.topic, within=within, topic_states=topic_states)
             if plan.nothing_to_do:
                 break
             batch = read_input(self._session, self._pipeline, plan)

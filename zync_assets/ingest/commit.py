@@ -13,9 +13,9 @@ import pyarrow as pa
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing
 from zync_assets.ingest import source
-from zync_assets.ingest.files import BatchFiles, Reading, added_fields, with_carried, write_lost, write_plain
-from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreated, task_ranges
-from zync_assets.ingest.shape import write_shaped
+from zync_assets.ingest.files import BatchFiles, Reading, added_fields, carry_times, write_losses, write_plain
+from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreation_error, task_ranges
+from zync_assets.ingest.shape import write_with_shape
 from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
 from zync_assets.lake import compaction, quarantine, raw, storage, tables
@@ -53,12 +53,12 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     Nothing of the batch is visible after an error. Raises CommitConflict if another writer committed first, SchemaChanged if
     the pipeline file accepts no new schema, and BadRecords if the file accepts no undecodable records.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     reading = _reading(pipeline, batch)
     # 1. Read, decode and write. No commit names the files yet, so that a kill leaves nothing visible.
     try:
-        files = write_plain(reading) if item.shape is None else write_shaped(pipeline, reading)
+        files = write_plain(reading) if item.shape is None else write_with_shape(pipeline, reading)
     except DataLoss:
         # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
         _check_identity(pipeline, plan)
@@ -66,15 +66,15 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
     _check_identity(pipeline, plan)
     # 3. Carry the times and orders from task to task.
-    files, times, orders = with_carried(reading, files)
-    lost = write_lost(reading, plan.lost)
+    files, times, orders = carry_times(reading, files)
+    lost_files = write_losses(reading, plan.losses)
     crash_point("ingest:files-written")
     # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
     writers, changes = source.schema_changes(item, files.source, files.new_schemas)
     schema = _table_schema(plan, files, writers)
     _admit(pipeline, plan, files.bad)
     # 5. Commit quarantine and dropped ranges to the side table. The entries count from step 6 on.
-    side_files = [*files.bad, *lost, *files.dropped]
+    side_files = [*files.bad, *lost_files, *files.dropped]
     uri = storage.raw_uri(pipeline.lake, item.pool, item.topic)
     quarantine.add(
         pipeline.lake, item.pool, item.topic, plan.state, side_files, lambda: _check_next(pipeline.lake, plan)
@@ -82,8 +82,8 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     if side_files:
         crash_point("ingest:quarantine-written")
     # 6. Commit the files and the next offsets on the table as the plan opened it. The loser of a race gets a conflict.
-    advance = _advance(plan, reading, files, lost, schema, writers, times)
-    advance = _ordered(pipeline, plan, files, advance, orders)
+    advance = _advance(plan, reading, files, lost_files, schema, writers, times)
+    advance = _with_order(pipeline, plan, files, advance, orders)
     try:
         raw.commit_raw(uri, plan.state, advance)
     except CommitConflict:
@@ -106,7 +106,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         until,
         tuple(added_fields(reading.table, schema)) if plan.state else (),
         changes,
-        time.monotonic() - started,
+        time.monotonic() - start,
         sum(files.left_out.values()),
     )
 
@@ -132,15 +132,15 @@ def _advance(
     plan: IngestPlan,
     reading: Reading,
     files: BatchFiles,
-    lost: Sequence[DataFile],
+    lost_files: Sequence[DataFile],
     schema: pa.Schema,
     writers: Sequence[WriterSchema],
     times: Mapping[int, int],
 ) -> RawAdvance:
-    known = plan.state.next if plan.state else {}
-    ends = {**plan.first, **{part.partition: part.end for part in (*plan.lost, *plan.ranges)}}
+    next_offsets = plan.state.next if plan.state else {}
+    ends = {**plan.first, **{part.partition: part.end for part in (*plan.losses, *plan.ranges)}}
     bad = Counter[int]()
-    for each in (*files.bad, *lost):
+    for each in (*files.bad, *lost_files):
         bad[each.partition or 0] += each.records
     return RawAdvance(
         plan.input.topic,
@@ -148,27 +148,29 @@ def _advance(
         schema,
         files.files,
         plan.first,
-        {partition: end for partition, end in ends.items() if known.get(partition) != end},
+        {partition: end for partition, end in ends.items() if next_offsets.get(partition) != end},
         bad=bad,
         left_out=files.left_out,
-        attempts={each.partition or 0: reading.attempt for each in (*files.bad, *lost, *files.dropped)},
+        attempts={each.partition or 0: reading.attempt for each in (*files.bad, *lost_files, *files.dropped)},
         times=times,
         writers=writers,
     )
 
 
-def _ordered(
+def _with_order(
     pipeline: Pipeline, plan: IngestPlan, files: BatchFiles, advance: RawAdvance, orders: Mapping[int, Order]
 ) -> RawAdvance:
     """The advance of a table with a source order: its column, its orders and its domain. Other advances stay as they are."""
-    known = plan.state.domain if plan.state else None
+    table_domain = plan.state.domain if plan.state else None
     rule = plan.input.order
     if rule is not None and rule.time:
         domain = None
     elif not orders:
-        domain = known
+        domain = table_domain
     else:
-        domain = (rule.domain if rule else None) or known or (files.domain if not rule or rule.by is None else None)
+        domain = (
+            (rule.domain if rule else None) or table_domain or (files.domain if not rule or rule.by is None else None)
+        )
         domain = domain or pipeline.name
     if orders:
         advance = replace(advance, schema=advance.schema.append(pa.field(ORDER, ORDER_TYPE)), orders=orders)
@@ -214,8 +216,8 @@ def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:
     """TopicRecreated if the topic is another topic than the topic of the plan. Offsets alone can't show this: the new topic
     may have as many records."""
     topic = plan.input.topic
-    found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
-    if found is None:
+    state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
+    if state is None:
         raise TopicMissing(f"topic {topic} went away while it was read; nothing of the batch was committed.")
-    if found.topic_id != plan.topic_state.topic_id:
-        raise recreated(plan.input, found)
+    if state.topic_id != plan.topic_state.topic_id:
+        raise recreation_error(plan.input, state)

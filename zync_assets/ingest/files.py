@@ -53,20 +53,20 @@ def can_read(source: Source, schema: pa.Schema) -> bool:
     """Whether a file can be read with the source's types. A new file has no long where the column is a double: only of a
     column that was widened later do readers expect that."""
     sides = {"key": source.key_type, "value": source.value_type}
-    given = [
+    pairs = [
         (kind, schema.field(name).type) for name, kind in sides.items() if kind is not None and name in schema.names
     ]
-    return all(holds(kind, found) and not has_longs(found, kind) for kind, found in given)
+    return all(holds(kind, column) and not has_longs(column, kind) for kind, column in pairs)
 
 
-def table_schema(known: pa.Schema, source: Source) -> pa.Schema:
+def table_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """The raw table's columns after a batch. Present columns keep their order."""
-    wanted = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    if set(known.names) & {"key", "value"} == set(wanted.names) & {"key", "value"}:
+    batch_schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
+    if set(schema.names) & {"key", "value"} == set(batch_schema.names) & {"key", "value"}:
         return pa.schema(
-            [wanted.field(name) if name in ("key", "value") else known.field(name) for name in known.names]
+            [batch_schema.field(name) if name in ("key", "value") else schema.field(name) for name in schema.names]
         )
-    return wanted
+    return batch_schema
 
 
 def added_fields(old: pa.Schema, new: pa.Schema) -> Iterator[str]:
@@ -194,7 +194,7 @@ def write_plain(reading: Reading) -> BatchFiles:
             reading.spark, len(reading.parts), lambda index, each=reader, to=uri: write_part(each, index, to)
         )
         pairs = sorted((pair for end in ends for pair in end.files), key=lambda pair: _place(pair[0]))
-        new_schemas = [found for end in ends for found in end.read.new_schemas]
+        new_schemas = [new_schema for end in ends for new_schema in end.read.new_schemas]
         if firsts := first_schemas(reading.source, reading.item, new_schemas):
             # Only now is known which schema came first, so that the others are changes.
             baseline += firsts
@@ -208,17 +208,17 @@ def write_plain(reading: Reading) -> BatchFiles:
         # and the files of the other tasks stay invisible. The loop ends because each round widens the types.
 
 
-def write_lost(reading: Reading, lost: Sequence[OffsetRange]) -> list[DataFile]:
+def write_losses(reading: Reading, losses: Sequence[OffsetRange]) -> list[DataFile]:
     """Write the offset ranges that Kafka's retention removed to files of the side table."""
     files: list[DataFile] = []
-    for row in loss_rows(reading.item.topic, lost, reading.now):
+    for row in loss_rows(reading.item.topic, losses, reading.now):
         with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.side_name) as writer:
             writer.write(row)
-        files += [found for found, _ in writer.files]
+        files += [file for file, _ in writer.files]
     return files
 
 
-def with_carried(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int], dict[int, Order]]:
+def carry_times(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int], dict[int, Order]]:
     """The files with times and orders that never decrease from part to part. Also partition → the highest time, and partition
     → the highest order, after the batch.
 
@@ -254,10 +254,10 @@ def with_carried(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[
     ]
     if not low_files:
         return batch, times, orders
-    lifted = run_tasks(reading.spark, len(low_files), lambda index: lift(*low_files[index]))
+    new_files = run_tasks(reading.spark, len(low_files), lambda index: lift(*low_files[index]))
     for uri, item, *_ in low_files:
         storage.remove_file(storage.join(uri, item.path))
-    replacements = {item.path: files for (_, item, *_), files in zip(low_files, lifted, strict=True)}
+    replacements = {item.path: files for (_, item, *_), files in zip(low_files, new_files, strict=True)}
 
     def final(files: Sequence[DataFile]) -> list[DataFile]:
         return [file for item in files for file in replacements.get(item.path, [item])]
@@ -286,11 +286,11 @@ def _place(item: DataFile) -> tuple[int, int]:
 
 def decoded_types(lake: str, item: Input) -> Types | None:
     """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
-    opened = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
-    if opened is None:
+    table = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
+    if table is None:
         return None
-    names = opened.schema.names
-    key, value = (opened.schema.field(side).type if side in names else None for side in ("key", "value"))
+    names = table.schema.names
+    key, value = (table.schema.field(side).type if side in names else None for side in ("key", "value"))
     return key, value
 
 
@@ -298,12 +298,12 @@ def commit_types(lake: str, item: Input, source: Source, notes: Mapping[str, Not
     """Keep the types that records are decoded to, with the notes of their sides; returns the columns that are kept."""
     uri = storage.decoded_uri(lake, item.pool, item.topic)
     schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
-    opened = tables.open_table(uri)
-    schema = with_side_notes(schema, opened.schema if opened else None, notes)
-    if opened is None:
+    table = tables.open_table(uri)
+    schema = with_side_notes(schema, table.schema if table else None, notes)
+    if table is None:
         tables.create_table(uri, schema, f"Types of topic {item.topic} before it is shaped; no records", [], {})
     else:
-        tables.widen(opened, schema)
+        tables.widen(table, schema)
     return schema
 
 
@@ -328,8 +328,8 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFram
         have = table.field(side).type if side in table.names else None
         try:
             kind = with_notes(arrow_type(frame.schema[side].dataType))
-            noted = output_schemas.with_notes(kind, _notes(item, source, side, kind))
-            types[side] = merge_types(have, noted, side)
+            side_type = output_schemas.with_notes(kind, _notes(item, source, side, kind))
+            types[side] = merge_types(have, side_type, side)
         except SchemaError as error:
             raise SchemaError(
                 f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"
@@ -339,14 +339,14 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFram
     return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
 
 
-def shaped_notes(item: Input, source: Source, decoded: pa.Schema, shaped: pa.Schema) -> dict[str, Note]:
-    """Side → what Connect's schemas say of the whole key or value after the shape. ``decoded``, ``shaped``: the columns before
+def shaped_notes(item: Input, source: Source, before: pa.Schema, after: pa.Schema) -> dict[str, Note]:
+    """Side → what Connect's schemas say of the whole key or value after the shape. ``before``, ``after``: the columns before
     and after it."""
-    own = {side: connect_note_of(decoded.field(side)) for side in ("key", "value") if side in decoded.names}
+    own = {side: connect_note_of(before.field(side)) for side in ("key", "value") if side in before.names}
     return {
-        side: optional(_notes(item, source, side, shaped.field(side).type, own).get(()) or PLAIN)
+        side: optional(_notes(item, source, side, after.field(side).type, own).get(()) or PLAIN)
         for side in ("key", "value")
-        if side in shaped.names
+        if side in after.names
     }
 
 

@@ -99,7 +99,7 @@ def order_sql(sql: str, kind: pa.DataType, place: str) -> str:
     if pa.types.is_null(kind):
         return "CAST(NULL AS STRUCT<high: BIGINT, low: BIGINT>)"
     if not is_orderly(kind):
-        raise _unfit(place, kind)
+        raise _no_order(place, kind)
     pair = [(sql, kind)]
     if pa.types.is_struct(kind):
         pair = [(f"{sql}.{name_sql(item.name)}", item.type) for item in kind]
@@ -114,33 +114,33 @@ def _long_sql(sql: str, kind: pa.DataType) -> str:
     return f"CAST({f'unix_date({sql})' if pa.types.is_date(kind) else sql} AS BIGINT)"
 
 
-def _unfit(place: str, kind: pa.DataType) -> SchemaError:
+def _no_order(place: str, kind: pa.DataType) -> SchemaError:
     return SchemaError(
         f"{place} is {kind}, and an order is {ORDER_KINDS}. Nothing was ingested. Name such a field, or CAST the expression."
     )
 
 
 def _at_path(place: str, path: tuple[str, ...], columns: Mapping[str, pa.Array]) -> pa.StructArray | None:
-    found = columns[path[0]]
+    column = columns[path[0]]
     for name in path[1:]:
-        if pa.types.is_null(found.type):
+        if pa.types.is_null(column.type):
             return None  # the records have nulls alone so far
-        names = [item.name for item in found.type] if pa.types.is_struct(found.type) else []
+        names = [item.name for item in column.type] if pa.types.is_struct(column.type) else []
         # Spark SQL compares names without regard to case, and so does a path.
         exact = [each for each in names if each == name] or [each for each in names if each.lower() == name.lower()]
         if not exact:
             raise SchemaError(
                 f"{place}: the records have no field {name}. Nothing was ingested. Correct the name in the pipeline file."
             )
-        found = pc.struct_field(found, exact[0])
-    if pa.types.is_null(found.type):
+        column = pc.struct_field(column, exact[0])
+    if pa.types.is_null(column.type):
         return None
-    if not is_orderly(found.type):
-        raise _unfit(place, found.type)
-    if pa.types.is_struct(found.type):
-        high, low = (_long(pc.struct_field(found, item.name)) for item in found.type)
+    if not is_orderly(column.type):
+        raise _no_order(place, column.type)
+    if pa.types.is_struct(column.type):
+        high, low = (_long(pc.struct_field(column, item.name)) for item in column.type)
         return _orders(high, low)
-    high = _long(found)
+    high = _long(column)
     return _orders(high, pa.repeat(pa.scalar(0, pa.int64()), len(high)))
 
 
@@ -230,7 +230,7 @@ def _sql_server(source: pa.StructArray) -> Pair:
     texts = [pc.struct_field(source, name) for name in ("commit_lsn", "change_lsn")]
     commit = _lsn(pc.coalesce(texts[0], texts[1]))
     change = _lsn(pc.coalesce(texts[1], texts[0]))
-    known = pa.array(commit[0] >= 0)
+    valid = pa.array(commit[0] >= 0)
     high = (np.maximum(commit[0], 0) & 0x7FFF_FFFF) << 32 | np.maximum(commit[1], 0)
     event = pc.fill_null(_number(source, "event_serial_no"), 0).to_numpy(zero_copy_only=False)
     distance = np.maximum(commit[0] - change[0], 0)
@@ -240,7 +240,7 @@ def _sql_server(source: pa.StructArray) -> Pair:
     within[(distance > 63) | (change[0] < 0)] = 0
     low = np.clip(commit[2], 0, 0x7FFF) << 48 | within
     nothing = pa.scalar(None, pa.int64())
-    return pc.if_else(known, pa.array(high), nothing), pc.if_else(known, pa.array(low), nothing)
+    return pc.if_else(valid, pa.array(high), nothing), pc.if_else(valid, pa.array(low), nothing)
 
 
 _LSN_WIDTH = 22
@@ -259,15 +259,13 @@ def _lsn(text: pa.Array) -> tuple[Longs, Longs, Longs]:
     data = dense.buffers()[2] if len(dense) else b""
     digits = _DIGITS[np.frombuffer(data, np.uint8, len(dense) * _LSN_WIDTH).reshape(-1, _LSN_WIDTH)]
     whole = (digits < 16).all(axis=1) if digits.max(initial=0) > 15 else np.ones(len(digits), np.bool_)
-    found = np.full((3, len(text)), -1, np.int64)
+    lsn = np.full((3, len(text)), -1, np.int64)
     at = np.flatnonzero(fits.to_numpy(zero_copy_only=False))
-    for numbers, span, kind in zip(
-        found, (slice(0, 8), slice(9, 17), slice(18, 22)), (">u4", ">u4", ">u2"), strict=True
-    ):
+    for numbers, span, kind in zip(lsn, (slice(0, 8), slice(9, 17), slice(18, 22)), (">u4", ">u4", ">u2"), strict=True):
         part = digits[:, span]
-        joined = np.ascontiguousarray(part[:, 0::2] << 4 | part[:, 1::2]).view(kind).ravel()
-        numbers[at] = np.where(whole, joined.astype(np.int64), -1)
-    return found[0], found[1], found[2]
+        words = np.ascontiguousarray(part[:, 0::2] << 4 | part[:, 1::2]).view(kind).ravel()
+        numbers[at] = np.where(whole, words.astype(np.int64), -1)
+    return lsn[0], lsn[1], lsn[2]
 
 
 def _mongodb(source: pa.StructArray) -> Pair:

@@ -50,14 +50,14 @@ class IngestPlan:
     ranges: tuple[OffsetRange, ...]
     first: Mapping[int, int]
     """New partition → its first offset."""
-    lost: tuple[OffsetRange, ...]
+    losses: tuple[OffsetRange, ...]
     """Offsets that Kafka's retention removed before ingest. Empty unless the pipeline file accepts the loss."""
     lag: int
     """Offsets from the next offsets to the topic's end, over all partitions: at least as many as there are records."""
 
     @property
     def nothing_to_do(self) -> bool:
-        return not self.ranges and not self.first and not self.lost
+        return not self.ranges and not self.first and not self.losses
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def plan_ingest(
     *,
     within: Sequence[OffsetRange] | None = None,
     limit: int = BATCH_OFFSETS,
-    known: Mapping[str, TopicState] | None = None,
+    topic_states: Mapping[str, TopicState] | None = None,
 ) -> IngestPlan:
     """The plan of the next ingest batch: at most ``limit`` new offsets of a topic.
 
@@ -117,21 +117,21 @@ def plan_ingest(
     item = pipeline.input(topic)
     # The table before the topic: another writer may be ahead of what was known of the topic, never of the topic.
     state = raw.open_raw(pipeline.lake, item.pool, topic)
-    found = known.get(topic) if known is not None else None
-    if known is None or _is_behind(found, state):
-        found = led_state(pipeline.kafka, topic, LEADER_SECONDS)
-    if found is None:
+    topic_state = topic_states.get(topic) if topic_states is not None else None
+    if topic_states is None or _is_behind(topic_state, state):
+        topic_state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
+    if topic_state is None:
         raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
     if state is None:
-        for error in found.away.values():
+        for error in topic_state.away.values():
             raise error
-    if state is not None and not state.is_from(found.topic_id):
-        raise recreated(item, found)
-    first = _first_offsets(pipeline, item, found, state)
+    if state is not None and not state.is_from(topic_state.topic_id):
+        raise recreation_error(item, topic_state)
+    first = _first_offsets(pipeline, item, topic_state, state)
     position = dict(state.next if state else {}) | first
-    lost = _lost(item, found, state, position)
-    position |= {part.partition: part.end for part in lost}
-    ends = {p.partition: p.end for p in found.partitions}
+    losses = _losses(item, topic_state, state, position)
+    position |= {part.partition: part.end for part in losses}
+    ends = {p.partition: p.end for p in topic_state.partitions}
     ranges = new_ranges(position, ends)
     lag = sum(part.end - part.first for part in ranges)
     if within is not None:
@@ -143,7 +143,7 @@ def plan_ingest(
         ]
     if ranges:
         check_before_ingest(pipeline, item, state)
-    return IngestPlan(item, found, state, tuple(_limited(ranges, limit)), first, lost, lag)
+    return IngestPlan(item, topic_state, state, tuple(_within_limit(ranges, limit)), first, losses, lag)
 
 
 def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
@@ -170,20 +170,20 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source
         key,
         value,
         *source.known_ids(state),
-        closed=item.on_schema_change != "merge",
+        fixed_schema=item.on_schema_change != "merge",
         order=item.order,
     )
 
 
-def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: RawState | None) -> dict[int, int]:
+def _first_offsets(pipeline: Pipeline, item: Input, topic_state: TopicState, state: RawState | None) -> dict[int, int]:
     """New partition → its first offset.
 
     The first ingest records every partition of the topic, also empty partitions. A partition that the table does not know was
     therefore added later. Ingest reads such a partition from offset 0, whatever ``from`` says.
     """
     if state is not None:
-        return {part.partition: 0 for part in found.partitions if part.partition not in state.next}
-    fresh = found.partitions
+        return {part.partition: 0 for part in topic_state.partitions if part.partition not in state.next}
+    fresh = topic_state.partitions
     if item.start == "earliest":
         return {part.partition: part.low for part in fresh}
     if item.start == "latest":
@@ -192,26 +192,26 @@ def _first_offsets(pipeline: Pipeline, item: Input, found: TopicState, state: Ra
     return {part.partition: at.get(part.partition, part.end) for part in fresh}
 
 
-def recreated(item: Input, found: TopicState) -> TopicRecreated:
+def recreation_error(item: Input, topic_state: TopicState) -> TopicRecreated:
     return TopicRecreated(
         f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
-        f" {found.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
+        f" {topic_state.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
         " and its outputs another staging pool and other topics."
     )
 
 
-def _is_behind(known: TopicState | None, state: RawState | None) -> bool:
+def _is_behind(topic_state: TopicState | None, state: RawState | None) -> bool:
     """Whether the table is past the ends that were known of the topic."""
-    if known is None or state is None:
+    if topic_state is None or state is None:
         return False
-    return any(part.end < state.next.get(part.partition, 0) for part in known.partitions)
+    return any(part.end < state.next.get(part.partition, 0) for part in topic_state.partitions)
 
 
-def _lost(
-    item: Input, found: TopicState, state: RawState | None, position: Mapping[int, int]
+def _losses(
+    item: Input, topic_state: TopicState, state: RawState | None, position: Mapping[int, int]
 ) -> tuple[OffsetRange, ...]:
-    lost: list[OffsetRange] = []
-    for part in found.partitions:
+    losses: list[OffsetRange] = []
+    for part in topic_state.partitions:
         upcoming = position.get(part.partition, part.low)
         new = state is not None and part.partition not in state.next
         if part.end < upcoming:
@@ -222,19 +222,19 @@ def _lost(
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":
-                added = (
+                hint = (
                     " The partition was added after the pipeline began, so all its records are expected." if new else ""
                 )
                 raise DataLoss(
                     f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
-                    f" {part.low}; {part.low - upcoming} offsets are gone by retention, {upcoming} to {part.low - 1}.{added}"
+                    f" {part.low}; {part.low - upcoming} offsets are gone by retention, {upcoming} to {part.low - 1}.{hint}"
                     " Set on-data-loss: continue to accept that."
                 )
-            lost.append(OffsetRange(part.partition, upcoming, part.low))
-    return tuple(lost)
+            losses.append(OffsetRange(part.partition, upcoming, part.low))
+    return tuple(losses)
 
 
-def _limited(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
+def _within_limit(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
     """At most ``limit`` offsets in all, shared evenly so that no partition holds back the rest."""
     share = max(1, limit // max(1, len(ranges)))
     return [replace(part, end=min(part.end, part.first + share)) for part in ranges]

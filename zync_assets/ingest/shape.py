@@ -78,13 +78,13 @@ def looks_at_time(item: Input) -> bool:
             yield from texts(part)
 
     shape = item.shape or RecordShape(None, {})
-    named = [
+    expressions = [
         shape.where,
         item.order and item.order.by,
         *(text for side in shape.sides.values() for text in texts(side)),
     ]
-    found = (column for sql in named if sql is not None for column in columns(parse(sql).tree))
-    return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in found)
+    references = (column for sql in expressions if sql is not None for column in columns(parse(sql).tree))
+    return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in references)
 
 
 def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
@@ -94,10 +94,10 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
     """
     void, where, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
-    kept = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
-    shaped = [f"CASE WHEN {KEPT} THEN {made} END AS {side}" for side, made in sides.items()]
+    records = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
+    side_columns = [f"CASE WHEN {KEPT} THEN {sql} END AS {side}" for side, sql in sides.items()]
     orders = [] if order is None else [f"{order} AS `{ORDER}`"]
-    return kept.selectExpr(CONTROL, KEPT, "kafka", *shaped, "key_schema_id", "value_schema_id", *orders)
+    return records.selectExpr(CONTROL, KEPT, "kafka", *side_columns, "key_schema_id", "value_schema_id", *orders)
 
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
@@ -105,9 +105,9 @@ def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     ``tasks.looking``. Lazy."""
     void, where, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
-    made = " OR ".join(fails(sql) for sql in sides.values())
+    side_failures = " OR ".join(fails(sql) for sql in sides.values())
     always = " OR ".join(fails(sql) for sql in (where, order) if sql is not None)
-    wrong = f"CASE WHEN {always} THEN true WHEN {where} THEN {made} ELSE false END"
+    wrong = f"CASE WHEN {always} THEN true WHEN {where} THEN {side_failures} ELSE false END"
     return whole.where(f"CASE WHEN {CONTROL} IS NOT NULL THEN true ELSE {wrong} END").selectExpr(
         CONTROL, "kafka.partition AS partition", "kafka.offset AS offset"
     )
@@ -127,11 +127,11 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     sides: dict[str, str] = {}
     for side in ("key", "value"):
-        made = side
+        sql = side
         if side in shape.sides and not (side == "value" and "value" in void):
-            made = shape_sql(_shape_without(shape.sides[side], void))
-            _kind(whole, made, f"{place}.{side}", made)
-        sides[side] = made if side == "key" else f"CASE WHEN value IS NOT NULL THEN {made} END"
+            sql = shape_sql(_shape_without(shape.sides[side], void))
+            _kind(whole, sql, f"{place}.{side}", sql)
+        sides[side] = sql if side == "key" else f"CASE WHEN value IS NOT NULL THEN {sql} END"
     order = f"`{ORDER}`" if ORDER in frame.columns else None
     if item.order is not None and item.order.by is not None and item.order.path is None:
         place = f"input {item.topic}, order.by"
@@ -149,14 +149,14 @@ def _in_lake_names(place: str, shape: RecordShape, types: Sequence[pa.DataType])
         raise SchemaError(f"{place}: {problem}") from None
 
 
-def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
+def write_with_shape(pipeline: Pipeline, reading: Reading) -> BatchFiles:
     """Read, decode, shape and write. The source has the types of ``files.decoded_types``.
 
     Raises SchemaError if the shape does not fit the records or its result the table, FieldMissing for a field that no record
     has had where the file says so, and the errors of reading.
     """
     item, strict = reading.item, pipeline.missing_field == "fail"
-    expected: Expected | None = None
+    expectation: Expected | None = None
     baseline: list[NewSchema] = []
     initial: list[NewSchema] = []
     types_known = reading.source.key_type is not None or reading.source.value_type is not None
@@ -167,13 +167,13 @@ def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
         try:
             ends = job.run()
         except SchemaError:
-            fields = _expected(pipeline, job.reading.item, job.reading.source)
+            fields = _expectation(pipeline, job.reading.item, job.reading.source)
             if fields is not None and (not types_known or not strict or not fields.missing):
-                expected = fields
+                expectation = fields
                 if strict:
-                    expected.say()
-                source = replace(job.reading.source, **expected.types)
-                job = replace(job, reading=replace(job.reading, item=expected.item, source=source))
+                    expectation.say()
+                source = replace(job.reading.source, **expectation.types)
+                job = replace(job, reading=replace(job.reading, item=expectation.item, source=source))
                 continue
             if not types_known:
                 raise
@@ -190,21 +190,21 @@ def write_shaped(pipeline: Pipeline, reading: Reading) -> BatchFiles:
             continue
         source = job.reading.source
         wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
-        new_schemas = [found for end in ends for found in end.read.new_schemas]
+        new_schemas = [new_schema for end in ends for new_schema in end.read.new_schemas]
         if wider:
             # With the shape as the file has it: these records may have the missing fields.
-            job, expected = job.with_source(with_types(source, wider), item), None
+            job, expectation = job.with_source(with_types(source, wider), item), None
         elif firsts := first_schemas(source, item, new_schemas):
             baseline += firsts
-            job, expected = job.with_source(with_schemas(source, firsts), item), None
+            job, expectation = job.with_source(with_schemas(source, firsts), item), None
         else:
             break
-    if expected is not None:
-        expected.say()
+    if expectation is not None:
+        expectation.say()
     schemas = initial or [*baseline, *new_schemas]
-    decoded = commit_types(reading.lake, item, source, notes_of(schemas))
+    type_columns = commit_types(reading.lake, item, source, notes_of(schemas))
     schema = job.schema()
-    return batch_files(job.reading, ends, schema, schemas, shaped_notes(job.reading.item, source, decoded, schema))
+    return batch_files(job.reading, ends, schema, schemas, shaped_notes(job.reading.item, source, type_columns, schema))
 
 
 def _with_first_types(reading: Reading) -> tuple[Reading, list[NewSchema], list[NewSchema]]:
@@ -246,7 +246,7 @@ class _Job:
         if reading.orders is not None or ORDER in frame.columns:
             schema = schema.append(pa.field(ORDER, ORDER_TYPE))
         writer = Writer(reading.uri, reading.side_uri, reading.side_name, schema, reading.orders)
-        rows = self._collected(frame.mapInArrow(writer.run, "found binary"))
+        rows = self._collect(frame.mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:
             for error in (end.read.error, end.error):
@@ -261,8 +261,8 @@ class _Job:
         """
         most = MOST_FAILURES + 1
         with looking(self.reading.spark):
-            frame = failing_frame(_decoded(self.reading, self.rejections, None), self.reading.item)
-            rows = self._collected(frame.limit(most + len(self.reading.parts)))
+            frame = failing_frame(_decoded_frame(self.reading, self.rejections, None), self.reading.item)
+            rows = self._collect(frame.limit(most + len(self.reading.parts)))
         for row in rows:
             if row[CONTROL] is not None and (end := pickle.loads(bytes(row[CONTROL]))).error is not None:
                 raise end.error
@@ -273,7 +273,7 @@ class _Job:
         alone = replace(self, reading=replace(self.reading, parts=[part]))
         frame = alone._frame(None)
         try:
-            alone._collected(frame.drop("kafka", "key_schema_id", "value_schema_id").mapInArrow(_ends, "found binary"))
+            alone._collect(frame.drop("kafka", "key_schema_id", "value_schema_id").mapInArrow(_ends, "found binary"))
         except _FailsOnData as error:
             return str(error)
         return None
@@ -289,17 +289,17 @@ class _Job:
     def schema(self) -> pa.Schema:
         """The raw table's columns, with what the shape makes."""
         empty = replace(self.reading, parts=[])
-        made = shaped_frame(_decoded(empty, {}, None), self.reading.item)
-        return shaped_schema(self.reading.item, self.reading.source, self.reading.table, made)
+        frame = shaped_frame(_decoded_frame(empty, {}, None), self.reading.item)
+        return shaped_schema(self.reading.item, self.reading.source, self.reading.table, frame)
 
     def _frame(self, side_uri: str | None) -> DataFrame:
-        return shaped_frame(_decoded(self.reading, self.rejections, side_uri), self.reading.item)
+        return shaped_frame(_decoded_frame(self.reading, self.rejections, side_uri), self.reading.item)
 
-    def _collected(self, frame: DataFrame) -> list[Mapping[str, Any]]:
+    def _collect(self, frame: DataFrame) -> list[Mapping[str, Any]]:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 
-        with spark_failures(self._failed):
+        with spark_failures(self._task_failure):
             try:
                 return frame.collect()  # type: ignore[return-value]
             except (PySparkException, Py4JError) as error:
@@ -309,7 +309,7 @@ class _Job:
                     raise _FailsOnData(cause_line(error)) from error
                 raise
 
-    def _failed(self, text: str) -> ZyncError:
+    def _task_failure(self, text: str) -> ZyncError:
         return ZyncError(
             f"input {self.reading.item.topic}: a Spark task failed: {text}. Nothing was committed; run it again."
         )
@@ -325,11 +325,11 @@ def resolvable(
     try:
         shaped_frame(frame(source), item)
     except SchemaError:
-        expected = _expected(pipeline, item, source)
-        if expected is None:
+        expectation = _expectation(pipeline, item, source)
+        if expectation is None:
             raise
-        expected.say()
-        return expected.item, replace(source, **expected.types)
+        expectation.say()
+        return expectation.item, replace(source, **expectation.types)
     return item, source
 
 
@@ -338,38 +338,38 @@ def _failing(job: _Job) -> dict[tuple[int, int], str]:
 
     SchemaError if there are more than MOST_FAILURES; the error names the first record.
     """
-    found: dict[tuple[int, int], str] = {}
+    failures: dict[tuple[int, int], str] = {}
     try:
         failing = job.failing()
     except _Overflows:
         return _overflowing(job)
     texts = TEXTS if len(failing) <= MOST_FAILURES else 1
     for partition, offset in failing:
-        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(found) < texts else None
-        found[partition, offset] = words or "an expression fails on this record."
-    if len(found) > MOST_FAILURES:
-        (partition, offset), text = min(found.items())
+        words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(failures) < texts else None
+        failures[partition, offset] = words or "an expression fails on this record."
+    if len(failures) > MOST_FAILURES:
+        (partition, offset), text = min(failures.items())
         raise SchemaError(
             f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition}, offset"
             f" {offset}: {text} Nothing was committed; correct the shape (try_cast gives NULL where cast fails)."
         )
-    return found
+    return failures
 
 
 def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
     """(partition, offset) of the records on which the shape overflows Java's stack, with the reason. SchemaError if there are
     more than MOST."""
-    found: dict[tuple[int, int], str] = {}
+    overflows: dict[tuple[int, int], str] = {}
     for part in job.reading.parts:
-        for one in islice(culprits(part, job.overflows), MOST + 1):
-            found[one.partition, one.first] = TEXT
-        if len(found) > MOST:
-            partition, offset = min(found)
+        for record_range in islice(culprits(part, job.overflows), MOST + 1):
+            overflows[record_range.partition, record_range.first] = TEXT
+        if len(overflows) > MOST:
+            partition, offset = min(overflows)
             raise SchemaError(
                 f"input {job.reading.item.topic}: its shape fails on too many records, the first at partition {partition},"
                 f" offset {offset}: {TEXT} Nothing was committed; correct the shape."
             )
-    return found
+    return overflows
 
 
 def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -383,13 +383,13 @@ def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def shaped_records(reading: Reading) -> DataFrame:
     """The records of some ranges, shaped, as a lazy frame with the columns of a raw table; their types are looked at first."""
     types, _ = _first_look(reading)
-    decoded = _decoded(replace(reading, source=with_types(reading.source, types)), {}, None)
-    frame = shaped_frame(decoded, reading.item).filter(KEPT)
+    decoded_frame = _decoded_frame(replace(reading, source=with_types(reading.source, types)), {}, None)
+    frame = shaped_frame(decoded_frame, reading.item).filter(KEPT)
     sides = [side for side in ("key", "value") if frame.schema[side].dataType.simpleString() != "void"]
     return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
 
 
-def _decoded(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
+def _decoded_frame(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
     reader = reader_of(reading, rejections, side_uri)
     schema = spark_schema(decoded_schema(reading.source))
     return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
@@ -409,23 +409,23 @@ def _first_look(reading: Reading) -> tuple[list[Types], list[NewSchema]]:
             new_schemas += chunk.new_schemas
         return types, new_schemas
 
-    found = run_tasks(reading.spark, len(parts), work)
-    return [types for types, _ in _in_order(parts, found)], [each for _, schemas in found for each in schemas]
+    results = run_tasks(reading.spark, len(parts), work)
+    return [types for types, _ in _in_order(parts, results)], [each for _, schemas in results for each in schemas]
 
 
-def _in_order(parts: Sequence[OffsetRange], found: Sequence[T]) -> list[T]:
+def _in_order(parts: Sequence[OffsetRange], results: Sequence[T]) -> list[T]:
     """The results of the parts, sorted by partition and offset. The order of types must not depend on Spark's division of
     the work."""
-    return [each for _, each in sorted(zip(parts, found, strict=True), key=lambda pair: pair[0])]
+    return [each for _, each in sorted(zip(parts, results, strict=True), key=lambda pair: pair[0])]
 
 
-def _kind(frame: DataFrame, sql: str, place: str, shown: str | None) -> str:
+def _kind(frame: DataFrame, sql: str, place: str, label: str | None) -> str:
     from pyspark.errors import AnalysisException, ParseException
 
     try:
         return frame.selectExpr(f"{sql} AS `it`").schema["it"].dataType.simpleString()
     except (AnalysisException, ParseException) as error:
-        raise SchemaError(f"{place}: {shown}: {short(error)}") from error
+        raise SchemaError(f"{place}: {label}: {short(error)}") from error
 
 
 def _without(sql: str, void: Sequence[str]) -> str:
@@ -442,7 +442,7 @@ def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
     return {name: _shape_without(part, void) for name, part in shape.items()}
 
 
-def _expected(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
+def _expectation(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
     """The fields that the shape of an input names and no record has had."""
     types = {"key": source.key_type, "value": source.value_type}
     return expected_fields(pipeline, item, types, {"key": source.key_schemas, "value": source.value_schemas})

@@ -53,7 +53,7 @@ class Source:
     key_schemas: tuple[int, ...] = ()
     value_schemas: tuple[int, ...] = ()
     """The registry ids that came before, in that order."""
-    closed: bool = False
+    fixed_schema: bool = False
     """Whether records of a schema with other columns go into quarantine."""
     order: SourceOrder | None = None
     """The pipeline file's order of the input."""
@@ -104,9 +104,9 @@ def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
     registry = Registry(source.registry) if source.registry else None
     schema_of = registry.schema if registry else _no_registry
 
-    def decoder(side: str, form: SideFormat, type: pa.DataType | None, known: tuple[int, ...]) -> Decoder:
+    def decoder(side: str, form: SideFormat, type: pa.DataType | None, schema_ids: tuple[int, ...]) -> Decoder:
         try:
-            return make_decoder(form, schema_of, type, schema_ids=known, fixed_schema=source.closed)
+            return make_decoder(form, schema_of, type, schema_ids=schema_ids, fixed_schema=source.fixed_schema)
         except SchemaError as error:
             raise SchemaError(
                 f"topic {source.topic}: the pipeline file's format and schema of the {side} do not fit the raw table that is"
@@ -168,18 +168,18 @@ def _decode(
     if orders is not None:
         records = records.append_column(ORDER, orders)
     last_time = int(times[-1])
-    found = new_schemas(partition, batch.column("offset"), keys, values)
+    arrivals = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:
-        return Chunk(records, _no_rows(), last_time, found)
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, found)
+        return Chunk(records, _no_rows(), last_time, arrivals)
+    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
 
 
 def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> tuple[NewSchema, ...]:
     """The writer schemas that came for the first time, with their places."""
     return tuple(
-        NewSchema(side, partition, offsets[found.index].as_py(), found)
-        for side, decoded in (("key", keys), ("value", values))
-        for found in decoded.arrivals
+        NewSchema(side, partition, offsets[arrival.index].as_py(), arrival)
+        for side, batch in (("key", keys), ("value", values))
+        for arrival in batch.arrivals
     )
 
 
@@ -261,12 +261,12 @@ def first_schemas(source: Source, item: Input, schemas: Sequence[NewSchema]) -> 
         return []
     firsts: list[NewSchema] = []
     for side in _SIDES:
-        ordered = _ordered(schemas, side)
+        side_schemas = _in_order(schemas, side)
         ids, type = getattr(source, f"{side}_schemas"), getattr(source, f"{side}_type")
-        if not ordered or ids or (ordered[0].schema.schema_id is None and type is not None):
+        if not side_schemas or ids or (side_schemas[0].schema.schema_id is None and type is not None):
             continue
-        if any(diff for _, diff, _ in _schema_steps(item, ordered, side, None)):
-            firsts.append(ordered[0])
+        if any(diff for _, diff, _ in _schema_steps(item, side_schemas, side, None)):
+            firsts.append(side_schemas[0])
     return firsts
 
 
@@ -291,7 +291,7 @@ def schema_changes(
     changes: list[SchemaChange] = []
     for side in _SIDES:
         column = getattr(source, f"{side}_type")
-        for each, diff, in_table in _schema_steps(item, _ordered(schemas, side), side, column):
+        for each, diff, in_table in _schema_steps(item, _in_order(schemas, side), side, column):
             number, partition, offset = each.schema.schema_id, each.partition, each.offset
             if diff:
                 changes.append(SchemaChange(side, number, partition, offset, diff, in_table))
@@ -334,24 +334,24 @@ def with_lacking_fields(
 
 def notes_of(schemas: Sequence[NewSchema]) -> dict[str, Note]:
     """Side → what all schemas that came say of the whole key or value."""
-    found: dict[str, Note] = {}
+    side_notes: dict[str, Note] = {}
     for each in schemas:
         note = optional(each.schema.note)
-        found[each.side] = common_note(found[each.side], note) if each.side in found else note
-    return found
+        side_notes[each.side] = common_note(side_notes[each.side], note) if each.side in side_notes else note
+    return side_notes
 
 
-def with_side_notes(schema: pa.Schema, known: pa.Schema | None, notes: Mapping[str, Note]) -> pa.Schema:
+def with_side_notes(schema: pa.Schema, table: pa.Schema | None, notes: Mapping[str, Note]) -> pa.Schema:
     """A raw table's columns; ``key`` and ``value`` have the notes, as far as the table says the same of the records before.
 
-    ``known``: the table's columns before the batch; None if there is no table.
+    ``table``: the table's columns before the batch; None if there is no table.
     """
     for side in _SIDES:
         if side in schema.names:
             column = schema.field(side)
             own = [notes[side]] if side in notes else []
-            if known is not None and side in known.names:
-                column = column.with_metadata(known.field(side).metadata)
+            if table is not None and side in table.names:
+                column = column.with_metadata(table.field(side).metadata)
                 own.append(connect_note_of(column))
             if own:
                 schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(common_note, own)))
@@ -367,39 +367,39 @@ def _type_of(registry: Registry, number: int) -> pa.DataType | None:
 
 
 def _schema_steps(
-    item: Input, ordered: Sequence[NewSchema], side: str, column: pa.DataType | None
+    item: Input, side_schemas: Sequence[NewSchema], side: str, column: pa.DataType | None
 ) -> Iterator[tuple[NewSchema, tuple[str, ...], bool]]:
     """Each new schema of a side once, in order, with its differences from the known schemas, and whether it becomes known.
 
     ``column``: the column's type after the batch.
     """
-    known = ordered[0].schema.before if ordered else ()
+    types = side_schemas[0].schema.before if side_schemas else ()
     ids: set[int] = set()
-    for each in ordered:
+    for each in side_schemas:
         schema = each.schema
         if schema.schema_id in ids:
             continue
-        type, diff = _change(known, schema.type, side, of_table=schema.schema_id is None)
+        type, diff = _change(types, schema.type, side, of_table=schema.schema_id is None)
         if schema.schema_id is not None:
             ids.add(schema.schema_id)
-        elif known and not diff:
+        elif types and not diff:
             continue
         in_table = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
         if in_table:
-            known = (*known, type)
+            types = (*types, type)
         yield each, diff, in_table
 
 
 def _change(
-    known: tuple[pa.DataType, ...], type: pa.DataType, side: str, *, of_table: bool
+    types: tuple[pa.DataType, ...], type: pa.DataType, side: str, *, of_table: bool
 ) -> tuple[pa.DataType, tuple[str, ...]]:
     """The type to know from now on, and what it changes. ``of_table``: types are the table's, not a writer's."""
-    if not of_table or not known:
-        return type, tuple(differences(known[-1], type, side)) if is_change(known, type) else ()
-    if not _merges(known[-1], type):
-        return known[-1], tuple(differences(known[-1], type, side))
-    merged = merge_types(known[-1], type, side)
-    return merged, tuple(differences(known[-1], merged, side))
+    if not of_table or not types:
+        return type, tuple(differences(types[-1], type, side)) if is_change(types, type) else ()
+    if not _merges(types[-1], type):
+        return types[-1], tuple(differences(types[-1], type, side))
+    merged_type = merge_types(types[-1], type, side)
+    return merged_type, tuple(differences(types[-1], merged_type, side))
 
 
 def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
@@ -410,7 +410,7 @@ def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
     return True
 
 
-def _ordered(schemas: Sequence[NewSchema], side: str) -> list[NewSchema]:
+def _in_order(schemas: Sequence[NewSchema], side: str) -> list[NewSchema]:
     """A side's new schemas by partition and offset."""
     new = (each for each in schemas if each.side == side and each.schema.is_new)
     return sorted(new, key=lambda each: (each.partition, each.offset))

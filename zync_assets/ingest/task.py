@@ -158,7 +158,7 @@ class Carrier:
         self.first: Order | None = None
         self.last = None if orders is None else orders.get(partition, LOWEST)
 
-    def carried(self, records: pa.RecordBatch) -> pa.RecordBatch:
+    def carry(self, records: pa.RecordBatch) -> pa.RecordBatch:
         records, self.last = with_orders(records, self.last)
         if self.first is None and records.num_rows:
             self.first = order_at(records.column(ORDER), 0) if ORDER in records.schema.names else LOWEST
@@ -171,7 +171,7 @@ def write_part(reader: Reader, index: int, uri: str) -> TaskEnd:
     orders = Carrier(reader.orders, part.partition)
     with RangeWriter(uri, part.partition) as data:
         for records in reader.records(part, end):
-            data.write(orders.carried(records))
+            data.write(orders.carry(records))
     return TaskEnd(end, data.files, first_order=orders.first, last_order=orders.last)
 
 
@@ -235,12 +235,12 @@ class Writer:
                 partition = kafka[0]["partition"].as_py()
                 data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition, self.side_name)
                 orders = Carrier(self.orders, partition)
-            rows = orders.carried(rows)
-            kept = rows.column(KEPT)
-            out = kafka.filter(pc.invert(kept))
+            rows = orders.carry(rows)
+            in_shape = rows.column(KEPT)
+            out = kafka.filter(pc.invert(in_shape))
             left_out += len(out)
             side.write(gaps.add(out))
-            data.write(shaped_batch(kafka.filter(kept), rows.filter(kept), self.schema))
+            data.write(shaped_batch(kafka.filter(in_shape), rows.filter(in_shape), self.schema))
         if data is None or side is None or orders is None:
             return TaskEnd(read)
         side.write(gaps.rest())

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from zync_assets import offsets
 from zync_assets.errors import SchemaError
 from zync_assets.ingest import files as ingest_files
-from zync_assets.ingest.files import Reading, batch_files, with_carried
+from zync_assets.ingest.files import Reading, batch_files, carry_times
 from zync_assets.ingest.order import connector_of, own_orders, source_name
 from zync_assets.ingest.source import Source
 from zync_assets.ingest.task import ReadEnd, Reader, write_part
@@ -208,7 +208,7 @@ def test_orders_never_run_back_however_ingest_is_cut(batches: list[list[list[lis
             reading = Reading(None, lake, INPUT, source, ranges, 0, SCHEMA, 1, orders=before)  # type: ignore[arg-type]
             reader = GivenReader(source, ranges, 0, {}, before, {}, None, "", chunks)
             ends = [write_part(reader, index, reading.uri) for index in range(len(ranges))]
-            files, _, after = with_carried(reading, batch_files(reading, ends, SCHEMA, [], {}))
+            files, _, after = carry_times(reading, batch_files(reading, ends, SCHEMA, [], {}))
             for item in sorted(files.files, key=lambda item: item.first or 0):
                 table = pq.read_table(Path(reading.uri, item.path))
                 rows = table.column(ORDER).to_pylist() if ORDER in table.column_names else [None] * item.records

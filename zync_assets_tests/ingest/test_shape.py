@@ -167,8 +167,8 @@ def test_many_failures_among_many_records_take_few_jobs(make: Make, monkeypatch:
     """Fields that nest and repeat, nulls, and conditions that fail: all are found at once."""
     monkeypatch.setattr(shape, "TEXTS", 3)
     runs: list[object] = []
-    collected = shape._Job._collected  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(shape._Job, "_collected", lambda job, frame: runs.append(job) or collected(job, frame))  # pyright: ignore[reportPrivateUsage, reportUnknownLambdaType]
+    collect = shape._Job._collect  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(shape._Job, "_collect", lambda job, frame: runs.append(job) or collect(job, frame))  # pyright: ignore[reportPrivateUsage, reportUnknownLambdaType]
     it = make("{where: CAST(value.op AS INT) = 1, value: {id: value.id, n: {m: CAST(value.v AS INT)}}}")
     records: list[Any] = [row(number, "1", "1") for number in range(1200)]
     for number in range(0, 1200, 30):
