@@ -72,14 +72,14 @@ def obstacle() -> str | None:
     """Why numba can keep no compiled code, and the cure; None if it can. Loads nothing."""
     own = os.environ.get("NUMBA_CACHE_DIR")
     folders = [Path(own)] if own else [Path(__file__).parent, Path.home() / ".cache"]
-    if any(_existing(folder).is_dir() and os.access(_existing(folder), os.W_OK) for folder in folders):
+    if any(_nearest_folder(folder).is_dir() and os.access(_nearest_folder(folder), os.W_OK) for folder in folders):
         return None
     return f"numba can write its compiled code to none of {', '.join(map(str, folders))}; {_CURE}"
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_folder(folder: Path) -> Path:
     """The folder, or its nearest existing parent."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
 
 
 def _nothing() -> None: ...

@@ -147,18 +147,20 @@ def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "va
     return wide
 
 
-def wider_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """The narrowest type that holds the values of both; of string and bytes the first; None if there is none."""
     kinds = pa.types
-    if one == other or (_is_text(one) and _is_text(other)):
-        return one
-    if one in _INTEGERS and other in _INTEGERS:
-        return max(one, other, key=_INTEGERS.index)
-    numbers = [kind for kind in (one, other) if kind in _INTEGERS or kinds.is_float32(kind) or kinds.is_float64(kind)]
+    if first == second or (_is_text(first) and _is_text(second)):
+        return first
+    if first in _INTEGERS and second in _INTEGERS:
+        return max(first, second, key=_INTEGERS.index)
+    numbers = [
+        kind for kind in (first, second) if kind in _INTEGERS or kinds.is_float32(kind) or kinds.is_float64(kind)
+    ]
     if len(numbers) == 2:
         return pa.float64()
-    parts = [(kind.precision - kind.scale, kind.scale) for kind in (one, other) if kinds.is_decimal(kind)]
-    parts += [(_DIGITS[kind], 0) for kind in (one, other) if kind in _INTEGERS]
+    parts = [(kind.precision - kind.scale, kind.scale) for kind in (first, second) if kinds.is_decimal(kind)]
+    parts += [(_DIGITS[kind], 0) for kind in (first, second) if kind in _INTEGERS]
     if len(parts) < 2:
         return None
     whole, scale = (max(part[index] for part in parts) for index in (0, 1))
@@ -347,8 +349,8 @@ def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[
     elif kinds.is_map(before) and kinds.is_map(after):
         yield from differences(before.item_type, after.item_type, f"{path}{{}}")
     elif before != after:
-        both = wider_type(before, after)
-        word = "widened" if both == after else "narrowed" if both == before else "changed"
+        common_type = wider_type(before, after)
+        word = "widened" if common_type == after else "narrowed" if common_type == before else "changed"
         yield f"{word} {path} from {_name(before)} to {_name(after)}"
 
 

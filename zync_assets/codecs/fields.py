@@ -196,9 +196,9 @@ def original(field: pa.Field) -> str:
     return field.name if name is None else name.decode()
 
 
-def in_lake(field: pa.Field, others: Collection[str] = ()) -> pa.Field:
-    """The field under the lake's names, its inner fields too. ``others``: the names of the fields before it."""
-    name, type = lake_name(original(field), others), lake_type_of(field.type)
+def in_lake(field: pa.Field, siblings: Collection[str] = ()) -> pa.Field:
+    """The field under the lake's names, its inner fields too. ``siblings``: the names of the fields before it."""
+    name, type = lake_name(original(field), siblings), lake_type_of(field.type)
     if name == field.name and type is field.type:
         return field
     notes = dict(field.metadata or {})
@@ -214,8 +214,8 @@ def lake_type_of(type: pa.DataType) -> pa.DataType:
     if kinds.is_struct(type):
         old, new = fields_of(type), list[pa.Field]()
         for field in old:
-            new.append(in_lake(field, [other.name for other in new]))
-        return type if all(one is other for one, other in zip(old, new, strict=True)) else pa.struct(new)
+            new.append(in_lake(field, [sibling.name for sibling in new]))
+        return type if all(field is sibling for field, sibling in zip(old, new, strict=True)) else pa.struct(new)
     if kinds.is_list(type):
         inner = lake_type_of(type.value_type)
         return type if inner is type.value_type else pa.list_(inner)
@@ -310,8 +310,8 @@ def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.Da
             for number, indices in at.items()
             if index in indices
         }
-        other = {*lacking(item)} - writers.keys()
-        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other))
+        other_ids = {*lacking(item)} - writers.keys()
+        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other_ids))
     return pa.struct(fields)
 
 
@@ -395,7 +395,7 @@ def unit_factor(target: pa.Field, source: pa.Field) -> int | None:
     to, of = unit_of(target), unit_of(source)
     if not to or not of or to == of:
         return 1
-    (kind, _, fine), (other, _, coarse) = to.rpartition("-"), of.rpartition("-")
-    if kind != other or _FACTORS[coarse] < _FACTORS[fine]:
+    (kind, _, fine), (other_kind, _, coarse) = to.rpartition("-"), of.rpartition("-")
+    if kind != other_kind or _FACTORS[coarse] < _FACTORS[fine]:
         return None
     return _FACTORS[coarse] // _FACTORS[fine]

@@ -39,9 +39,9 @@ _ESCAPE_PATTERN = re.compile(rf"{_FORBIDDEN.pattern}|%(?=[0-9A-Fa-f]{{2}})")
 _CODE_PATTERN = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
 
-def lake_name(name: str, others: Collection[str] = ()) -> str:
-    """The name of a field in the lake, beside ``others``: the lake's names of the fields before it in its struct."""
-    names = {other.lower() for other in others}
+def lake_name(name: str, siblings: Collection[str] = ()) -> str:
+    """The name of a field in the lake, beside ``siblings``: the lake's names of the fields before it in its struct."""
+    names = {sibling.lower() for sibling in siblings}
     candidate = escape(name)
     letter_places = [at for at, letter in enumerate(name) if letter.lower() != letter.upper()]
     for count in range(1, len(letter_places) + 1):
@@ -140,10 +140,10 @@ class _Parser:
             at = match.end()
         self.at = 0
 
-    def error(self, what: str, position: int | None = None) -> SchemaError:
+    def error(self, problem: str, position: int | None = None) -> SchemaError:
         if position is None:
             position = self.tokens[self.at][2] if self.at < len(self.tokens) else self.size
-        return SchemaError(f"the DDL type {self.ddl!r}: {what} at character {position + 1}")
+        return SchemaError(f"the DDL type {self.ddl!r}: {problem} at character {position + 1}")
 
     def peek(self) -> str:
         """The next sign or word in lower case; "" at the end or at a quoted name."""

@@ -101,7 +101,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     return RawCommit(
         item.topic,
         plan.ranges,
-        sum(each.records for each in files.files),
+        sum(file.records for file in files.files),
         sum(advance.bad.values()),
         until,
         tuple(added_fields(reading.table, schema)) if plan.state else (),
@@ -140,8 +140,8 @@ def _advance(
     next_offsets = plan.state.next if plan.state else {}
     ends = {**plan.first, **{part.partition: part.end for part in (*plan.losses, *plan.ranges)}}
     bad = Counter[int]()
-    for each in (*files.bad, *lost_files):
-        bad[each.partition or 0] += each.records
+    for file in (*files.bad, *lost_files):
+        bad[file.partition or 0] += file.records
     return RawAdvance(
         plan.input.topic,
         plan.topic_state.topic_id,
@@ -151,7 +151,7 @@ def _advance(
         {partition: end for partition, end in ends.items() if next_offsets.get(partition) != end},
         bad=bad,
         left_out=files.left_out,
-        attempts={each.partition or 0: reading.attempt for each in (*files.bad, *lost_files, *files.dropped)},
+        attempts={file.partition or 0: reading.attempt for file in (*files.bad, *lost_files, *files.dropped)},
         times=times,
         writers=writers,
     )
@@ -202,14 +202,14 @@ def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> Non
         return
     if not bad:
         return
-    lowest = min(bad, key=lambda each: (each.partition or 0, each.first or 0))
+    lowest = min(bad, key=lambda file: (file.partition or 0, file.first or 0))
     place = (lowest.partition or 0, lowest.first or 0)
     uri = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
     row = rows_at(uri, [lowest], place[0], [place[1]], ["stage", "error"])[place[1]]
     first = QuarantinedRecord(
         item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False
     )
-    admit(pipeline, item, plan.state, sum(each.records for each in bad), first, "ingest")
+    admit(pipeline, item, plan.state, sum(file.records for file in bad), first, "ingest")
 
 
 def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:

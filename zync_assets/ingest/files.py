@@ -191,7 +191,9 @@ def write_plain(reading: Reading) -> BatchFiles:
     while True:
         reader, uri = reader_of(reading, {}, reading.side_uri), reading.uri
         ends = run_tasks(
-            reading.spark, len(reading.parts), lambda index, each=reader, to=uri: write_part(each, index, to)
+            reading.spark,
+            len(reading.parts),
+            lambda index, part_reader=reader, to=uri: write_part(part_reader, index, to),
         )
         pairs = sorted((pair for end in ends for pair in end.files), key=lambda pair: _place(pair[0]))
         new_schemas = [new_schema for end in ends for new_schema in end.read.new_schemas]
@@ -325,11 +327,11 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFram
     """
     types: dict[str, pa.DataType] = {}
     for side in ("key", "value"):
-        have = table.field(side).type if side in table.names else None
+        table_type = table.field(side).type if side in table.names else None
         try:
             kind = with_notes(arrow_type(frame.schema[side].dataType))
             side_type = output_schemas.with_notes(kind, _notes(item, source, side, kind))
-            types[side] = merge_types(have, side_type, side)
+            types[side] = merge_types(table_type, side_type, side)
         except SchemaError as error:
             raise SchemaError(
                 f"input {item.topic}, shape: the result does not fit the columns of the raw table: {error}. Nothing was"

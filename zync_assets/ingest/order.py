@@ -53,7 +53,11 @@ def connector_of(value: pa.DataType) -> Connector | None:
     if not pa.types.is_struct(value) or value.get_field_index("source") < 0:
         return None
     source = value.field("source").type
-    return next((each for each in _CONNECTORS if each.fits(source)), None) if pa.types.is_struct(source) else None
+    return (
+        next((connector for connector in _CONNECTORS if connector.fits(source)), None)
+        if pa.types.is_struct(source)
+        else None
+    )
 
 
 def has_orders(order: SourceOrder | None, value: pa.DataType | None) -> bool:
@@ -103,7 +107,7 @@ def order_sql(sql: str, kind: pa.DataType, place: str) -> str:
     pair = [(sql, kind)]
     if pa.types.is_struct(kind):
         pair = [(f"{sql}.{name_sql(item.name)}", item.type) for item in kind]
-    high, low = [*(_long_sql(*each) for each in pair), "0L"][:2]
+    high, low = [*(_long_sql(*part) for part in pair), "0L"][:2]
     return f"CASE WHEN {high} IS NOT NULL THEN named_struct('high', {high}, 'low', coalesce({low}, 0L)) END"
 
 
@@ -127,7 +131,7 @@ def _at_path(place: str, path: tuple[str, ...], columns: Mapping[str, pa.Array])
             return None  # the records have nulls alone so far
         names = [item.name for item in column.type] if pa.types.is_struct(column.type) else []
         # Spark SQL compares names without regard to case, and so does a path.
-        exact = [each for each in names if each == name] or [each for each in names if each.lower() == name.lower()]
+        exact = [item for item in names if item == name] or [item for item in names if item.lower() == name.lower()]
         if not exact:
             raise SchemaError(
                 f"{place}: the records have no field {name}. Nothing was ingested. Correct the name in the pipeline file."
@@ -189,20 +193,20 @@ def _postgres(source: pa.StructArray) -> Pair:
 
 def _sequence(text: pa.Array) -> Pair:
     """The two numbers of each text such as ``["24023128","24023400"]``. Null where a text has no number."""
-    some = pc.is_valid(text)
-    dense = text.filter(some)
+    valid = pc.is_valid(text)
+    dense = text.filter(valid)
     # Whole texts of two numbers are the common case, and a split is quicker than a regular expression.
     try:
         numbers = pc.split_pattern(pc.utf8_slice_codeunits(dense, 2, -2), '","').flatten().cast(pa.int64())
     except pa.ArrowInvalid:
         numbers = pa.array([], pa.int64())
     if len(numbers) == 2 * len(dense):
-        both = numbers.to_numpy(zero_copy_only=False).reshape(-1, 2)
-        pair = [pa.array(np.ascontiguousarray(both[:, side])) for side in (0, 1)]
+        numbers_by_row = numbers.to_numpy(zero_copy_only=False).reshape(-1, 2)
+        pair = [pa.array(np.ascontiguousarray(numbers_by_row[:, side])) for side in (0, 1)]
     else:
         match = pc.extract_regex(dense, _SEQUENCE)
         pair = [_digits(pc.struct_field(match, side)) for side in ("high", "low")]
-    high, low = (pc.replace_with_mask(pa.nulls(len(text), pa.int64()), some, each) for each in pair)
+    high, low = (pc.replace_with_mask(pa.nulls(len(text), pa.int64()), valid, half) for half in pair)
     return high, low
 
 

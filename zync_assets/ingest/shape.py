@@ -159,8 +159,8 @@ def write_with_shape(pipeline: Pipeline, reading: Reading) -> BatchFiles:
     expectation: Expected | None = None
     baseline: list[NewSchema] = []
     initial: list[NewSchema] = []
-    types_known = reading.source.key_type is not None or reading.source.value_type is not None
-    if not types_known:
+    has_types = reading.source.key_type is not None or reading.source.value_type is not None
+    if not has_types:
         reading, baseline, initial = _with_first_types(reading)
     job = _Job(reading, {})
     while True:
@@ -168,17 +168,17 @@ def write_with_shape(pipeline: Pipeline, reading: Reading) -> BatchFiles:
             ends = job.run()
         except SchemaError:
             fields = _expectation(pipeline, job.reading.item, job.reading.source)
-            if fields is not None and (not types_known or not strict or not fields.missing):
+            if fields is not None and (not has_types or not strict or not fields.missing):
                 expectation = fields
                 if strict:
                     expectation.say()
                 source = replace(job.reading.source, **expectation.types)
                 job = replace(job, reading=replace(job.reading, item=expectation.item, source=source))
                 continue
-            if not types_known:
+            if not has_types:
                 raise
             # The shape may need a field that comes with this batch.
-            types_known = False
+            has_types = False
             reading, baseline, initial = _with_first_types(reading)
             job = _Job(reading, {})
             continue
@@ -217,8 +217,8 @@ def _with_first_types(reading: Reading) -> tuple[Reading, list[NewSchema], list[
     firsts = first_schemas(reading.source, reading.item, new_schemas)
     source = with_schemas(reading.source, firsts)
     sides = {first.side for first in firsts}
-    others = [(None if "key" in sides else key, None if "value" in sides else value) for key, value in types]
-    return replace(reading, source=with_types(source, others)), firsts, [] if firsts else new_schemas
+    side_types = [(None if "key" in sides else key, None if "value" in sides else value) for key, value in types]
+    return replace(reading, source=with_types(source, side_types)), firsts, [] if firsts else new_schemas
 
 
 class _FailsOnData(Exception):
@@ -270,10 +270,10 @@ class _Job:
 
     def fails(self, part: OffsetRange) -> str | None:
         """Spark's error for a failing expression in this part; None if no expression fails. Writes nothing."""
-        alone = replace(self, reading=replace(self.reading, parts=[part]))
-        frame = alone._frame(None)
+        part_job = replace(self, reading=replace(self.reading, parts=[part]))
+        frame = part_job._frame(None)
         try:
-            alone._collect(frame.drop("kafka", "key_schema_id", "value_schema_id").mapInArrow(_ends, "found binary"))
+            part_job._collect(frame.drop("kafka", "key_schema_id", "value_schema_id").mapInArrow(_ends, "found binary"))
         except _FailsOnData as error:
             return str(error)
         return None
@@ -410,13 +410,15 @@ def _first_look(reading: Reading) -> tuple[list[Types], list[NewSchema]]:
         return types, new_schemas
 
     results = run_tasks(reading.spark, len(parts), work)
-    return [types for types, _ in _in_order(parts, results)], [each for _, schemas in results for each in schemas]
+    return [types for types, _ in _in_order(parts, results)], [
+        new_schema for _, schemas in results for new_schema in schemas
+    ]
 
 
 def _in_order(parts: Sequence[OffsetRange], results: Sequence[T]) -> list[T]:
     """The results of the parts, sorted by partition and offset. The order of types must not depend on Spark's division of
     the work."""
-    return [each for _, each in sorted(zip(parts, results, strict=True), key=lambda pair: pair[0])]
+    return [result for _, result in sorted(zip(parts, results, strict=True), key=lambda pair: pair[0])]
 
 
 def _kind(frame: DataFrame, sql: str, place: str, label: str | None) -> str:

@@ -291,8 +291,8 @@ def schema_changes(
     changes: list[SchemaChange] = []
     for side in _SIDES:
         column = getattr(source, f"{side}_type")
-        for each, diff, in_table in _schema_steps(item, _in_order(schemas, side), side, column):
-            number, partition, offset = each.schema.schema_id, each.partition, each.offset
+        for new_schema, diff, in_table in _schema_steps(item, _in_order(schemas, side), side, column):
+            number, partition, offset = new_schema.schema.schema_id, new_schema.partition, new_schema.offset
             if diff:
                 changes.append(SchemaChange(side, number, partition, offset, diff, in_table))
             if in_table:
@@ -318,11 +318,11 @@ def with_lacking_fields(
     if source.registry is None:
         return schema
     registry = Registry(source.registry)
-    for side in {each.side for each in writers if each.id is not None} & set(schema.names):
+    for side in {writer.side for writer in writers if writer.id is not None} & set(schema.names):
         ids = [
-            each.id
-            for each in (*(state.writers if state else ()), *writers)
-            if each.side == side and each.id is not None
+            writer.id
+            for writer in (*(state.writers if state else ()), *writers)
+            if writer.side == side and writer.id is not None
         ]
         column = schema.field(side)
         if len(ids) > 1:
@@ -335,9 +335,11 @@ def with_lacking_fields(
 def notes_of(schemas: Sequence[NewSchema]) -> dict[str, Note]:
     """Side → what all schemas that came say of the whole key or value."""
     side_notes: dict[str, Note] = {}
-    for each in schemas:
-        note = optional(each.schema.note)
-        side_notes[each.side] = common_note(side_notes[each.side], note) if each.side in side_notes else note
+    for new_schema in schemas:
+        note = optional(new_schema.schema.note)
+        side_notes[new_schema.side] = (
+            common_note(side_notes[new_schema.side], note) if new_schema.side in side_notes else note
+        )
     return side_notes
 
 
@@ -375,8 +377,8 @@ def _schema_steps(
     """
     types = side_schemas[0].schema.before if side_schemas else ()
     ids: set[int] = set()
-    for each in side_schemas:
-        schema = each.schema
+    for new_schema in side_schemas:
+        schema = new_schema.schema
         if schema.schema_id in ids:
             continue
         type, diff = _change(types, schema.type, side, of_table=schema.schema_id is None)
@@ -387,7 +389,7 @@ def _schema_steps(
         in_table = _merges(column, schema.type) and (not diff or item.on_schema_change == "merge")
         if in_table:
             types = (*types, type)
-        yield each, diff, in_table
+        yield new_schema, diff, in_table
 
 
 def _change(
@@ -412,5 +414,5 @@ def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:
 
 def _in_order(schemas: Sequence[NewSchema], side: str) -> list[NewSchema]:
     """A side's new schemas by partition and offset."""
-    new = (each for each in schemas if each.side == side and each.schema.is_new)
-    return sorted(new, key=lambda each: (each.partition, each.offset))
+    new = (new_schema for new_schema in schemas if new_schema.side == side and new_schema.schema.is_new)
+    return sorted(new, key=lambda new_schema: (new_schema.partition, new_schema.offset))

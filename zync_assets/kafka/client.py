@@ -220,9 +220,9 @@ class Connection:
 
     def unavailable(self, doing: str) -> BrokerUnavailable:
         """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
-        why = f" ({self.trouble.str()})" if self.trouble is not None else ""
+        reason = f" ({self.trouble.str()})" if self.trouble is not None else ""
         return BrokerUnavailable(
-            f"no Kafka broker answered at {self.servers} while {doing}{why}; "
+            f"no Kafka broker answered at {self.servers} while {doing}{reason}; "
             "check bootstrap.servers and that the broker is up"
         )
 

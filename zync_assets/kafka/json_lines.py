@@ -222,7 +222,7 @@ def render(
     }
 
 
-def _render(data: bytes | None, registry: Registry | None, rendering: Rendering, what: str) -> Any:
+def _render(data: bytes | None, registry: Registry | None, rendering: Rendering, label: str) -> Any:
     if data is None:
         return None
     if rendering == "bytes":
@@ -231,7 +231,7 @@ def _render(data: bytes | None, registry: Registry | None, rendering: Rendering,
         try:
             return json.loads(data)
         except ValueError as error:
-            raise SchemaError(f"{what} is no JSON: {error}; try another format") from None
+            raise SchemaError(f"{label} is no JSON: {error}; try another format") from None
     if rendering == "connect-json":
         # Imported here: Arrow takes longer to load than most commands run.
         from zync_assets.kafka.json_records import connect_value
@@ -239,10 +239,10 @@ def _render(data: bytes | None, registry: Registry | None, rendering: Rendering,
         try:
             return connect_value(data)
         except SchemaError as error:
-            raise SchemaError(f"{what}: {error}; try another format") from None
+            raise SchemaError(f"{label}: {error}; try another format") from None
     has_schema_id = len(data) > 4 and data[0] == 0
     if rendering == "avro" and not has_schema_id:
-        raise SchemaError(f"{what} is no Avro with a schema id; try another format")
+        raise SchemaError(f"{label} is no Avro with a schema id; try another format")
     if has_schema_id and registry is not None and rendering in ("avro", "auto"):
         try:
             return value_of(registry.schema(int.from_bytes(data[1:5], "big")), data[5:])
@@ -250,7 +250,7 @@ def _render(data: bytes | None, registry: Registry | None, rendering: Rendering,
             raise
         except (RegistryError, SchemaError) as error:
             if rendering == "avro":
-                raise SchemaError(f"{what}: {error}") from None
+                raise SchemaError(f"{label}: {error}") from None
     return _text(data)
 
 

@@ -179,9 +179,11 @@ def _look(samples: _Samples, value: Any, path: str) -> None:
     kind = _kind(value, path)
     if kind == "long" and not -(1 << 63) <= value < 1 << 63:
         raise SchemaError(f"{path}: {value} is out of the range of Avro's long")
-    others = samples.kinds - {kind}
-    if others and not {kind, *others} <= {"long", "double"}:
-        raise SchemaError(f"{path}: {kind} here, {others.pop()} in another value; make them one type, or give a schema")
+    other_kinds = samples.kinds - {kind}
+    if other_kinds and not {kind, *other_kinds} <= {"long", "double"}:
+        raise SchemaError(
+            f"{path}: {kind} here, {other_kinds.pop()} in another value; make them one type, or give a schema"
+        )
     samples.kinds.add(kind)
     if kind == "record":
         samples.records += 1

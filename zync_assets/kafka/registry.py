@@ -158,18 +158,18 @@ _BECOMES_GET = frozenset({301, 302})
 
 def public(url: str) -> str:
     """One or more addresses, without a user and a password."""
-    return ",".join(_public(each) for each in url.split(","))
+    return ",".join(_public(address) for address in url.split(","))
 
 
 def _public(url: str) -> str:
-    scheme, _, rest = _parts(url)
-    return f"{scheme}{rest}"
+    scheme, _, location = _parts(url)
+    return f"{scheme}{location}"
 
 
 def _parts(url: str) -> tuple[str, str, str]:
     """An address as scheme with ``://``, user and password, and the rest. Whatever is written before an ``@`` is a login."""
-    scheme, separator, rest = url.strip().rpartition("://")
-    host, slash, path = rest.partition("/")
+    scheme, separator, location = url.strip().rpartition("://")
+    host, slash, path = location.partition("/")
     login, _, host = host.rpartition("@")
     return f"{scheme}{separator}", login, f"{host}{slash}{path}"
 
@@ -200,7 +200,7 @@ def _keep_method(response: Any) -> None:
         response.status_code = 308
 
 
-def ask(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
+def ask(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     """The answer to ``request``; tried again with growing waits while the registry does not answer.
 
     Raises RegistryUnavailable for an outage; SchemaUnknown where the registry says so; RegistryError for a refusal: the
@@ -210,7 +210,7 @@ def ask(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
     tries = int(number["max.retries"])
     for attempt in range(tries + 1):
         try:
-            return _once(config, request, what)
+            return _once(config, request, label)
         except RegistryUnavailable as error:
             if attempt >= tries:
                 raise
@@ -220,7 +220,7 @@ def ask(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
     raise AssertionError("unreachable")
 
 
-def _once(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
+def _once(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     from confluent_kafka.schema_registry import SchemaRegistryError
     from confluent_kafka.schema_registry.error import OAuthTokenError
 
@@ -229,44 +229,44 @@ def _once(config: RegistryConfig, request: Callable[[], T], what: str) -> T:
     try:
         return request()
     except SchemaRegistryError as error:
-        raise _answer_error(config, error, at, what) from None
+        raise _answer_error(config, error, at, label) from None
     except httpx.TooManyRedirects:
-        raise RegistryError(f"{at} redirects in a circle: {what}; write the last address in registry.url") from None
+        raise RegistryError(f"{at} redirects in a circle: {label}; write the last address in registry.url") from None
     except httpx.HTTPError as error:
-        raise _silence_error(config, error, at, what) from None
+        raise _silence_error(config, error, at, label) from None
     except OAuthTokenError as error:
         raise RegistryError(
-            f"{at}: no token could be had (HTTP status {error.status_code}): {what}; check bearer.auth.client.id,"
+            f"{at}: no token could be had (HTTP status {error.status_code}): {label}; check bearer.auth.client.id,"
             " bearer.auth.client.secret and bearer.auth.issuer.endpoint.url of registry"
         ) from None
     except (ValueError, TypeError, OSError) as error:
-        raise RegistryError(f"{at}: {what}: {_redact(str(error), config)}; check `registry:`") from None
+        raise RegistryError(f"{at}: {label}: {_redact(str(error), config)}; check `registry:`") from None
 
 
-def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, what: str) -> RegistryError:
+def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, label: str) -> RegistryError:
     """The error for an answer that is none."""
     status, message = error.http_status_code, _redact(str(error.error_message), config)
     if status >= 500 or status in _PASSING:
-        return RegistryUnavailable(f"{at} could not answer: {what}: {message}; try again")
+        return RegistryUnavailable(f"{at} could not answer: {label}: {message}; try again")
     if status in (401, 403):
-        return RegistryError(f"{at} refused the login (HTTP status {status}): {what}; {_login_cure(config)}")
+        return RegistryError(f"{at} refused the login (HTTP status {status}): {label}; {_login_cure(config)}")
     # Of a 404 only the code tells: a wrong address gives one too.
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-    return kind(f"{at} refused: {what}: {message}")
+    return kind(f"{at} refused: {label}: {message}")
 
 
-def _silence_error(config: RegistryConfig, error: Exception, at: str, what: str) -> RegistryError:
+def _silence_error(config: RegistryConfig, error: Exception, at: str, label: str) -> RegistryError:
     """The error for no answer: a certificate, or an outage."""
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return RegistryError(f"{at}: {what}: {_certificate(config, cause, error)}")
+            return RegistryError(f"{at}: {label}: {_certificate(config, cause, error)}")
         if isinstance(cause, ssl.SSLError) and "ALERT" in str(cause.reason):
             return RegistryError(
-                f"{at} refused this client's certificate, or the lack of one: {what}; set ssl.certificate.location and"
+                f"{at} refused this client's certificate, or the lack of one: {label}; set ssl.certificate.location and"
                 " ssl.key.location of registry"
             )
     return RegistryUnavailable(
-        f"no answer from {at}: {what}: {_redact(str(error), config) or type(error).__name__};"
+        f"no answer from {at}: {label}: {_redact(str(error), config) or type(error).__name__};"
         " check registry.url and that it is up"
     )
 
@@ -409,29 +409,29 @@ class Registry:
         """The version numbers of a subject, ascending; RegistryError for an unknown subject."""
         return sorted(self._ask(lambda client: client.get_versions(subject), f"subject {subject}"))
 
-    def _whole(self, schema: Schema, what: str) -> str:
+    def _whole(self, schema: Schema, label: str) -> str:
         if (schema.schema_type or "AVRO") != "AVRO":
-            raise SchemaError(f"{what} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
+            raise SchemaError(f"{label} at {self.url} is a {schema.schema_type} schema; only AVRO is read here")
         if not schema.references:
             return str(schema.schema_str)
-        return inline(str(schema.schema_str), self._references(schema, what))
+        return inline(str(schema.schema_str), self._references(schema, label))
 
-    def _references(self, schema: Schema, what: str) -> list[str]:
+    def _references(self, schema: Schema, label: str) -> list[str]:
         """The referenced schemas of ``schema``, as JSON. A schema comes after the schemas that it refers to."""
         documents: list[str] = []
         for reference in schema.references or ():
             subject, version = str(reference.subject), int(reference.version or -1)
-            where = f"{what}, which refers to subject {subject} version {version}"
-            other = self._ask(
+            where = f"{label}, which refers to subject {subject} version {version}"
+            dependency = self._ask(
                 lambda client, subject=subject, version=version: client.get_version(subject, version), where
             ).schema
-            documents += [*self._references(other, what), str(other.schema_str)]
+            documents += [*self._references(dependency, label), str(dependency.schema_str)]
         return list(dict.fromkeys(documents))
 
-    def _ask(self, request: Callable[[SchemaRegistryClient], T], what: str) -> T:
+    def _ask(self, request: Callable[[SchemaRegistryClient], T], label: str) -> T:
         def once() -> T:
             if self._client is None:
                 self._client = connect(self._config)
             return request(self._client)
 
-        return ask(self._config, once, what)
+        return ask(self._config, once, label)

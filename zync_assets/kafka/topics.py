@@ -135,9 +135,9 @@ def _survey(ask: Question, names: list[str]) -> Survey:
             problems[topic] = error
             continue
         ids[topic], away[topic] = str(description.topic_id), {}
-        for item in sorted(description.partitions, key=lambda each: each.id):
+        for item in sorted(description.partitions, key=lambda entry: entry.id):
             if item.leader is None or item.leader.id < 0:
-                away[topic][item.id] = _leaderless(ask, topic, item.id, [each.id for each in item.replicas])
+                away[topic][item.id] = _leaderless(ask, topic, item.id, [entry.id for entry in item.replicas])
             else:
                 places.append((topic, item.id))
     # Both are asked at once, and awaited one after the other.

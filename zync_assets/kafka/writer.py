@@ -111,7 +111,7 @@ class InOrder:
         self._rebuild = rebuild
         self._doing = f"writing {topic}/{partition}"
         self._error: ClientError | None = None
-        self._misplaced: tuple[int, int] | None = None
+        self._mismatch: tuple[int, int] | None = None
         self._waiting: deque[_Chunk] = deque()
         self._waiting_bytes = 0
         # librdkafka takes 1000 bytes at least.
@@ -155,7 +155,7 @@ class InOrder:
         self.check_sizes([batch])
         if self.sent == self._first and len(batch):
             self._check_end()
-        for chunk in _chunks(batch, alone=self.sent == self._first):
+        for chunk in _chunks(batch, first_alone=self.sent == self._first):
             self._send(chunk)
             crash_point("publish:produced")
             if self.sent == self._first + 1:
@@ -204,12 +204,12 @@ class InOrder:
             self._confirm(report)
         if self._error is not None:
             raise self._refusal(self._error)
-        if self._misplaced is not None:
-            raise self._misplacement(*self._misplaced)
+        if self._mismatch is not None:
+            raise self._misplacement(*self._mismatch)
 
     def _confirm(self, report: Report) -> None:
         """Note the report on the oldest records that wait for one."""
-        if self._error is not None or self._misplaced is not None:
+        if self._error is not None or self._mismatch is not None:
             return
         if report.error is not None:
             self._error = report.error
@@ -219,7 +219,7 @@ class InOrder:
         # the topic's end, then proves the offsets of this report too.
         if report.last is not None:
             if report.last != end - 1:
-                self._misplaced = (end - 1, report.last)
+                self._mismatch = (end - 1, report.last)
                 return
             self.verified = end
         self.confirmed = end
@@ -252,14 +252,14 @@ class InOrder:
 
 def _first_difference(kafka: Mapping[str, str], topic: str, partition: int, chunk: _Chunk) -> int:
     """The first offset from the chunk's on at which the topic holds another record than the chunk does."""
-    ours = list(_contents(chunk.records))
+    contents = list(_contents(chunk.records))
     end = min(high_watermark(kafka, topic, partition), chunk.end)
     place = chunk.first
     # The records of somebody else's transaction are foreign whether it is over or not.
     for batch in read_range(kafka, topic, partition, chunk.first, end, uncommitted=True):
         for offset, record in zip(batch["offset"].to_pylist(), _contents(batch), strict=True):
             # A transaction's marker takes an offset and shows no record.
-            if offset != place or record != ours[place - chunk.first]:
+            if offset != place or record != contents[place - chunk.first]:
                 return place
             place += 1
     return place
@@ -334,13 +334,13 @@ def _varint(number: int) -> int:
     return max(1, (zigzag.bit_length() + 6) // 7)
 
 
-def _chunks(batch: pa.RecordBatch, *, alone: bool) -> Iterator[pa.RecordBatch]:
-    """``batch`` cut into chunks of bounded count and size; ``alone``: its first record by itself."""
+def _chunks(batch: pa.RecordBatch, *, first_alone: bool) -> Iterator[pa.RecordBatch]:
+    """``batch`` cut into chunks of bounded count and size; ``first_alone``: its first record by itself."""
     ends = np.cumsum(_payloads(batch))
     start = 0
     while start < len(batch):
         before = int(ends[start - 1]) if start else 0
         fits = int(np.searchsorted(ends, before + CHUNK_BYTES, side="right"))
-        stop = start + 1 if alone and start == 0 else max(start + 1, min(fits, start + CHUNK_RECORDS))
+        stop = start + 1 if first_alone and start == 0 else max(start + 1, min(fits, start + CHUNK_RECORDS))
         yield batch.slice(start, stop - start)
         start = stop

@@ -174,15 +174,15 @@ class Intake(Client):
 
     def _binary(self, parts: Longs) -> pa.Array:
         """The bytes at these addresses (0: null), of these sizes."""
-        there = parts[:, 0] != 0
-        size = int(parts[:, 1].sum(where=there))
+        present = parts[:, 0] != 0
+        size = int(parts[:, 1].sum(where=present))
         if size > np.iinfo(np.int32).max:
             raise ZyncKafkaError(
                 f"{len(parts)} records of {self._topic}/{self._partition} came at once with {size} bytes, more than 2 GiB."
             )
         ends, data = np.empty(len(parts) + 1, np.int32), np.empty(size, np.uint8)
         self._loops.gather(parts, ends, data)
-        buffers = [validity_buffer(there), pa.py_buffer(ends), pa.py_buffer(data)]
+        buffers = [validity_buffer(present), pa.py_buffer(ends), pa.py_buffer(data)]
         return pa.Array.from_buffers(pa.binary(), len(parts), buffers)
 
     def _headers(self, lists: Longs, counts: Longs) -> pa.Array:
@@ -191,12 +191,12 @@ class Intake(Client):
             return pa.nulls(len(lists), HEADERS)
         names, values = np.empty((total, 2), np.int64), np.empty((total, 2), np.int64)
         self._loops.look_headers(lists, counts, names, values)
-        each = pa.StructArray.from_arrays(
+        structs = pa.StructArray.from_arrays(
             [_text(self._binary(names)), self._binary(values)], fields=list(HEADERS.value_type)
         )
         ends: Any = np.zeros(len(lists) + 1, np.int32)
         np.cumsum(counts, out=ends[1:])
-        return list_of(HEADERS, ends, each, counts != 0)
+        return list_of(HEADERS, ends, structs, counts != 0)
 
 
 def _text(names: pa.Array) -> pa.Array:
@@ -271,7 +271,7 @@ class Handover(Client):
         # A header among the parts ends at its name's first zero byte. A list of headers takes names with their sizes.
         list_mask = np.zeros(len(counts), np.bool_)
         list_mask[owners[pc.match_substring(names, b"\0").to_numpy(zero_copy_only=False)]] = True
-        names, alone = pc.binary_join_element_wise(names, b"\0", b""), ~list_mask[owners]
+        names, part_mask = pc.binary_join_element_wise(names, b"\0", b""), ~list_mask[owners]
         lengths = len(_PARTS) + np.where(list_mask, 1, counts)
         starts = np.cumsum(lengths) - lengths
         parts = np.zeros(int(lengths.sum()), _PART)
@@ -287,9 +287,9 @@ class Handover(Client):
         parts["type"][lists] = _HEADERS
         parts["address"][lists] = [self._header_list(headers[int(index)]) for index in np.flatnonzero(list_mask)]
         of_headers = parts["type"] == _HEADER
-        parts["name"][of_headers] = _places(names)[0][alone]
+        parts["name"][of_headers] = _places(names)[0][part_mask]
         addresses, sizes = _places(values)
-        parts["value"][of_headers], parts["value_size"][of_headers] = addresses[alone], sizes[alone]
+        parts["value"][of_headers], parts["value_size"][of_headers] = addresses[part_mask], sizes[part_mask]
         calls = parts.ctypes.data + starts * _PART.itemsize
         # The loop ends at the first error.
         errors = map(self.library.rd_kafka_produceva, repeat(self.handle), calls.tolist(), lengths.tolist())
@@ -348,6 +348,6 @@ def _places(column: pa.Array) -> tuple[Any, Any]:
     base = starts.address if data is None or not data.address else data.address
     addresses, sizes = ends[:-1] + np.uint64(base), np.diff(ends)
     if column.null_count:
-        there = column.is_valid().to_numpy(zero_copy_only=False)
-        addresses, sizes = addresses * there, sizes * there
+        present = column.is_valid().to_numpy(zero_copy_only=False)
+        addresses, sizes = addresses * present, sizes * present
     return addresses, sizes

@@ -49,9 +49,9 @@ def look(
     for side, parts in (("value", values), ("key", keys)):
         parts[:, 0], parts[:, 1] = fields[side], fields[f"{side}_size"]
     functions = quick_library()
-    absent = list(map(functions.rd_kafka_message_headers, messages.tolist(), _each(lists)))
-    there = (np.array(absent) == 0) & (errors == 0)
-    headers[there] = list(map(functions.rd_kafka_header_cnt, lists[there].tolist()))
+    absent = list(map(functions.rd_kafka_message_headers, messages.tolist(), _item_addresses(lists)))
+    has_headers = (np.array(absent) == 0) & (errors == 0)
+    headers[has_headers] = list(map(functions.rd_kafka_header_cnt, lists[has_headers].tolist()))
 
 
 def gather(parts: Longs, ends: Any, data: Any) -> None:
@@ -59,11 +59,11 @@ def gather(parts: Longs, ends: Any, data: Any) -> None:
     sizes = np.where(parts[:, 0] != 0, parts[:, 1], 0)
     ends[0] = 0
     np.cumsum(sizes, out=ends[1:])
-    there = np.flatnonzero(sizes)
-    if not len(there):
+    nonempty = np.flatnonzero(sizes)
+    if not len(nonempty):
         return
-    order = np.argsort(parts[there, 0], kind="stable")
-    starts, sizes = parts[there, 0][order], sizes[there][order]
+    order = np.argsort(parts[nonempty, 0], kind="stable")
+    starts, sizes = parts[nonempty, 0][order], sizes[nonempty][order]
     stops = starts + sizes
     # Values that lie close to each other are copied in one piece.
     breaks = np.flatnonzero(starts[1:] - stops[:-1] > _GAP) + 1
@@ -84,7 +84,7 @@ def gather(parts: Longs, ends: Any, data: Any) -> None:
 def times(messages: Longs, pairs: Longs) -> None:
     """See ``zero_copy_loops.times``."""
     kinds = np.zeros(len(messages), np.int64)
-    pairs[:, 1] = list(map(quick_library().rd_kafka_message_timestamp, messages.tolist(), _each(kinds)))
+    pairs[:, 1] = list(map(quick_library().rd_kafka_message_timestamp, messages.tolist(), _item_addresses(kinds)))
     pairs[:, 0] = kinds & 0xFFFFFFFF
 
 
@@ -95,14 +95,14 @@ def look_headers(lists: Longs, headers: Longs, names: Longs, values: Longs) -> N
     numbers = np.arange(total) - np.repeat(np.cumsum(headers) - headers, headers)
     parts = np.zeros((3, total), np.int64)
     get = quick_library().rd_kafka_header_get_all
-    deque(map(get, owners.tolist(), numbers.tolist(), *map(_each, parts)), maxlen=0)
+    deque(map(get, owners.tolist(), numbers.tolist(), *map(_item_addresses, parts)), maxlen=0)
     names[:, 0], values[:] = parts[0], parts[1:].T
     sizes = parts[0] - NAME_SIZE
     first = sizes.min()
     names[:, 1] = np.frombuffer(_Words.from_address(int(first)), np.int64)[(sizes - first) >> 3]
 
 
-def _each(words: Longs) -> range:
+def _item_addresses(words: Longs) -> range:
     """The addresses of an array's items."""
     first = words.ctypes.data
     return range(first, first + 8 * len(words), 8)

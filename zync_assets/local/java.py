@@ -162,12 +162,12 @@ S3_IVY = f"""<ivy-module version="2.0">
 
 @dataclass(frozen=True)
 class Bundle:
-    """Jars that are fetched together. ``ivy``: the Ivy file; ``label`` and ``what``: for those who wait, and in errors."""
+    """Jars that are fetched together. ``ivy``: the Ivy file; ``label`` and ``content``: for those who wait, and in errors."""
 
     name: str
     ivy: str
     label: str
-    what: str
+    content: str
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def bundle_folder(bundle: Bundle, java: Callable[[], Path], finish: Callable[[Pa
                 if not home.is_dir():
                     _fetch(bundle, java(), cache, home, finish)
         except OSError as error:
-            raise SetupError(f"{bundle.what} could not be stored in {cache}: {error}.") from error
+            raise SetupError(f"{bundle.content} could not be stored in {cache}: {error}.") from error
     return home
 
 
@@ -278,7 +278,7 @@ def _run_ivy(bundle: Bundle, java: Path, work: Path) -> None:
         reasons = [line.strip() for line in answer.stdout.splitlines() if "not found" in line or "SERVER ERROR" in line]
         detail = f" ({reasons[0]})" if reasons else ""
         raise SetupError(
-            f"{bundle.what} could not be fetched from {_without_login(root)}{detail}: the first "
+            f"{bundle.content} could not be fetched from {_without_login(root)}{detail}: the first "
             "start takes a network. Behind a proxy set HTTPS_PROXY, for a mirror DEFAULT_ARTIFACT_REPOSITORY."
         )
 

@@ -61,7 +61,7 @@ def find(token: str, pid: int | None) -> psutil.Process | None:
     """The running process with that token; ``pid`` is where to look first."""
     if pid is not None and _carries(pid, token):
         return psutil.Process(pid)
-    return next((psutil.Process(other) for other in psutil.pids() if _carries(other, token)), None)
+    return next((psutil.Process(candidate) for candidate in psutil.pids() if _carries(candidate, token)), None)
 
 
 def _carries(pid: int, token: str) -> bool:

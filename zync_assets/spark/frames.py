@@ -50,7 +50,7 @@ def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], sche
         except AnalysisException as error:
             raise stores.missing_file(str(error)) or error from None
         frames.append(frame if own.equals(schema) else _cast(frame, kind))
-    return reduce(lambda one, other: one.unionByName(other), frames)
+    return reduce(lambda first, second: first.unionByName(second), frames)
 
 
 def _cast(frame: DataFrame, kind: StructType) -> DataFrame:
@@ -103,8 +103,8 @@ def records_at(
     from pyspark.sql import functions as F
 
     targets = places.selectExpr("partition AS at_partition", "first AS at_offset")
-    here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
-    return frame.join(F.broadcast(targets) if few else targets, here, "left_semi")
+    condition = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
+    return frame.join(F.broadcast(targets) if few else targets, condition, "left_semi")
 
 
 def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
@@ -130,8 +130,8 @@ def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -
     if {"key", "value"} <= set(state.schema.names):
         return frame
     sides = [name if name in state.schema.names else f"NULL AS {name}" for name in ("key", "value")]
-    others = (name_sql(name) for name in schema.names if name not in ("kafka", "key", "value"))
-    return frame.selectExpr("kafka", *sides, *others)
+    columns = (name_sql(name) for name in schema.names if name not in ("kafka", "key", "value"))
+    return frame.selectExpr("kafka", *sides, *columns)
 
 
 def _file_records(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
@@ -155,12 +155,12 @@ def _orders(state: RawState) -> list[str]:
     ]
 
 
-def _sides(frame: DataFrame, schema: pa.Schema, others: Sequence[str], *, with_ids: bool) -> DataFrame:
+def _sides(frame: DataFrame, schema: pa.Schema, columns: Sequence[str], *, with_ids: bool) -> DataFrame:
     """``schema``: the frame's, known here; to ask Spark takes longer. ``with_ids``: ``kafka`` has the writers' schemas too.
-    ``others``: further columns."""
+    ``columns``: further columns."""
     kafka = f"struct(kafka.*, {', '.join(SCHEMA_IDS)}) AS kafka" if with_ids else "kafka"
     sides = (name if name in schema.names else f"NULL AS {name}" for name in ("key", "value"))
-    return frame.selectExpr(kafka, *sides, *others)
+    return frame.selectExpr(kafka, *sides, *columns)
 
 
 def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
@@ -168,10 +168,10 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
         rows = [(part.partition, part.first, part.end) for part in parts]
         spans = f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span"
         places = listed_frame(frame.sparkSession, _PLACES, rows).selectExpr("*", spans)
-        here = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
+        condition = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
         from pyspark.sql import functions as F
 
-        return frame.join(places, F.expr(f"{here} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
+        return frame.join(places, F.expr(f"{condition} AND kafka.offset >= low AND kafka.offset < high"), "left_semi")
     within = " OR ".join(
         f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
         for part in parts
@@ -210,8 +210,8 @@ def _with_carried_times(
         for item in state.schema.field("kafka").type
     )
     kafka = f"struct({', '.join(fields)}) AS kafka"
-    others = [name_sql(name) for name in schema.names if name != "kafka"]
-    return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *others)
+    columns = [name_sql(name) for name in schema.names if name != "kafka"]
+    return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *columns)
 
 
 def output_frame(

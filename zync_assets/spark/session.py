@@ -300,12 +300,12 @@ def _channel(target: _Target) -> Any:
     if target.token is None:
         return DefaultChannelBuilder(target.url)
 
-    class Here(DefaultChannelBuilder):
+    class LocalBuilder(DefaultChannelBuilder):
         @property
         def endpoint(self) -> str:
             return f"127.0.0.1:{self._port}"
 
-    builder = Here(target.url)
+    builder = LocalBuilder(target.url)
     builder.set(DefaultChannelBuilder.PARAM_TOKEN, target.token)
     return builder
 
@@ -359,7 +359,7 @@ def rehearse(spark: SparkSession, folder: Path) -> None:
     rows = spark.range(10, numPartitions=2).selectExpr(
         "named_struct('partition', 0, 'offset', id) AS kafka", "id % 5 AS k", "timestamp_millis(id) AS time"
     )
-    rows.mapInArrow(_same, rows.schema).write.parquet(str(folder / "raw"))
+    rows.mapInArrow(_identity, rows.schema).write.parquet(str(folder / "raw"))
     raw = spark.read.schema(rows.schema).parquet(str(folder / "raw"))
     ranks = raw.selectExpr(
         "*", "xxhash64(k) AS hash", "row_number() OVER (PARTITION BY k ORDER BY kafka.offset) AS rank"
@@ -374,16 +374,16 @@ def rehearse(spark: SparkSession, folder: Path) -> None:
     single = raw.where("k = 1").selectExpr("'pending' AS kind", "array(kafka) AS source", "time")
     whole = matches.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
     sorted_rows = whole.repartitionById(1, "bucket").sortWithinPartitions("kind", "time").persist()
-    each = sorted_rows.selectExpr("kind", "posexplode(source) AS (place, of)")
-    each.groupBy("kind").agg({"*": "count", "place": "sum"}).collect()
+    sources = sorted_rows.selectExpr("kind", "posexplode(source) AS (place, of)")
+    sources.groupBy("kind").agg({"*": "count", "place": "sum"}).collect()
     outputs = sorted_rows.where("kind = 'out'").selectExpr("*", "monotonically_increasing_id() AS offset")
     outputs.write.option("compression", "snappy").parquet(str(folder / "staged"))
-    some = raw.join(raw.where("k = 2").select("k"), "k", "left_semi").join(raw.where("k = 3"), "k", "left_anti")
-    some.selectExpr("kafka.partition AS partition", "k DIV 2 AS span").distinct().collect()
+    leftovers = raw.join(raw.where("k = 2").select("k"), "k", "left_semi").join(raw.where("k = 3"), "k", "left_anti")
+    leftovers.selectExpr("kafka.partition AS partition", "k DIV 2 AS span").distinct().collect()
     sorted_rows.unpersist()
 
 
-def _same(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _identity(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield from batches
 
 

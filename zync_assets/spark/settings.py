@@ -109,8 +109,8 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     settings |= own
     jars = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
     if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in jars):
-        ours = map(str, spark_s3_jars(find_java))
-        settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(ours))
+        s3_jars = map(str, spark_s3_jars(find_java))
+        settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(s3_jars))
     return settings
 
 

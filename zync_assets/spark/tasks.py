@@ -40,8 +40,8 @@ def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
     except _of_spark() as error:
         text = str(error)
         loss = (
-            _jvm_gone(error)
-            or _part_gone(text)
+            _jvm_loss(error)
+            or _part_loss(text)
             or stores.missing_file(text)
             or stores.disk_refusal("the lake, or Spark's own folder", text)
         )
@@ -71,7 +71,7 @@ def is_of_data(error: Exception) -> bool:
     return _OF_DATA.search(str(error)) is not None
 
 
-def _jvm_gone(error: Exception) -> ZyncError | None:
+def _jvm_loss(error: Exception) -> ZyncError | None:
     """The error for a JVM of this process's own that ended; None for another exception."""
     from py4j.protocol import Py4JNetworkError
 
@@ -103,11 +103,11 @@ _OUT_OF_MEMORY = (
 )
 
 
-def _part_gone(text: str) -> ZyncError | None:
+def _part_loss(text: str) -> ZyncError | None:
     """The error for a part of Spark that ended, or that can't be reached any more; None for another text."""
     if "java.lang.OutOfMemoryError" in text:
         return SetupError(_OUT_OF_MEMORY)
-    return next((SparkLost(ours) for pattern, ours in _LOSSES.items() if pattern.search(text)), None)
+    return next((SparkLost(message) for pattern, message in _LOSSES.items() if pattern.search(text)), None)
 
 
 def cause_line(error: Exception) -> str:
@@ -204,7 +204,7 @@ def _within(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Iter
 
 T = TypeVar("T")
 
-_modules_seen = 0
+_module_count = 0
 """How many modules this process had when ``settle`` looked last."""
 
 
@@ -270,13 +270,13 @@ def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
 
 def settle() -> None:
     """Make the work of Spark's worker process between two tasks cheap. Otherwise it takes 0.1 s of CPU time."""
-    global _modules_seen
+    global _module_count
     # The worker invalidates the caches of importers. The importers of Spark's zip files would read the contents again at
     # once. Python creates a missing importer on demand, from contents that it has read before.
     for path, finder in list(sys.path_importer_cache.items()):
         if isinstance(finder, zipimporter):
             del sys.path_importer_cache[path]
     # The worker runs the garbage collector over every object. Frozen objects, those of modules, are skipped.
-    if len(sys.modules) != _modules_seen:
-        _modules_seen = len(sys.modules)
+    if len(sys.modules) != _module_count:
+        _module_count = len(sys.modules)
         gc.freeze()

@@ -178,13 +178,13 @@ def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: np
     at = span.pos[longer] + 8
     ninth = span.source.bytes[np.minimum(at, len(span.source.bytes) - 2)].astype(np.uint64)
     tenth = span.source.bytes[np.minimum(at + 1, len(span.source.bytes) - 1)].astype(np.uint64)
-    goes_on = ninth >= 0x80
+    continuation = ninth >= 0x80
     value = raw[longer] | ((ninth & np.uint64(0x7F)) << np.uint64(56))
-    value |= np.where(goes_on, tenth & np.uint64(1), np.uint64(0)) << np.uint64(63)
+    value |= np.where(continuation, tenth & np.uint64(1), np.uint64(0)) << np.uint64(63)
     raw[longer] = value
-    length[longer] = np.where(goes_on, 10, 9)
+    length[longer] = np.where(continuation, 10, 9)
     odd = np.zeros(len(longer), dtype=np.bool_)
-    odd[longer] = goes_on & (tenth > 1)
+    odd[longer] = continuation & (tenth > 1)
     span.flag(odd)
 
 

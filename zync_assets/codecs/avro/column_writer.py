@@ -52,7 +52,7 @@ def encode_columns(node: Node, array: pa.Array, prefix: bytes = b"") -> pa.Array
 
 def _join(pieces: list[Piece], count: int, prefix: bytes = b"") -> pa.Array:
     parts: list[pa.Array] = []
-    narrow: list[Narrow] = [_same(count, prefix)] if prefix else []
+    narrow: list[Narrow] = [_repeat(count, prefix)] if prefix else []
     for piece in pieces:
         if isinstance(piece, Narrow):
             narrow.append(piece)
@@ -74,10 +74,10 @@ def _flat(narrow: list[Narrow]) -> pa.Array:
     data = np.concatenate([piece.bytes for piece in narrow], axis=1) if len(narrow) > 1 else narrow[0].bytes
     keep = np.concatenate([piece.keep for piece in narrow], axis=1) if len(narrow) > 1 else narrow[0].keep
     # To sum up all of it and to compress it flat takes a fourth of what ``count_nonzero`` by rows and ``data[keep]`` do.
-    every = keep.ravel()
+    mask = keep.ravel()
     offsets = np.zeros(len(data) + 1, dtype=np.int32)
-    offsets[1:] = np.cumsum(every, dtype=np.int32)[keep.shape[1] - 1 :: keep.shape[1]]
-    content = np.compress(every, data.ravel())
+    offsets[1:] = np.cumsum(mask, dtype=np.int32)[keep.shape[1] - 1 :: keep.shape[1]]
+    content = np.compress(mask, data.ravel())
     return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(content)])
 
 
@@ -98,10 +98,10 @@ def _pieces(node: Node, array: pa.Array, path: str) -> list[Piece]:
 
 def _option(node: Node, array: pa.Array, path: str) -> list[Piece]:
     valid = is_valid(array)
-    there = 2 * (1 - node.null_index)
+    value_tag = 2 * (1 - node.null_index)
     if valid is None:
-        return [_constant(len(array), there), *_pieces(node.child, array, path)]
-    tags = np.where(valid, np.uint8(there), np.uint8(2 - there)).reshape(-1, 1)
+        return [_constant(len(array), value_tag), *_pieces(node.child, array, path)]
+    tags = np.where(valid, np.uint8(value_tag), np.uint8(2 - value_tag)).reshape(-1, 1)
     tag = Narrow(tags, np.ones_like(tags, dtype=np.bool_))
     if not valid.any():
         return [tag]
@@ -129,10 +129,10 @@ def _scatter(pieces: list[Piece], valid: Mask) -> pa.Array:
 
 
 def _constant(count: int, value: int) -> Narrow:
-    return _same(count, bytes([value]))
+    return _repeat(count, bytes([value]))
 
 
-def _same(count: int, text: bytes) -> Narrow:
+def _repeat(count: int, text: bytes) -> Narrow:
     """The same bytes for every record."""
     shape = count, len(text)
     return Narrow(np.broadcast_to(np.frombuffer(text, np.uint8), shape), np.broadcast_to(np.True_, shape))
@@ -146,12 +146,12 @@ def _varint(values: npt.NDArray[np.int64]) -> Narrow:
     data = np.empty((len(raw), width), dtype=np.uint8)
     keep = np.ones((len(raw), width), dtype=np.bool_)
     for at in range(width):
-        rest = raw >> np.uint64(7)
-        goes_on = rest > 0
-        data[:, at] = (raw & np.uint64(0x7F)).astype(np.uint8) | (goes_on.astype(np.uint8) << 7)
+        remainder = raw >> np.uint64(7)
+        continuation = remainder > 0
+        data[:, at] = (raw & np.uint64(0x7F)).astype(np.uint8) | (continuation.astype(np.uint8) << 7)
         if at + 1 < width:
-            np.logical_and(keep[:, at], goes_on, out=keep[:, at + 1])
-        raw = rest
+            np.logical_and(keep[:, at], continuation, out=keep[:, at + 1])
+        raw = remainder
     return Narrow(data, keep)
 
 

@@ -98,11 +98,11 @@ class AvroDecoder:
         self._schema_ids = dict.fromkeys(schema_ids)
         self._fixed_schema = fixed_schema and bool(schema_ids)
         self._schema_types: tuple[pa.DataType, ...] | None = None
-        self._refused: dict[int, str] = {}
+        self._refusals: dict[int, str] = {}
         self._arrivals: list[Arrival] = []
         self._type = pa.null() if target is None else target
         self._writers: dict[int, Node | str] = {}
-        self._merged: set[int] = set()
+        self._merged_ids: set[int] = set()
 
     @property
     def type(self) -> pa.DataType:
@@ -152,16 +152,16 @@ class AvroDecoder:
         if schema_id not in self._schema_ids and not is_hollow(writer):
             first = next(row for index, row in enumerate(rows.tolist()) if index not in wrong)
             self._arrive(schema_id, first, writer)
-        if schema_id in self._refused:
-            errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id} is new: {self._refused[schema_id]}"))
+        if schema_id in self._refusals:
+            errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id} is new: {self._refusals[schema_id]}"))
             return None
-        if schema_id not in self._merged and not is_hollow(writer):
+        if schema_id not in self._merged_ids and not is_hollow(writer):
             try:
                 self._type = merge_types(self._type, lake_type(writer))
             except SchemaError as error:
                 errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id}: {error}"))
                 return None
-            self._merged.add(schema_id)
+            self._merged_ids.add(schema_id)
         if not wrong:
             return Group(rows, values)
         good = np.ones(len(rows), dtype=np.bool_)
@@ -178,7 +178,7 @@ class AvroDecoder:
         self._arrivals.append(arrival)
         self._schema_ids[schema_id] = None
         if self._fixed_schema and arrival.changes:
-            self._refused[schema_id] = "; ".join(differences(self._schema_types[-1], type, "value"))
+            self._refusals[schema_id] = "; ".join(differences(self._schema_types[-1], type, "value"))
         else:
             self._schema_types = (*self._schema_types, type)
 
@@ -205,13 +205,13 @@ def decode_datums(
         odd = np.arange(len(starts))
     errors: dict[int, str] = {}
     if len(odd):
-        again, errors = _read_rows(node, data, starts, ends, odd)
+        odd_values, errors = _read_rows(node, data, starts, ends, odd)
         if len(odd) == len(starts):
-            values = again
+            values = odd_values
         else:
             place = np.arange(len(starts))
             place[odd] = np.arange(len(starts), len(starts) + len(odd))
-            values = pa.concat_arrays([values, again]).take(pa.array(place))
+            values = pa.concat_arrays([values, odd_values]).take(pa.array(place))
     values, misfits = isolate(values, lambda part: to_lake(node, part), ValueError)
     return values, {**{index: f"out of range: {error}" for index, error in misfits.items()}, **errors}
 

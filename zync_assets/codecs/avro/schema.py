@@ -146,7 +146,7 @@ def full_name(schema: Mapping[str, Any], namespace: str) -> str:
 
 class _Parser:
     def __init__(self) -> None:
-        self.named: dict[str, Node] = {}
+        self.nodes_by_name: dict[str, Node] = {}
         self.extents: dict[int, tuple[Node, int, int]] = {}
         """Identity of a node → the node, its depth and its number of types. A node's hash would visit the whole subtree."""
 
@@ -155,8 +155,8 @@ class _Parser:
         if id(node) not in self.extents:
             inner = [*node.branches, *(child for _, child in node.fields), *([node.items] if node.items else [])]
             extents = [self.extents.get(id(child), (child, 1, 1)) for child in inner]
-            depth = 1 + max((each[1] for each in extents), default=0)
-            count = 1 + sum(each[2] for each in extents)
+            depth = 1 + max((extent[1] for extent in extents), default=0)
+            count = 1 + sum(extent[2] for extent in extents)
             if depth > MAX_DEPTH:
                 raise SchemaError(f"{path[:100]}: the schema is nested deeper than {MAX_DEPTH} levels")
             if count > MAX_NODES:
@@ -198,8 +198,8 @@ class _Parser:
         for candidate in candidates:
             if candidate in open_records:
                 return Node("ref", name=candidate)
-            if candidate in self.named:
-                return self.named[candidate]
+            if candidate in self.nodes_by_name:
+                return self.nodes_by_name[candidate]
         raise SchemaError(f"{path}: the type {name!r} is neither Avro's nor defined before")
 
     def _union(self, branches: list[Any], namespace: str, path: str, open_records: tuple[str, ...]) -> Node:
@@ -237,7 +237,7 @@ class _Parser:
             node = Node("enum", name=name, symbols=tuple(symbols), aliases=aliases)
         else:
             node = self._record(schema, name, path, open_records)
-        self.named[name] = node
+        self.nodes_by_name[name] = node
         return node
 
     def _record(self, schema: dict[str, Any], name: str, path: str, open_records: tuple[str, ...]) -> Node:

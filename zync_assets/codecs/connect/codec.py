@@ -97,10 +97,10 @@ class ConnectDecoder:
                 good = whole & ~wrong
                 by_schema[node] = [Group(rows[good], values.filter(pa.array(good)))]
                 odd[rows[good]] = False
-        rest = {
+        head_by_row = {
             row: heads[head_indices[row]] if head_indices[row] >= 0 else None for row in np.flatnonzero(odd).tolist()
         }
-        texts = self._read_rows(payloads, rest, by_schema, errors)
+        texts = self._read_rows(payloads, head_by_row, by_schema, errors)
         groups = [group for node, parts in by_schema.items() if (group := self._of_schema(node, parts, errors))]
         if texts:
             groups += self._of_texts(texts, errors)
@@ -179,16 +179,16 @@ class ConnectDecoder:
     def _read_rows(
         self,
         payloads: pa.Array,
-        rest: dict[int, _Head | None],
+        head_by_row: dict[int, _Head | None],
         by_schema: dict[Connect, list[Group]],
         errors: dict[int, str],
     ) -> dict[int, str]:
         """Parse records singly, and add their values to ``by_schema``. Returns row → text of the records without a schema."""
         rows: dict[Connect, dict[int, Any]] = {}
         texts: dict[int, str] = {}
-        for row in sorted(rest):
+        for row in sorted(head_by_row):
             try:
-                node, value = self._record(payloads[row].as_py().decode(), rest[row])
+                node, value = self._record(payloads[row].as_py().decode(), head_by_row[row])
                 if node is None:
                     if value is not None:
                         texts[row] = value.text
@@ -253,8 +253,8 @@ class ConnectDecoder:
             arrival = Arrival(int(rows.min()), None, merged_type, before, note_of(node))
             self._arrivals.append(arrival)
             if arrival.changes and self._fixed_schema:
-                why = "; ".join(differences(self._type, merged_type, "payload"))
-                errors.update({int(row): f"the schema is new: {why}" for row in rows})
+                reason = "; ".join(differences(self._type, merged_type, "payload"))
+                errors.update({int(row): f"the schema is new: {reason}" for row in rows})
                 return False
             self._type = merged_type
             self._merged_nodes.add(node)
@@ -272,8 +272,10 @@ class ConnectDecoder:
         try:
             self._type = merge_types(self._type, pa.string(), "payload")
         except SchemaError:
-            why = f"a record without schema and payload, and the lake's column is {self._type}; give it schema: a DDL"
-            errors.update(dict.fromkeys(texts, why))
+            reason = (
+                f"a record without schema and payload, and the lake's column is {self._type}; give it schema: a DDL"
+            )
+            errors.update(dict.fromkeys(texts, reason))
             return []
         return [Group(rows, plain)]
 

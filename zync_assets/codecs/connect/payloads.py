@@ -135,18 +135,18 @@ _PADDING = ord("=")
 def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
     """Base64 with its padding, all at once: four characters become three bytes, wherever their text begins."""
     count = len(array)
-    there = np.ones(count, np.bool_) if valid is None else valid
+    present = np.ones(count, np.bool_) if valid is None else valid
     lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    odd = there & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
+    odd = present & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
     lengths[odd] = 0
     # A truncated text would shift the texts after it. It is read as empty.
-    texts = pc.if_else(pa.array(there & ~odd), array, "").cast(pa.binary())
+    texts = pc.if_else(pa.array(present & ~odd), array, "").cast(pa.binary())
     letters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[: lengths.sum()]
     ends = np.cumsum(lengths)
     padding = np.zeros(count, np.int64)
-    some = lengths > 0
-    one = letters[ends[some] - 1] == _PADDING
-    padding[some] = one.astype(np.int64) + (one & (letters[ends[some] - 2] == _PADDING))
+    nonempty = lengths > 0
+    has_padding = letters[ends[nonempty] - 1] == _PADDING
+    padding[nonempty] = has_padding.astype(np.int64) + (has_padding & (letters[ends[nonempty] - 2] == _PADDING))
     sextets = _SEXTETS[letters]
     padding_places = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
     sextets[padding_places] = 0
@@ -155,11 +155,11 @@ def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tup
     quads = sextets.reshape(-1, 4).astype(np.uint32)
     whole = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
     data = np.column_stack([whole >> 16, (whole >> 8) & 255, whole & 255]).astype(np.uint8).ravel()
-    ours = np.ones(len(data), np.bool_)
-    ours[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
+    mask = np.ones(len(data), np.bool_)
+    mask[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
     offsets = np.zeros(count + 1, np.int32)
     np.cumsum(lengths // 4 * 3 - padding, out=offsets[1:])
-    buffers = [validity_buffer(there & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[ours])]
+    buffers = [validity_buffer(present & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[mask])]
     return pa.Array.from_buffers(pa.binary(), count, buffers), odd
 
 
@@ -220,7 +220,7 @@ def _value_reader(node: Connect) -> Read:
     if node.kind == "array":
         item = _reader(node.item)
         return lambda value, path: [
-            item(one, f"{path}[{at}]") for at, one in enumerate(expect(value, list, "an array", path))
+            item(element, f"{path}[{at}]") for at, element in enumerate(expect(value, list, "an array", path))
         ]
     if node.kind == "map":
         return _map_reader(node)
@@ -248,20 +248,20 @@ def _struct_reader(node: Connect) -> Read:
 def _map_reader(node: Connect) -> Read:
     key, item = _reader(node.key), _reader(node.item)
 
-    def entry(one: Any, other: Any, path: str) -> tuple[Any, Any]:
-        name = key(one, f"{path} (key)")
+    def entry(raw_key: Any, raw_item: Any, path: str) -> tuple[Any, Any]:
+        name = key(raw_key, f"{path} (key)")
         if name is None:
             raise ValueError(f"{path}: a map with a null key has no form in the lake")
-        return name, item(other, f"{path}[{json.dumps(one, default=str)[:40]}]")
+        return name, item(raw_item, f"{path}[{json.dumps(raw_key, default=str)[:40]}]")
 
     def by_name(value: Any, path: str) -> Any:
-        return [entry(one, other, path) for one, other in expect(value, dict, "an object", path).items()]
+        return [entry(raw_key, raw_item, path) for raw_key, raw_item in expect(value, dict, "an object", path).items()]
 
     def by_pair(value: Any, path: str) -> Any:
         pairs = expect(value, list, "an array of pairs", path)
         if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"{path}: the entries of a map are arrays of a key and a value")
-        return [entry(one, other, path) for one, other in pairs]
+        return [entry(raw_key, raw_item, path) for raw_key, raw_item in pairs]
 
     return by_name if node.by_name else by_pair
 
@@ -335,9 +335,9 @@ def write_row(node: Connect, value: Any) -> Any:
     if node.kind in ("struct", "variable-decimal"):
         return {name: write_row(child, value[name]) for name, child in node.fields}
     if node.kind == "array":
-        return [write_row(node.item, one) for one in value]
+        return [write_row(node.item, element) for element in value]
     if node.kind == "map":
-        pairs = [(write_row(node.key, one), write_row(node.item, other)) for one, other in value]
+        pairs = [(write_row(node.key, key), write_row(node.item, item)) for key, item in value]
         return dict(pairs) if node.by_name else [list(pair) for pair in pairs]
     if node.kind == "bytes":
         return base64.b64encode(value).decode()

@@ -219,7 +219,8 @@ def _texts(array: pa.Array) -> pa.Array:
         texts = _between('"', array.cast(pa.string()), '"')
     elif kinds.is_binary(array.type) or kinds.is_large_binary(array.type):
         texts = pa.array(
-            [None if one is None else f'"{base64.b64encode(one).decode()}"' for one in array.to_pylist()], pa.string()
+            [None if value is None else f'"{base64.b64encode(value).decode()}"' for value in array.to_pylist()],
+            pa.string(),
         )
     else:
         raise ValueError(f"JSON has no form for {array.type}")

@@ -89,7 +89,7 @@ def _value_reader(type: pa.DataType) -> Read:
         return _struct_reader(type)
     if kinds.is_list(type):
         item = _reader(type.value_type)
-        return lambda value, path: [item(one, f"{path}[]") for one in expect(value, list, "an array", path)]
+        return lambda value, path: [item(element, f"{path}[]") for element in expect(value, list, "an array", path)]
     if kinds.is_map(type):
         return _map_reader(type)
     if kinds.is_integer(type):
@@ -132,8 +132,11 @@ def _map_reader(type: Any) -> Read:
     def read(value: Any, path: str) -> Any:
         pairs = expect(value, dict, "an object", path).items()
         return [
-            (one if text_keys else key(json.loads(one), f"{path} (key)"), item(other, f"{path}[{one!r}]"))
-            for one, other in pairs
+            (
+                raw_key if text_keys else key(json.loads(raw_key), f"{path} (key)"),
+                item(raw_item, f"{path}[{raw_key!r}]"),
+            )
+            for raw_key, raw_item in pairs
         ]
 
     return read
