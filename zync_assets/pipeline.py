@@ -116,15 +116,44 @@ class LakeUri(str):
 class SourceOrder:
     """The ``order`` of an input: how its records are compared with the records of other inputs.
 
-    ``time``: by ``kafka.time``. ``by``: by an SQL expression over the record. Neither: by the position that Debezium's
-    connector gives, else by time. ``path``: the names of ``by`` where it is a plain field. ``domain``: the name of the total
-    order; None: ``source.name`` of the first record, or the pipeline's name for ``by``.
+    ``time``: by ``kafka.time``. ``by``: by an SQL expression over the record. ``transactions``: by the position in the ids of
+    Debezium's transaction records. None of these: by the position that Debezium's connector gives, else by time. ``path``: the
+    names of ``by`` where it is a plain field. ``domain``: the name of the total order; None: ``source.name`` of the first
+    record, or the pipeline's name for ``by``.
     """
 
     by: str | None = None
     domain: str | None = None
     time: bool = False
     path: tuple[str, ...] | None = None
+    transactions: bool = False
+
+
+@dataclass(frozen=True)
+class Transactions:
+    """The topic of Debezium's transaction metadata. The topic is one of the pipeline's inputs, and no rule reads it.
+
+    ``collections``: the source's name of a table (``public.orders``) → the input topic with the changes of the table, for
+    topics with other names than Debezium gives them.
+    """
+
+    topic: str
+    domain: str | None = None
+    """The domain whose transactions the topic has. None: ``prefix``, or the only domain."""
+    limit: float = 600.0
+    """Seconds after which an incomplete transaction no longer holds its domain back."""
+    collections: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        """Debezium's name of the source: all topics of a connector begin with it."""
+        return self.topic.rpartition(".")[0]
+
+    def collection(self, topic: str) -> str | None:
+        """The source's name of the table that a topic has the changes of; None if its name does not show it."""
+        named = next((name for name, of in self.collections.items() if of == topic), None)
+        own = topic.removeprefix(f"{self.prefix}.")
+        return named or (own if own != topic and own not in self.collections else None)
 
 
 @dataclass(frozen=True)
@@ -260,6 +289,8 @@ class Pipeline:
     """The treatment of a field in a rule that neither a record nor the registry's newest schema has."""
     order_delay: float = 1.0
     """Seconds that a producer may take to send a record after records that come later in the source's order."""
+    transactions: Transactions | None = None
+    """The topic of the source's transactions. None: a staging commit may end within a transaction."""
 
     def command(self, name: str, *options: str) -> str:
         """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.

@@ -7,6 +7,7 @@ The ``zync`` command and Dagster's IO managers commit through the same functions
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -172,10 +173,11 @@ def keep_ends(snapshot: Snapshot, found: Survey, began: float, ended: float) -> 
     keeps nothing, which only delays ETL; a warning says so.
     """
     pipeline = snapshot.pipeline
+    limit = math.inf if pipeline.transactions is None else pipeline.transactions.limit
     for pool, tables in _ordered_tables(snapshot).items():
         ends = {topic: _ends(found.states.get(topic)) for topic in tables if topic not in found.problems}
         try:
-            keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay)
+            keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay, limit)
         except LakeError as error:
             _log.warning("the ends of the topics of %s are not kept: %s", pool, error)
 

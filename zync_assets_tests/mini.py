@@ -25,9 +25,10 @@ from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import tables
+from zync_assets.lake.head import Head
 from zync_assets.lake.log import LakeTable
 from zync_assets.lake.raw import open_raw
-from zync_assets.lake.staging import Head, open_staging, read_ledger
+from zync_assets.lake.staging import open_staging, read_ledger
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish

@@ -28,11 +28,12 @@ from zync_assets.audit.account import (
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import Number
+from zync_assets.lake.head import Position
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, FileOffsets, difference, distinct, integers, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import Position, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize
 
 MONOTONIC = "monotonic_offsets"

@@ -23,11 +23,12 @@ from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
 from zync_assets.lake import raw, storage
 from zync_assets.lake.check_results import Block, CheckResult, CheckState, Look, Number, Place, conclude, remedy
+from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import Head, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, subtract
 from zync_assets.pipeline import Input, Pipeline, pool_path, table_name
 

@@ -24,10 +24,11 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline, table_name, topic_path
 from zync_assets.pipeline_file.keys import joining_kinds
@@ -91,24 +92,35 @@ SOURCE_ORDER = "source_order"
 
 
 def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None) -> CheckResult:
-    """Warns where records came after ETL had taken records that are later in the source's order.
+    """Warns where records came after ETL had taken records that are later in the source's order, and where ETL took a
+    transaction without all its changes.
 
-    The outputs of such records follow outputs of later changes. The check counts late
-    records, and names one record of each partition.
+    The outputs of late records follow outputs of later changes. The check counts late records, and names one record of each
+    partition. The check counts incomplete transactions, and names the last of each domain.
     """
     try:
         state = (snapshot or Snapshot(pipeline)).staging(pool)
     except TableDamaged as error:
         return conclude(SOURCE_ORDER, pool, "warn", [str(error)], "", {"late": 0})
     late = state.head.late if state else {}
+    transactions = state.head.transactions if state else {}
     problems = [
         f"{item.records} records of {topic}, partition {partition}, came after later records of their source were transformed;"
         f" {topic} {partition}:{item.offset} is the first of the last batch with such records. Their outputs are out of order."
         " Set a longer order-delay in the pipeline file"
         for (topic, partition), item in sorted(late.items())
     ]
+    problems += [
+        f"{item.incomplete} transactions of {domain} were transformed without all their changes, the last of them {item.last}:"
+        " the changes did not come within the limit. Staging has had states that the source did not have. Set a longer"
+        " transactions.limit in the pipeline file"
+        for domain, item in sorted(transactions.items())
+        if item.incomplete
+    ]
     numbers: dict[str, Number] = {"late": sum(item.records for item in late.values())}
     numbers |= {f"late_{topic}_{partition}": item.records for (topic, partition), item in sorted(late.items())}
+    if transactions:
+        numbers["incomplete_transactions"] = sum(item.incomplete for item in transactions.values())
     return conclude(SOURCE_ORDER, pool, "warn", problems, "every record came in the order of its source", numbers)
 
 

@@ -28,11 +28,12 @@ from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, staging
+from zync_assets.lake.head import Head
 from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.rows import DamagedFile
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import Head, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, table_name
 from zync_assets.pipeline_file import load
 
@@ -100,7 +101,7 @@ INPUT_COLUMNS = (
     "quarantined",
     "way",
 )
-ORDER_COLUMNS = ("domain", "pool", "waiting", "topic", "partition", "late")
+ORDER_COLUMNS = ("domain", "pool", "waiting", "topic", "partition", "transaction", "late", "incomplete")
 OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag", "way")
 
 Row = dict[str, object]
@@ -119,7 +120,8 @@ def status(pipeline: Path, fmt: Format) -> None:
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
     Order, for each domain of inputs with a source order: the number of offsets that ETL does not take yet (waiting), the topic
-    and partition that they wait for, and the number of records that came too late for their place in the order (late).
+    and partition that they wait for, the transaction that lacks changes there, the number of records that came too late for
+    their place in the order (late), and of transactions that were transformed without all their changes (incomplete).
 
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
     of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
@@ -242,8 +244,11 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
         behind = part.frontier.behind
         if waiting and behind is not None:
             row |= {"topic": behind.topic, "partition": behind.partition}
+        if waiting and part.blocker is not None:
+            row["transaction"] = part.blocker.name
         late = (item.records for (topic, _), item in head.late.items() if topic in part.ranges)
-        yield {**row, "late": sum(late)}
+        transactions = head.transactions.get(domain)
+        yield {**row, "late": sum(late), "incomplete": transactions.incomplete if transactions else None}
 
 
 def _ask(pipeline: Pipeline) -> dict[str, TopicState]:

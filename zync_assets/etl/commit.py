@@ -36,10 +36,10 @@ from zync_assets.etl.retries import carve
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import OutputPosition
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file.references import with_lake_names

@@ -11,6 +11,9 @@ lowest of these orders. A stream confirms an order in two ways:
 - The stream is ingested up to its end in a reading. An earlier reading found a record of a lower order in some stream. The
   time between both readings covers records that a producer still had in flight at the earlier reading.
 
+The records of a transaction topic count for the second way too, and the frontier does not wait for the topic.
+``etl.transactions`` moves the frontier to the end of a transaction.
+
 A *key* is a place in the sequence of a domain's records: their order, and the tie-breakers input, partition and offset. A
 batch ends at one key for all streams of the domain. The outputs of the batches, one batch after the other, are therefore
 in the sequence that one sort of all outputs gives, wherever the batches end.
@@ -19,7 +22,7 @@ in the sequence that one sort of all outputs gives, wherever the batches end.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
@@ -41,7 +44,7 @@ class File(Protocol):
     """A raw file: the offsets and the number of its records, and bounds of their orders.
 
     The bounds hold for ``high`` and ``low`` each by itself, as the Delta log keeps them. None: some records, or all, have no
-    order, and therefore LOWEST.
+    order, and therefore LOWEST. ``commit_time``: the time of the file's commit, in milliseconds since the epoch.
     """
 
     @property
@@ -54,6 +57,8 @@ class File(Protocol):
     def min_order(self) -> Order | None: ...
     @property
     def max_order(self) -> Order | None: ...
+    @property
+    def commit_time(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -113,15 +118,23 @@ def after(order: Order) -> Order:
     return (order[0], order[1] + 1) if order[1] < _MOST else (order[0] + 1, LEAST)
 
 
-def frontier(streams: Sequence[Stream], readings: Iterable[Reading], delay: float) -> Frontier:
-    """The frontier of a domain. A single stream is its own sequence, and has no frontier (END).
+def frontier(streams: Sequence[Stream], orders: Mapping[tuple[str, int], Order]) -> Frontier:
+    """The frontier of a domain. A single stream is its own sequence, and has no frontier (END). ``orders``: the result of
+    ``confirmed_orders``."""
+    if len(streams) < 2:
+        return Frontier(END)
+    return min((Frontier(orders[stream.name], stream) for stream in streams), key=lambda item: item.order)
+
+
+def confirmed_orders(
+    streams: Sequence[Stream], readings: Iterable[Reading], delay: float
+) -> dict[tuple[str, int], Order]:
+    """(topic, partition) → the order that the stream confirms, for the streams of a domain and of its transaction topic.
 
     ``delay``: the least seconds between the two readings that confirm an order.
     """
-    if len(streams) < 2:
-        return Frontier(END)
     known = [(item, _reached(streams, item)) for item in readings]
-    return min((Frontier(_confirmed(stream, known, delay), stream) for stream in streams), key=lambda item: item.order)
+    return {stream.name: _confirmed(stream, known, delay) for stream in streams}
 
 
 def _confirmed(stream: Stream, known: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
@@ -217,22 +230,36 @@ Ends: TypeAlias = dict[tuple[str, int], int]
 """(topic, partition) → the end of a batch."""
 
 
-def batch_ends(streams: Sequence[Stream], limit: Order, records: int, read: ReadOrders) -> Ends:
-    """The ends of a batch of about ``records`` records whose orders are below ``limit``.
+class Batch(NamedTuple):
+    """The part of the streams that a batch takes: the records below ``key``, and therefore the offsets below ``ends``."""
+
+    key: Key
+    ends: Ends
+
+
+def batch_of(
+    streams: Sequence[Stream],
+    limit: Order,
+    records: int,
+    read: ReadOrders,
+    stops: Callable[[Key], Iterable[Key]] = lambda key: (key,),
+) -> Batch:
+    """A batch of about ``records`` records whose orders are below ``limit``.
 
     The batch takes from each stream the records below one key. A batch without records ends where the streams were seen.
+    ``stops``: the keys at which a batch may end, for a key at which it has enough records.
     """
-    most = _ends(streams, Key(*limit), read)
-    spans = [span for stream in streams for span in spans_of(stream, most[stream.name])]
+    whole = Batch(Key(*limit), _ends(streams, Key(*limit), read))
+    spans = [span for stream in streams for span in spans_of(stream, whole.ends[stream.name])]
     total, wanted = sum(span.records for span in spans), records
     while wanted < total:
         # The key is an estimate: files do not say how their orders are spread.
-        for key in keys_at(spans, [wanted]):
-            ends = {name: min(end, most[name]) for name, end in _ends(streams, key, read).items()}
+        for key in (stop for estimate in keys_at(spans, [wanted]) for stop in stops(estimate)):
+            ends = {name: min(end, whole.ends[name]) for name, end in _ends(streams, key, read).items()}
             if any(ends[stream.name] > stream.seen for stream in streams):
-                return ends
+                return Batch(key, ends)
         wanted *= 2
-    return most
+    return whole
 
 
 def _ends(streams: Iterable[Stream], key: Key, read: ReadOrders) -> Ends:

@@ -25,9 +25,10 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, Reopening, Retry, reopen, with_joins
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
 from zync_assets.lake import publication, raw, staging
+from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.staging import Head, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark import frames

@@ -26,7 +26,8 @@ from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.staging import Head, OutputPosition, Position, StagingState
+from zync_assets.lake.head import Head, OutputPosition, Position
+from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark.sql import long_sql
 
@@ -250,6 +251,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     for part in plan.cuts.values():
         for place, item in part.late.items():
             late[place] = replace(item, records=item.records + (late[place].records if place in late else 0))
+    transactions = {name: part.transactions for name, part in plan.cuts.items() if part.transactions is not None}
     return replace(
         head,
         batch=head.batch + 1,
@@ -263,6 +265,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         joins=known,
         reached={**head.reached, **reached},
         late=late,
+        transactions={**head.transactions, **transactions},
     )
 
 

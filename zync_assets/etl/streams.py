@@ -20,19 +20,27 @@ from zync_assets.etl.frontier import (
     Orders,
     ReadOrders,
     Stream,
-    batch_ends,
+    batch_of,
+    confirmed_orders,
     frontier,
     highest_below,
     late_offsets,
 )
+from zync_assets.etl.transaction_records import (
+    TransactionFrontier,
+    TransactionStreams,
+    transaction_frontier,
+    transaction_input,
+)
+from zync_assets.etl.transactions import OpenTransaction
 from zync_assets.ingest.order import has_orders
 from zync_assets.lake import raw, storage
+from zync_assets.lake.head import Head, Late, TransactionPosition
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, read_readings
 from zync_assets.lake.rows import RecentCache
-from zync_assets.lake.staging import Head, Late
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
 
@@ -58,6 +66,10 @@ class Cut:
     """The highest order of the records that ETL has taken, with those of this batch."""
     late: Mapping[tuple[str, int], Late]
     """(topic, partition) → the records of the batch that came below the orders that ETL had taken before."""
+    transactions: TransactionPosition | None = None
+    """The transactions that ETL has taken, with those of this batch. None where the pipeline file names no transaction topic."""
+    blocker: OpenTransaction | None = None
+    """The transaction that holds the frontier back."""
 
 
 def may_be_ordered(item: Input, state: RawState | None) -> bool:
@@ -100,12 +112,12 @@ def cuts(
     LakeError if a raw file can't be read.
     """
     owner, read, found = owners(domains), partial(_orders_of, states), dict[str, Cut]()
-    for name, members in domains.items():
-        kept = _readings(pipeline, members, states)
-        streams = _streams(pipeline, members, states, ranges, kept)
+    for name in domains:
+        streams, front, transactions = _frontier(pipeline, name, domains, states, head, ranges, read)
         own = [stream for stream in streams if owner[stream.topic] == name]
-        front = frontier(streams, kept, pipeline.order_delay)
-        ends = batch_ends(own, front.order, limits[name], read)
+        stops = [] if transactions is None else [transactions.stops]
+        batch = batch_of(own, front.order, limits[name], read, *stops)
+        ends = batch.ends
         new = [stream for stream in own if ends[stream.name] > stream.seen]
         before = head.reached.get(name)
         orders = [before, *(highest_below(stream, ends[stream.name], read) for stream in new)]
@@ -115,8 +127,32 @@ def cuts(
             first, end = late_offsets(stream, before or LOWEST, ends[stream.name], read)
             if first < end:
                 late[stream.name] = _late(stream, first, end, read)
-        found[name] = Cut(front, _ranges(own, ranges, ends), reached, late)
+        position = transactions.position(head.transactions.get(name), batch.key) if transactions else None
+        blocker = transactions.whole.blocker if transactions else None
+        found[name] = Cut(front, _ranges(own, ranges, ends), reached, late, position, blocker)
     return found
+
+
+def _frontier(
+    pipeline: Pipeline, domain: str, domains: Domains, states: States, head: Head, ranges: Ranges, read: ReadOrders
+) -> tuple[list[Stream], Frontier, TransactionFrontier | None]:
+    """The streams of a domain, their frontier, and the transactions at the frontier. Without a transaction topic, the
+    transactions are None."""
+    members, tables = list(domains[domain]), dict(states)
+    topic = transaction_input(pipeline, domain, domains)
+    watched = members if topic is None else [*members, topic]
+    if topic is not None:
+        tables[topic.topic] = raw.open_raw(pipeline.lake, topic.pool, topic.topic)
+    kept = _readings(pipeline, watched, tables)
+    streams = _streams(pipeline, members, states, ranges, kept)
+    closers = [] if topic is None else _streams(pipeline, [topic], tables, {topic.topic: ()}, kept)
+    confirmed = confirmed_orders([*streams, *closers], kept, pipeline.order_delay)
+    front = frontier(streams, confirmed)
+    if topic is None:
+        return streams, front, None
+    every = TransactionStreams(streams, closers, confirmed, kept, tables)
+    found = transaction_frontier(pipeline, every, front, head.transactions.get(domain), read)
+    return streams, found.frontier, found
 
 
 def _ranges(streams: Sequence[Stream], ranges: Ranges, ends: Ends) -> dict[str, tuple[OffsetRange, ...]]:

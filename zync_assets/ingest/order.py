@@ -5,6 +5,9 @@ a record its own order, or null where a record has none: tombstones, and Debeziu
 carries the orders within a partition. Records of an initial snapshot come before all changes, and have the order LOWEST.
 
 An envelope shows its connector by the fields of its ``source`` struct. The functions work on whole columns.
+
+A record of Debezium's transaction topic has the *end* of its transaction as its order: the least order above the orders of
+the transaction's changes. The id of the record holds the position (``transaction_ends``).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ Longs = npt.NDArray[np.int64]
 
 _SNAPSHOTS = pa.array(["true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial"])
 _SEQUENCE = r'^\[\s*(?:"(?P<high>[0-9]{1,18})"|null)\s*,\s*(?:"(?P<low>[0-9]{1,18})"|null)\s*\]$'
+_TRANSACTION_ID = r"^(?P<txid>[0-9]{1,20}):(?P<lsn>[0-9]{1,18})$"
 _FILE_NUMBER = r"\.(?P<number>[0-9]{1,6})$"
 
 
@@ -64,6 +68,8 @@ def has_orders(order: SourceOrder | None, value: pa.DataType | None) -> bool:
     """Whether ``own_orders`` gives orders for records with values of a type (None: not known yet)."""
     if order is not None and (order.time or order.by is not None):
         return order.path is not None
+    if order is not None and order.transactions:
+        return value is not None
     return value is not None and connector_of(value) is not None
 
 
@@ -71,8 +77,11 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     """The orders of some records, null where a record has none. None for inputs in the order of time, for expressions that
     Spark evaluates, and for values that are no envelope. ``columns``: ``kafka``, ``key``, ``value``.
 
-    SchemaError if the pipeline file names a missing field, or a field of a type without an order.
+    SchemaError if the pipeline file names a missing field, a field of a type without an order, or a transaction topic whose
+    records have no positions.
     """
+    if order is not None and order.transactions:
+        return _of_transactions(topic, columns["value"])
     if order is not None and (order.time or order.by is not None):
         return None if order.path is None else _at_path(f"input {topic}, order.by: {order.by}", order.path, columns)
     value = columns["value"]
@@ -84,6 +93,52 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     high = pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[0], pa.int64()), high)
     high = pc.if_else(_is_incremental(source), pa.scalar(None, pa.int64()), high)
     return _orders(high, pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[1], pa.int64()), low))
+
+
+def _of_transactions(topic: str, value: pa.Array) -> pa.StructArray | None:
+    """The orders of the records of a transaction topic. SchemaError for records of another kind."""
+    if pa.types.is_null(value.type):
+        return None
+    place, cure = f"transactions.topic: {topic}", "Nothing was ingested. Remove transactions: from the pipeline file"
+    if not pa.types.is_struct(value.type) or value.type.get_field_index("id") < 0:
+        raise SchemaError(
+            f"{place} has records without a field id, so that it is no transaction topic of Debezium. {cure}."
+        )
+    ids = pc.struct_field(value, "id")
+    if not pa.types.is_string(ids.type):
+        raise SchemaError(f"{place} has ids of type {ids.type}, and Debezium's are strings. {cure}.")
+    high, low = transaction_ends(ids)
+    unknown = ids.filter(pc.and_(pc.is_valid(ids), pc.is_null(high)))
+    if len(unknown):
+        raise SchemaError(
+            f"{place} has the transaction id {unknown[0].as_py()}, which holds no position in the log of the source. The ids of"
+            f" PostgreSQL (Debezium 2 or later) and SQL Server do. {cure}."
+        )
+    return _orders(high, low)
+
+
+def transaction_ends(ids: pa.Array) -> Pair:
+    """The ends of transactions by the ids of their END records, null for an id that holds no position.
+
+    PostgreSQL: the number of the transaction, and the LSN of its commit. The changes of the next transaction have this LSN as
+    ``high``. SQL Server: the LSN of the commit, which the orders of the changes begin with.
+    """
+    lsn = _digits(pc.struct_field(pc.extract_regex(ids, _TRANSACTION_ID), "lsn"))
+    file, block, slot = _lsn(ids)
+    high = (np.maximum(file, 0) & 0x7FFF_FFFF) << 32 | np.maximum(block, 0)
+    is_last = slot >= 0x7FFF
+    known, nothing = pa.array(file >= 0), pa.scalar(None, pa.int64())
+    low = np.where(is_last, -(2**63), (np.clip(slot, 0, 0x7FFE) + 1) << 48)
+    server = [pc.if_else(known, pa.array(each), nothing) for each in (high + is_last, low)]
+    zero = pc.if_else(pc.is_valid(lsn), pa.scalar(0, pa.int64()), nothing)
+    return pc.coalesce(lsn, server[0]), pc.coalesce(zero, server[1])
+
+
+def transaction_names(ids: pa.Array) -> pa.Array:
+    """The ids of transactions without the positions that PostgreSQL's connector puts after them: each change of a transaction
+    has a position of its own."""
+    number = pc.struct_field(pc.extract_regex(ids, _TRANSACTION_ID), "txid")
+    return pc.coalesce(pc.if_else(pc.equal(number, ""), pa.scalar(None, pa.string()), number), ids)
 
 
 def source_name(records: pa.RecordBatch) -> str | None:

@@ -8,6 +8,7 @@ past and stays true. A topic that was created again is known by its id.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -61,29 +62,30 @@ def read_readings(lake: str, pool: str) -> list[Reading]:
         return []
 
 
-def keep_reading(lake: str, pool: str, reading: Reading, delay: float) -> list[Reading]:
+def keep_reading(lake: str, pool: str, reading: Reading, delay: float, limit: float = math.inf) -> list[Reading]:
     """Keep a reading beside the earlier ones, and return all. Writes nothing if the newest kept readings say the same.
 
-    ``delay``: seconds between two readings that ETL compares. LakeError if the lake can't be written.
+    ``delay``, ``limit``: seconds between two readings that ETL compares. LakeError if the lake can't be written.
     """
     known = read_readings(lake, pool)
-    found = thinned([*known, reading], delay)
+    found = thinned([*known, reading], delay, limit)
     if found != known:
         _write(storage.readings_uri(lake, pool), found)
     return found
 
 
-def thinned(readings: Sequence[Reading], delay: float) -> list[Reading]:
+def thinned(readings: Sequence[Reading], delay: float, limit: float = math.inf) -> list[Reading]:
     """The readings that ETL can use, the earliest first and MOST at the most.
 
     Of equal readings in a row, the first and the last say everything. If ``delay`` lies between both, no later reading with
     the same ends says more. The readings of quiet topics therefore stay as they are. Other readings are kept at a distance of
-    a quarter of ``delay``, but for the newest, and for a reading that the next one confirms.
+    a quarter of ``delay``, but for the newest, and for a reading that the next one confirms. With a ``limit``, the last of equal
+    readings is renewed after that time.
     """
     found: list[Reading] = []
     for item in sorted(readings, key=lambda each: each.ended):
         alike = _alike(found, item)
-        if alike and are_confirmed(found, delay):
+        if alike and are_confirmed(found, delay) and item.began < found[-1].ended + limit:
             continue
         close = len(found) > 1 and found[-1].ended < found[-2].ended + delay / 4
         if alike > 1 or (not alike and close and item.began < found[-1].ended + delay):

@@ -22,18 +22,19 @@ The account column:
     replayed     input, none                                      count: replays of the raw table that were looked at
     reached                         high, low                     text: the domain whose records ETL took up to this order
     late         input              the first of the last batch   count: records that came below such an order
+    whole                           high, low                     text: the domain whose transactions ETL took up to this end,
+                                                                  count: those that were not whole, rule: the last of these
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known; of a quarantined
                                                                   one that ETL failed on, rule and text: why
     pending      input              one offset                    rule, hash of the join key (null: a null key)
     completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
 
-All but the first nine are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+All but the first ten are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import storage, tables, tampering
+from zync_assets.lake.head import Head, head_rows, parse_head
 from zync_assets.lake.log import DataFile, LakeTable
 
 ACCOUNT = "#account"
@@ -93,75 +95,6 @@ def key_column(topic: str) -> str:
 def value_column(topic: str) -> str:
     """The staging column that holds the values of an output topic."""
     return f"value:{topic}"
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where an input partition stands: the account covers ``first <= offset < seen``; ``records`` exist there.
-
-    ``table``: the id of the raw table that they were read from; offsets of another table are other records.
-    """
-
-    first: int
-    seen: int
-    records: int = 0
-    table: str | None = None
-
-
-@dataclass(frozen=True)
-class OutputPosition:
-    """Where an output partition stands: offsets ``base`` to before ``next`` are numbered.
-
-    ``topic_id`` and ``partitions`` describe the topic at the start of numbering; None if the topic did not exist then.
-    """
-
-    base: int
-    next: int
-    topic_id: str | None
-    partitions: int | None
-
-
-@dataclass(frozen=True)
-class Late:
-    """Records of an input partition that came after records that are later in the source's order.
-
-    ``records``: their number; ``offset``: the first of them in the last batch that had some.
-    """
-
-    records: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Head:
-    """The account's positions, counters and schemas after one batch."""
-
-    batch: int = 0
-    inputs: Mapping[tuple[str, int], Position] = field(default_factory=dict)
-    """(input topic, partition) → position."""
-    outputs: Mapping[tuple[str, int], OutputPosition] = field(default_factory=dict)
-    """(output topic, partition) → position."""
-    counts: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
-    """(input topic, partition, class) → records that are in the class now."""
-    waiting: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(rule, input topic) → records that are pending for the rule."""
-    schemas: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Fingerprint → (output topic, output schema as JSON)."""
-    replayed: Mapping[str, int] = field(default_factory=dict)
-    """Input topic → the number of the raw table's replays that ETL has taken up. Their records are no longer quarantined."""
-    nullable: Mapping[str, frozenset[tuple[str, ...]]] = field(default_factory=dict)
-    """Output topic → fields of its values that some records have as null, or leave out, though their schemas have no null for
-    them: later schemas must have one."""
-    joins: Mapping[str, str] = field(default_factory=dict)
-    """Rule → the definition of the hashes of its pending records (``etl.rules.denorm.join_text``). Tables of older versions
-    lack the definition."""
-    reached: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Domain → the highest order of the records that ETL has taken."""
-    late: Mapping[tuple[str, int], Late] = field(default_factory=dict)
-    """(input topic, partition) → its records that came too late for their place in the order."""
-
-    def seen(self, topic: str) -> dict[int, int]:
-        return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
 
 
 @dataclass(frozen=True)
@@ -232,7 +165,7 @@ def _head(opened: LakeTable, item: DataFile, batch: int) -> Head:
 
 @lru_cache(16)
 def _head_of(opened: LakeTable, path: str, batch: int, _mark: tuple[int | None, int | None]) -> Head:
-    return _parse_head(batch, _read_head(opened, path))
+    return parse_head(batch, _read_head(opened, path))
 
 
 def _read_head(opened: LakeTable, path: str) -> list[dict[str, Any]]:
@@ -386,59 +319,4 @@ def _flatten(table: pa.Table) -> list[pa.Array]:
 
 
 def _write_head(uri: str, head: Head) -> DataFile:
-    return write_ledger(uri, f"{_HEAD}{head.batch:012d}-{uuid.uuid4().hex}.parquet", _head_rows(head))
-
-
-def _head_rows(head: Head) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for (topic, partition), item in sorted(head.inputs.items()):
-        place = {"topic": topic, "partition": partition}
-        span = {"first": item.first, "end": item.seen, "count": item.records}
-        rows.append({"kind": "seen", **place, **span, "text": item.table})
-    for (topic, partition, name), count in sorted(head.counts.items()):
-        rows.append({"kind": "counted", "topic": topic, "partition": partition, "rule": name, "count": count})
-    for (rule, topic), count in sorted(head.waiting.items()):
-        rows.append({"kind": "waiting", "topic": topic, "rule": rule, "count": count})
-    for (topic, partition), out in sorted(head.outputs.items()):
-        place = {"topic": topic, "partition": partition, "first": out.base, "end": out.next}
-        rows.append({"kind": "output", **place, "text": out.topic_id, "count": out.partitions})
-    for topic, count in sorted(head.replayed.items()):
-        rows.append({"kind": "replayed", "topic": topic, "count": count})
-    for topic, paths in sorted(head.nullable.items()):
-        for path in sorted(paths):
-            rows.append({"kind": "nullable", "topic": topic, "text": json.dumps(path)})
-    for rule, text in sorted(head.joins.items()):
-        rows.append({"kind": "join", "rule": rule, "text": text})
-    for domain, (high, low) in sorted(head.reached.items()):
-        rows.append({"kind": "reached", "first": high, "end": low, "text": domain})
-    for (topic, partition), item in sorted(head.late.items()):
-        place = {"topic": topic, "partition": partition, "first": item.offset}
-        rows.append({"kind": "late", **place, "count": item.records})
-    for name, (topic, text) in sorted(head.schemas.items()):
-        rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
-    return rows
-
-
-def _parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
-    def of(kind: str) -> list[Mapping[str, Any]]:
-        return [row for row in rows if row["kind"] == kind]
-
-    return Head(
-        batch,
-        {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"], r["text"]) for r in of("seen")},
-        {
-            (r["topic"], r["partition"]): OutputPosition(r["first"], r["end"], r["text"], r["count"])
-            for r in of("output")
-        },
-        {(r["topic"], r["partition"], r["rule"]): r["count"] for r in of("counted")},
-        {(r["rule"], r["topic"]): r["count"] for r in of("waiting")},
-        {r["rule"]: (r["topic"], r["text"]) for r in of("schema")},
-        {r["topic"]: r["count"] for r in of("replayed")},
-        {
-            topic: frozenset(tuple(json.loads(r["text"])) for r in of("nullable") if r["topic"] == topic)
-            for topic in {r["topic"] for r in of("nullable")}
-        },
-        {r["rule"]: r["text"] for r in of("join")},
-        {r["text"]: (r["first"], r["end"]) for r in of("reached")},
-        {(r["topic"], r["partition"]): Late(r["count"], r["first"]) for r in of("late")},
-    )
+    return write_ledger(uri, f"{_HEAD}{head.batch:012d}-{uuid.uuid4().hex}.parquet", head_rows(head))

@@ -14,6 +14,7 @@ from zync_assets.pipeline import (
     Unmatched,
 )
 from zync_assets.pipeline_file.keys import Key, input_shape, output_shape, paths, rule_keys
+from zync_assets.pipeline_file.transactions import TRANSACTIONS
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
@@ -257,7 +258,6 @@ OUTPUT: tuple[Key, ...] = (
     ),
 )
 
-
 KAFKA: tuple[Key, ...] = (
     Key(
         "bootstrap.servers",
@@ -399,6 +399,7 @@ FILE: tuple[Key, ...] = (
         "order-delay: 5",
         default="1",
     ),
+    TRANSACTIONS,
     Key(
         "missing-field",
         "one of the allowed values",

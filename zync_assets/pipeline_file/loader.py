@@ -42,6 +42,7 @@ from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
+from zync_assets.pipeline_file.transactions import read_transactions, with_transaction_topic
 from zync_assets.spark.sql import contradictions
 
 DEFAULT_LAKE = "./lake"
@@ -262,6 +263,9 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     rules = _rules(fields, inputs, outputs) if "transforms" in parts else ()
     good_inputs = tuple(item for item in inputs.values() if item is not None)
     good_outputs = tuple(item for item in outputs.values() if item is not None)
+    transactions = read_transactions(fields, inputs, outputs, rules)
+    if transactions is not None:
+        good_inputs = with_transaction_topic(good_inputs, *transactions)
     sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
     registry = _registry(fields, env, has_avro=any(side.format == "avro" for side in sides))
     return Pipeline(
@@ -279,6 +283,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         consumer_group=_consumer_group(fields),
         missing_field=_missing_field(fields),
         order_delay=DEFAULT_ORDER_DELAY if order_delay is None else order_delay,
+        transactions=None if transactions is None else transactions[0],
     )
 
 

@@ -13,9 +13,10 @@ from zync_assets.audit.guard import check_begins
 from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
 from zync_assets.kafka.topics import TopicState, high_watermark, topic_states
 from zync_assets.lake import staging
+from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, rollback_error
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import OutputPosition, StagingState
+from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark import frames

@@ -28,8 +28,9 @@ import pyarrow.parquet as pq
 
 from zync_assets.etl import pending
 from zync_assets.lake import compaction, publication, raw, raw_files, staging, storage, tables
+from zync_assets.lake.head import Head, OutputPosition, Position
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.staging import ACCOUNT_FOLDER, BASE_SCHEMA, Head, OutputPosition, Position
+from zync_assets.lake.staging import ACCOUNT_FOLDER, BASE_SCHEMA
 from zync_assets_tests.bench import data
 
 MINUTE, HOUR, DAY = 60, 3600, 24 * 3600

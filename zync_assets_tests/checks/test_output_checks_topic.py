@@ -15,9 +15,10 @@ from confluent_kafka import Producer
 from zync_assets.checks.output_checks import staging_equals_topic
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import staging
+from zync_assets.lake.head import Head, OutputPosition
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import commit_publish_state, open_publish_state
-from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition
+from zync_assets.lake.staging import BASE_SCHEMA
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline, SideFormat

@@ -15,8 +15,9 @@ from click.testing import CliRunner, Result
 from zync_assets.cli.main import main
 from zync_assets.cli.terminal import MAX_OFFSET, MAX_PARTITION
 from zync_assets.lake import quarantine, raw, staging, storage
+from zync_assets.lake.head import Head, OutputPosition, Position
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.staging import BASE_SCHEMA, Head, OutputPosition, Position
+from zync_assets.lake.staging import BASE_SCHEMA
 from zync_assets_tests.lake.rows import SCHEMA, bad_records, file, records
 
 NOWHERE = {"KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1", "SCHEMA_REGISTRY_URL": "http://127.0.0.1:1"}

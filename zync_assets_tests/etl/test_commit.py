@@ -23,9 +23,10 @@ from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import staging, storage, tables
 from zync_assets.lake.compaction import commit as compaction_commit
 from zync_assets.lake.compaction import rewrite
+from zync_assets.lake.head import Head
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import time_floors
-from zync_assets.lake.staging import Head, open_staging
+from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from zync_assets.etl.frontier import (
     END,
     File,
+    Frontier,
     Key,
     Orders,
     Span,
     Stream,
     after,
-    batch_ends,
+    batch_of,
+    confirmed_orders,
     frontier,
     highest_below,
     keys_at,
@@ -39,6 +41,7 @@ class RawFile:
     first: int
     last: int
     orders: tuple[Order, ...]
+    commit_time: int | None = None
 
     @property
     def records(self) -> int:
@@ -88,6 +91,10 @@ def reading(began: float, ended: float, **ends: int) -> Reading:
     return Reading(began, ended, {name: TopicEnds("id", {0: end}) for name, end in ends.items()})
 
 
+def frontier_of(streams: Sequence[Stream], readings: Sequence[Reading], delay: float) -> Frontier:
+    return frontier(streams, confirmed_orders(streams, readings, delay))
+
+
 def whole(name: str, place: int, found: Sequence[Order], seen: int = 0) -> Stream:
     """A stream with one file."""
     files = [RawFile(0, len(found) - 1, tuple(found))] if found else []
@@ -95,12 +102,12 @@ def whole(name: str, place: int, found: Sequence[Order], seen: int = 0) -> Strea
 
 
 def test_a_single_stream_has_no_frontier() -> None:
-    assert frontier([whole("a", 0, [(1, 0)])], [], 1).order == END
+    assert frontier([whole("a", 0, [(1, 0)])], {}).order == END
 
 
 def test_without_readings_the_frontier_is_the_least_of_the_highest_orders() -> None:
     """A tombstone may still follow in the stream with the least of the highest orders: that order is not there whole."""
-    found = frontier([whole("a", 0, [(1, 0), (5, 0)]), whole("b", 1, [(2, 0), (3, 7)])], [], 1)
+    found = frontier_of([whole("a", 0, [(1, 0), (5, 0)]), whole("b", 1, [(2, 0), (3, 7)])], [], 1)
     assert found.order == (3, 7)
     assert found.behind is not None and found.behind.topic == "b"
 
@@ -108,14 +115,14 @@ def test_without_readings_the_frontier_is_the_least_of_the_highest_orders() -> N
 def test_an_idle_topic_is_passed_once_its_end_was_read_again_after_the_delay() -> None:
     streams = [whole("a", 0, [(1, 0), (5, 0)]), whole("b", 1, [])]
     first = reading(10, 10.1, a=2, b=0)
-    assert frontier(streams, [first, reading(11, 11.1, a=2, b=0)], 1).order == LOWEST
-    assert frontier(streams, [first, reading(11.1, 11.2, a=2, b=0)], 1).order == after((5, 0))
+    assert frontier_of(streams, [first, reading(11, 11.1, a=2, b=0)], 1).order == LOWEST
+    assert frontier_of(streams, [first, reading(11.1, 11.2, a=2, b=0)], 1).order == after((5, 0))
 
 
 def test_a_topic_that_is_not_ingested_to_its_later_end_holds_the_frontier_back() -> None:
     streams = [whole("a", 0, [(1, 0), (5, 0)]), whole("b", 1, [(2, 0)])]
     readings = [reading(10, 10, a=2, b=1), reading(20, 20, a=2, b=2)]
-    found = frontier(streams, readings, 1)
+    found = frontier_of(streams, readings, 1)
     assert found.order == (2, 0)
     assert found.behind is not None and found.behind.topic == "b"
 
@@ -124,9 +131,9 @@ def test_an_unknown_end_confirms_nothing_and_a_missing_topic_has_no_records() ->
     streams = [whole("a", 0, [(1, 0)]), whole("b", 1, [])]
     ends = {"a": TopicEnds("id", {0: 1})}
     unknown = [Reading(at, at, ends) for at in (10.0, 20.0)]
-    assert frontier(streams, unknown, 1).order == LOWEST
+    assert frontier_of(streams, unknown, 1).order == LOWEST
     missing = [Reading(at, at, {**ends, "b": TopicEnds(None)}) for at in (10.0, 20.0)]
-    assert frontier(streams, missing, 1).order == after((1, 0))
+    assert frontier_of(streams, missing, 1).order == after((1, 0))
 
 
 def test_a_key_ends_every_stream_at_one_place_of_the_sequence() -> None:
@@ -209,7 +216,7 @@ def test_keys_divide_evenly_whatever_part_of_the_order_records_share() -> None:
 def test_a_batch_of_many_records_with_one_order_ends_between_them(limit: int) -> None:
     """A snapshot of a million records is no reason for a batch of a million records."""
     streams = [whole(name, place, [LOWEST] * 100) for place, name in enumerate("ab")]
-    assert sum(batch_ends(streams, END, limit, orders).values()) == limit
+    assert sum(batch_of(streams, END, limit, orders).ends.values()) == limit
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,7 +265,7 @@ def _source(topics: Sequence[Topic], random: Random) -> list[tuple[int, ...]]:
 def _batch(topics: Sequence[Topic], readings: Sequence[Reading], limit: int) -> list[tuple[Order, int, int]]:
     """Consume one batch: the records sorted as a batch sorts its outputs."""
     streams = [topic.stream() for topic in topics]
-    ends = batch_ends(streams, frontier(streams, readings, DELAY).order, limit, orders)
+    ends = batch_of(streams, frontier_of(streams, readings, DELAY).order, limit, orders).ends
     found: list[tuple[Order, int, int]] = []
     for topic in topics:
         end = ends[topic.name, 0]

@@ -11,7 +11,8 @@ import pytest
 from zync_assets.errors import LakeError
 from zync_assets.etl import pending
 from zync_assets.lake import staging, storage
-from zync_assets.lake.staging import Head, StagingState, commit_batch, open_staging, write_ledger
+from zync_assets.lake.head import Head
+from zync_assets.lake.staging import StagingState, commit_batch, open_staging, write_ledger
 
 
 def entry(kind: str, first: int, hash: int | None = None, rule: str = "join", topic: str = "t") -> dict[str, object]:

@@ -9,8 +9,9 @@ import pytest
 
 from zync_assets.etl import pending
 from zync_assets.lake import staging, storage
+from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.staging import BASE_SCHEMA, Head, StagingState, commit_batch, open_staging, write_ledger
+from zync_assets.lake.staging import BASE_SCHEMA, StagingState, commit_batch, open_staging, write_ledger
 
 POOL = "Staging"
 

@@ -24,12 +24,12 @@ from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import Survey
+from zync_assets.lake.head import Late
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER, RawAdvance, open_raw
 from zync_assets.lake.raw import commit_raw as commit_table
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
-from zync_assets.lake.staging import Late
 from zync_assets.lake.storage import raw_uri
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange

@@ -21,7 +21,7 @@ from zync_assets import offsets
 from zync_assets.errors import SchemaError
 from zync_assets.ingest import files as ingest_files
 from zync_assets.ingest.files import Reading, batch_files, carry_times
-from zync_assets.ingest.order import connector_of, own_orders, source_name
+from zync_assets.ingest.order import connector_of, own_orders, source_name, transaction_names
 from zync_assets.ingest.source import Source
 from zync_assets.ingest.task import ReadEnd, Reader, write_part
 from zync_assets.lake.log import Order
@@ -123,6 +123,42 @@ def test_sql_server_s_missing_and_odd_positions() -> None:
 def test_mongodb_orders_by_second_and_number(places: list[tuple[int, int]]) -> None:
     found = orders_of(MONGODB, *({"ts_ms": at, "ord": number} for at, number in places))
     assert found == [(at // 1000, number) for at, number in places]
+
+
+def transaction_orders(*ids: str | None) -> list[Order | None]:
+    value = pa.array(
+        [{"status": "END", "id": each} for each in ids], pa.struct([("status", "string"), ("id", "string")])
+    )
+    found = own_orders("shop.transaction", SourceOrder(transactions=True), {"value": value})
+    assert found is not None
+    return [None if each is None else (each["high"], each["low"]) for each in found.to_pylist()]
+
+
+def test_the_order_of_a_transaction_record_lies_between_its_changes_and_the_next_ones() -> None:
+    assert transaction_orders("571:24023400", None) == [(24023400, 0), None]
+    mine = {"sequence": '["24023128","24023360"]', "lsn": 24023360}
+    following = {"sequence": '["24023400","24023500"]', "lsn": 24023500}
+    assert [order < (24023400, 0) for order in orders_of(POSTGRES, mine, following) if order] == [True, False]
+    lsn, next_lsn, last = "0000002d:00000378:0012", "0000002d:00000378:0013", "0000002d:00000378:ffff"
+    lsns = [{"commit_lsn": each, "change_lsn": each, "event_serial_no": 2} for each in (lsn, next_lsn, last)]
+    (end, end_of_last), changes = transaction_orders(lsn, last), orders_of(SQL_SERVER, *lsns)
+    assert [order < end for order in changes if order and end] == [True, False, False]
+    assert [order < end_of_last for order in changes if order and end_of_last] == [True, True, True]
+    names = transaction_names(pa.array(["571:24023400", "571:24023360", lsn]))
+    assert names.to_pylist() == ["571", "571", lsn]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (pa.array([{"id": "file=mysql-bin.000003,pos=4"}]), "holds no position"),
+        (pa.array([{"id": 571}]), "ids of type int64"),
+        (pa.array([{"op": "c"}]), "without a field id"),
+    ],
+)
+def test_records_of_another_kind_are_refused_as_transactions(value: pa.Array, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        own_orders("t", SourceOrder(transactions=True), {"value": value})
 
 
 @pytest.mark.parametrize("kind", [POSTGRES, MYSQL, SQL_SERVER, MONGODB])

@@ -66,6 +66,13 @@ def test_a_reading_stays_until_a_later_one_can_confirm_its_ends() -> None:
     assert [item.began for item in thinned([reading(0, 6), reading(0.1, 7), reading(1, 8)], 1)] == [0, 1]
 
 
+def test_with_a_limit_the_last_of_equal_readings_is_renewed_after_it() -> None:
+    """An idle pipeline writes one reading for each limit, and none without a limit."""
+    equal = [reading(at, 7) for at in range(0, 100, 2)]
+    assert [item.began for item in thinned(equal, 1)] == [0, 2]
+    assert [item.began for item in thinned(equal, 1, 60)] == [0, 62]
+
+
 def test_however_often_ends_are_read_two_readings_are_a_delay_apart() -> None:
     """A loop of a tenth of the delay would otherwise never keep a reading for as long as the delay."""
     found: list[Reading] = []

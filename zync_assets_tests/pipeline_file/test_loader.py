@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from zync_assets.cli.validate import validate
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.etl.rules import explain_rules
-from zync_assets.pipeline import CreateTopic, Pipeline, RecordShape, RegistryConfig, Side, SideFormat, SourceOrder
+from zync_assets.pipeline import (
+    CreateTopic,
+    Input,
+    Pipeline,
+    RecordShape,
+    RegistryConfig,
+    Side,
+    SideFormat,
+    SourceOrder,
+    Transactions,
+)
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
 
@@ -120,6 +130,37 @@ def test_defaults(tmp_path: Path) -> None:
     assert (denorm.name, stateless.name) == ("1-denorm", "2-stateless")
     assert [side.where for side in denorm.sides] == ["value.op = 'c'"] * 2
     assert denorm.value == {"a": "left.value.a", "more": {"b": "right.value.b", "none": None}}
+
+
+def test_the_topic_of_the_transactions_is_the_last_input(tmp_path: Path) -> None:
+    """It has the pool and the format of the first input, unless it is listed among the inputs."""
+    rest = """
+inputs: [{topic: shop.public.orders, pool: R, format: connect-json}, {topic: bills, pool: R2}%s]
+outputs: [{topic: o, pool: S, key-format: string}]
+transforms: [{name: s, type: stateless, in: bills, out: o, key: null, value: in.value}]
+"""
+    pipeline = read(
+        tmp_path, f"transactions: {{topic: shop.transaction, collections: {{public.bills: bills}}}}{rest % ''}"
+    )
+    found = pipeline.transactions
+    assert found == Transactions("shop.transaction", collections={"public.bills": "bills"})
+    assert [found.collection(topic) for topic in ("shop.public.orders", "bills", "other")] == [
+        "public.orders",
+        "public.bills",
+        None,
+    ]
+    order = SourceOrder(domain="shop", transactions=True)
+    form = SideFormat("connect-json")
+    assert pipeline.inputs[2:] == (Input("shop.transaction", "R", form, form, order=order),)
+    assert pipeline.inputs_of("S") == (pipeline.input("bills"),)
+    listed = ", {topic: shop.transaction, pool: R2, retention: 7d}"
+    text = "transactions: {topic: shop.transaction, limit: 1h, domain: d}"
+    pipeline = read(tmp_path, text + rest % listed)
+    assert pipeline.transactions == Transactions("shop.transaction", "d", 3600.0)
+    tx = pipeline.inputs[2]
+    assert (tx.pool, tx.retention_ms, tx.order) == ("R2", 7 * 86_400_000, SourceOrder(domain="d", transactions=True))
+    json = read(tmp_path, f"transactions: {{topic: tx, format: json}}{rest % ''}").inputs[2]
+    assert json.value.ddl is not None and "data_collections" in json.value.ddl
 
 
 def test_every_option(tmp_path: Path) -> None:
@@ -249,6 +290,19 @@ ERRORS = [
     ("inputs:", "settle: soon\ninputs:", 1, "settle", "a number that is not negative"),
     ("inputs:", "unavailable-value: ''\ninputs:", 1, "unavailable-value", "or null where there is none"),
     ("inputs:", "unavailable-value: hex:0\ninputs:", 1, "unavailable-value", "pairs of hexadecimal digits"),
+    ("inputs:", "transactions: tx\ninputs:", 1, "transactions", "must be a mapping"),
+    ("inputs:", "transactions: {limit: 1h}\ninputs:", 1, "transactions.topic", "is missing"),
+    ("inputs:", "transactions: {topic: C}\ninputs:", 1, "transactions.topic", "an output is no input"),
+    ("inputs:", "transactions: {topic: A}\ninputs:", 1, "transactions.topic", "read by a rule"),
+    ("inputs:", "transactions: {topic: tx, limit: 9}\ninputs:", 1, "transactions.limit", "must be text"),
+    ("inputs:", "transactions: {topic: tx, format: string}\ninputs:", 1, "transactions.format", "must be one of"),
+    (
+        "inputs:",
+        "transactions: {topic: tx, collections: {x.y: Z}}\ninputs:",
+        1,
+        "transactions.collections",
+        "is no input",
+    ),
     ("inputs:", "order-delay: 1s\ninputs:", 1, "order-delay", "a number that is not negative"),
     ("inputs:", "settle: -1\ninputs:", 1, "settle", "a number that is not negative"),
     ("inputs:", "kafka: here\ninputs:", 1, "kafka", "must be a mapping, not text"),

@@ -1,0 +1,250 @@
+"""The transactions of a domain, from the raw tables of the transaction topic and of the changes.
+
+The I/O around ``etl.transactions``. Small columns of single files are read: END records that ETL has not reached, and the
+changes in files at the end of their partition. Both are kept in memory from batch to batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.frontier import END, File, Frontier, Key, ReadOrders, Stream, frontier
+from zync_assets.etl.transactions import (
+    Counting,
+    Ends,
+    Events,
+    Longs,
+    WholeTransactions,
+    is_free,
+    merge_ends,
+    slowest,
+    whole_transactions,
+)
+from zync_assets.ingest.order import transaction_ends, transaction_names
+from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.head import TransactionPosition
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.readings import Reading
+from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.snapshot import Snapshot
+from zync_assets.pipeline import Input, Pipeline, Transactions
+
+_ends: RecentCache[str, Ends] = RecentCache(2_000_000)
+_events: RecentCache[str, Events] = RecentCache(2_000_000)
+"""Raw file → its records. A frontier that waits is compared with the same files again and again."""
+
+_ID, _NUMBER = "id", "data_collection_order"
+
+
+@dataclass(frozen=True)
+class TransactionStreams:
+    """A domain's streams, and those of its transaction topic (``closers``). ``confirmed``: (topic, partition) → the order that
+    the stream confirms. ``readings``: the kept readings of all these topics. ``states``: topic → its raw table."""
+
+    streams: Sequence[Stream]
+    closers: Sequence[Stream]
+    confirmed: Mapping[tuple[str, int], Order]
+    readings: Sequence[Reading]
+    states: Mapping[str, RawState | None]
+
+
+def transaction_input(pipeline: Pipeline, domain: str, domains: Mapping[str, object]) -> Input | None:
+    """The input with the transactions of a domain; None if the pipeline file names none."""
+    found = pipeline.transactions
+    if found is None or domain not in (found.domain or found.prefix, *(domains if _is_only(found, domains) else ())):
+        return None
+    return pipeline.input(found.topic)
+
+
+def _is_only(found: Transactions, domains: Mapping[str, object]) -> bool:
+    return found.domain is None and len(domains) == 1
+
+
+@dataclass(frozen=True)
+class TransactionFrontier:
+    """The frontier of a domain at the end of a transaction. ``own``: the streams with changes that can be counted."""
+
+    whole: WholeTransactions
+    frontier: Frontier
+    own: Sequence[Stream]
+    counting: Counting
+
+    def stops(self, key: Key) -> Iterator[Key]:
+        """The keys at which a batch may end, instead of at ``key``."""
+        return self.whole.stops(key, partial(is_free, self.own, self.counting.read))
+
+    def position(self, before: TransactionPosition | None, key: Key) -> TransactionPosition | None:
+        """The transactions that ETL has taken after a batch that ends at ``key``; None before the first one."""
+        order = key.high, key.low
+        end = self.whole.last_end(order) or (before.end if before else None)
+        overdue = [name for place, name in self.whole.overdue if place <= order]
+        if end is None and not overdue:
+            return before
+        count, last = (before.incomplete, before.last) if before else (0, None)
+        return TransactionPosition(end or LOWEST, count + len(overdue), overdue[-1] if overdue else last)
+
+
+def transaction_frontier(
+    pipeline: Pipeline, found: TransactionStreams, front: Frontier, before: TransactionPosition | None, read: ReadOrders
+) -> TransactionFrontier:
+    """The frontier of a domain at the end of a transaction. ``front``: the frontier without regard to transactions.
+
+    Raises LakeError if a file can't be read.
+    """
+    assert pipeline.transactions is not None
+    snapshot = Snapshot(pipeline, found.states)
+    states = found.states
+    read_events = partial(_events_of, states, read)
+    tables: dict[str, list[Stream]] = {}
+    for stream in found.streams:
+        name = _collection(pipeline, stream.topic, states[stream.topic])
+        if name is not None:
+            tables.setdefault(name, []).append(stream)
+    counting = Counting(
+        tables,
+        found.closers,
+        found.readings,
+        pipeline.transactions.limit,
+        read_events,
+        partial(_bad_offsets, snapshot),
+    )
+    above = None if before is None else before.end
+    last = slowest(found.streams, counting, found.confirmed, above)
+    floor = END if last is None else found.confirmed[last.name]
+    # One partition keeps the order of its END records. Several partitions confirm it, as those of the changes do.
+    known = frontier(found.closers, found.confirmed).order
+    ends = merge_ends(_ends_of(states[pipeline.transactions.topic], above), above, known)
+    result = whole_transactions(ends, above, front.order, floor, counting)
+    every = [*found.streams, *found.closers]
+    behind = last if floor < front.order else front.behind
+    if result.blocker is not None:
+        behind = next(stream for stream in every if stream.topic in result.blocker.topics)
+    return TransactionFrontier(result, Frontier(result.order, behind), counting.streams, counting)
+
+
+def _collection(pipeline: Pipeline, topic: str, state: RawState | None) -> str | None:
+    """The source's name of a topic's table; None if its changes can't be counted."""
+    assert pipeline.transactions is not None
+    shape = pipeline.input(topic).shape
+    if shape is not None and (shape.where is not None or "value" in shape.sides):
+        return None
+    name = pipeline.transactions.collection(topic)
+    if state is None or "value" not in state.schema.names:
+        return name
+    kind = _inner(state.schema.field("value").type, "transaction")
+    number = None if kind is None else _inner(kind, _NUMBER)
+    text = None if kind is None else _inner(kind, _ID)
+    if number is None or text is None or not pa.types.is_integer(number) or not pa.types.is_string(text):
+        return None
+    return name
+
+
+def _inner(kind: pa.DataType, name: str) -> pa.DataType | None:
+    return kind.field(name).type if pa.types.is_struct(kind) and kind.get_field_index(name) >= 0 else None
+
+
+def _bad_offsets(snapshot: Snapshot, stream: Stream) -> Longs:
+    """The offsets of all records of a stream that were ever put into quarantine."""
+    state = snapshot.raw(stream.topic)
+    found = [np.zeros(0, np.int64)]
+    if state is not None and state.bad.get(stream.partition):
+        side = snapshot.quarantine(stream.topic)
+        for item in quarantine.quarantine_files(state, side):
+            if side is not None and item.partition == stream.partition:
+                kafka = _read(storage.join(side.uri, item.path), ["kafka.offset"])["kafka"].combine_chunks()
+                found.append(pc.struct_field(kafka, "offset").to_numpy(zero_copy_only=False))
+    return np.concatenate(found)
+
+
+def _events_of(states: Mapping[str, RawState | None], read: ReadOrders, stream: Stream, item: File) -> Events:
+    state = states[stream.topic]
+    assert state is not None and isinstance(item, DataFile)
+    uri = storage.join(state.table.uri, item.path)
+    known = _events.get(uri)
+    if known is not None:
+        return known
+    orders = read(stream, item)
+    table = _read(uri, ["value.op", f"value.transaction.{_ID}", f"value.transaction.{_NUMBER}"])
+    count = len(orders.offsets)
+    value = table["value"].combine_chunks() if "value" in table.column_names else pa.nulls(count)
+    transaction = _field(value, "transaction", count)
+    numbers = _field(transaction, _NUMBER, count).cast(pa.int64())
+    ids = _field(transaction, _ID, count).cast(pa.string())
+    op = _field(value, "op", count).cast(pa.string())
+    deletes = count > 0 and value[-1].is_valid and op[-1].as_py() in ("d", None)
+    found = Events(orders, pc.fill_null(numbers, 0).to_numpy(zero_copy_only=False), ids, deletes)
+    _events.put(uri, found, count)
+    return found
+
+
+def _field(values: pa.Array, name: str, count: int) -> pa.Array:
+    """A field of some structs; nulls where the structs lack it."""
+    return pa.nulls(count) if _inner(values.type, name) is None else pc.struct_field(values, name)
+
+
+def _ends_of(state: RawState | None, above: Order | None) -> list[Ends]:
+    """The END records in the files of a transaction topic's table that may have some above an order."""
+    if state is None:
+        return []
+    raw.check_whole(state)
+    files = [item for item in state.files if above is None or (item.max_order or LOWEST) >= above]
+    return [found for item in files if (found := _ends_in(state, item)) is not None]
+
+
+def _ends_in(state: RawState, item: DataFile) -> Ends | None:
+    uri = storage.join(state.table.uri, item.path)
+    known = _ends.get(uri)
+    if known is None:
+        table = _read(uri, ["value.status", "value.id", "value.data_collections"])
+        if "value" not in table.column_names:
+            return None
+        known = _parsed(table["value"].combine_chunks())
+        _ends.put(uri, known, len(known.highs) + len(known.owners))
+    since = np.inf if item.commit_time is None else item.commit_time / 1000
+    return known._replace(since=np.full(len(known.highs), since))
+
+
+def _parsed(value: pa.Array) -> Ends:
+    """The END records among the records of a transaction topic."""
+    rows = value.filter(pc.fill_null(pc.equal(_field(value, "status", len(value)).cast(pa.string()), "END"), False))
+    ids = _field(rows, "id", len(rows)).cast(pa.string())
+    highs, lows = transaction_ends(ids)
+    known = pc.is_valid(highs)
+    highs, lows = (each.filter(known).to_numpy(zero_copy_only=False) for each in (highs, lows))
+    rows, names = rows.filter(known), transaction_names(ids.filter(known))
+    counts = _field(rows, "data_collections", len(rows))
+    if not pa.types.is_list(counts.type):
+        return Ends(
+            highs,
+            lows,
+            names,
+            np.zeros(len(highs)),
+            np.zeros(0, np.int64),
+            pa.array([], pa.string()),
+            np.zeros(0, np.int64),
+        )
+    each = pc.list_flatten(counts)
+    return Ends(
+        highs,
+        lows,
+        names,
+        np.zeros(len(highs)),
+        pc.list_parent_indices(counts).to_numpy(zero_copy_only=False).astype(np.int64),
+        _field(each, "data_collection", len(each)).cast(pa.string()),
+        pc.fill_null(_field(each, "event_count", len(each)).cast(pa.int64()), 0).to_numpy(zero_copy_only=False),
+    )
+
+
+def _read(uri: str, columns: Sequence[str]) -> pa.Table:
+    system, path = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+        return file.read(columns=list(columns))

@@ -1,0 +1,362 @@
+"""Whole transactions: the frontier of a domain stands between two transactions of the source. Pure, without I/O.
+
+Debezium's transaction topic has an END record for each transaction, with the number of its changes in each table of the
+source. The topic is an input of the pipeline, and ingest keeps its records in a raw table. The id of an END record holds the
+*end* of the transaction: an order above all changes of the transaction, and at or below all changes of later ones.
+
+A transaction is *whole* if the raw tables of the domain have all its changes:
+
+- A partition with a record at or above the end has all changes of the transaction, since it keeps the order.
+- In other partitions, changes are counted. Debezium numbers the changes of a transaction in each table, and so a change that
+  came twice counts once. A record in quarantine behind the changes of earlier transactions may be a change, and counts.
+- The changes of an input cannot be counted if it has a shape that leaves out records or the number, or if its topic is not
+  known by a name of the source. Such a partition must confirm the end as in ``etl.frontier``. So must a partition whose last
+  record is a deletion, since the tombstone may still follow.
+
+The frontier is the end of the last transaction before the first one that is not whole. The END record confirms this order for
+every stream: nothing else needs to be read. The first END record of a domain confirms nothing, since records of a snapshot may
+still be in flight, and nobody counts them. Past the last END record, only records without a transaction are taken (snapshots,
+and records from before the metadata was switched on), up to the first change of a transaction.
+
+A transaction that is not whole *is overdue* if the topics of the missing changes were ingested up to ends that were read
+``limit`` after its END record was committed to the lake. No clock but our own is compared. An overdue transaction does not
+hold the frontier back any more. It is counted, and its late changes are late records.
+
+A batch that has to end within the backlog ends at the end of a transaction too, however many records that makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.frontier import END, File, Key, Orders, Stream, after
+from zync_assets.ingest.order import transaction_names
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.readings import Reading
+
+Longs: TypeAlias = npt.NDArray[np.int64]
+
+
+class Ends(NamedTuple):
+    """END records. ``owners``, ``collections`` and ``counts`` have an entry for each table of a transaction: the index of the
+    transaction, the source's name of the table, and the number of the changes."""
+
+    highs: Longs
+    lows: Longs
+    names: pa.Array
+    since: npt.NDArray[np.float64]
+    """When the record was committed to the raw table, in seconds since the epoch."""
+    owners: Longs
+    collections: pa.Array
+    counts: Longs
+
+
+class Events(NamedTuple):
+    """The records of a raw file. ``numbers``: the number of each change among the changes of its table in its transaction, 0 for
+    a record without a transaction. ``ids``: the id of the transaction of each record. ``deletes``: whether the last record is a
+    deletion, which a tombstone may follow."""
+
+    orders: Orders
+    numbers: Longs
+    ids: pa.Array
+    deletes: bool
+
+
+ReadEvents: TypeAlias = Callable[[Stream, File], Events]
+"""Reads some columns of one raw file."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The means to count the changes of a domain's transactions.
+
+    ``tables``: the source's name of a table → its streams, as far as their changes can be counted. ``bad``: returns the offsets
+    of a stream's records in quarantine. ``closers``: the streams of the transaction topic.
+    """
+
+    tables: Mapping[str, Sequence[Stream]]
+    closers: Sequence[Stream]
+    readings: Sequence[Reading]
+    limit: float
+    read: ReadEvents
+    bad: Callable[[Stream], Longs]
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [stream for streams in self.tables.values() for stream in streams]
+
+    def is_overdue(self, since: float | None, streams: Iterable[Stream]) -> bool:
+        """Whether the streams were ingested up to ends that were read ``limit`` after a time."""
+        names = list(streams)
+        return since is not None and any(
+            reading.began >= since + self.limit and all(_is_read(stream, reading) for stream in names)
+            for reading in self.readings
+        )
+
+
+def _is_read(stream: Stream, reading: Reading) -> bool:
+    end = reading.end(stream.topic, stream.partition)
+    return end is not None and stream.next >= end
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """A transaction that is not whole. ``topics``: the topics that lack changes; the transaction topic if the END record is
+    missing."""
+
+    name: str
+    topics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WholeTransactions:
+    """The frontier between transactions. ``order``: records of lower orders are all there, and so are their transactions.
+
+    ``highs``, ``lows``: the ends of the transactions below ``order``, ascending. ``overdue``: the transactions among them
+    that are not whole, each with its end, or with the order after its first change if the END record is missing. ``blocker``:
+    the first transaction that holds the frontier back.
+    """
+
+    order: Order
+    highs: Longs
+    lows: Longs
+    overdue: Sequence[tuple[Order, str]]
+    blocker: OpenTransaction | None
+
+    def last_end(self, order: Order) -> Order | None:
+        """The highest end at or below an order."""
+        at = _count_below(self.highs, self.lows, after(order))
+        return (int(self.highs[at - 1]), int(self.lows[at - 1])) if at else None
+
+    def stops(self, key: Key, is_free: Callable[[Key], bool]) -> Iterator[Key]:
+        """The keys at which a batch may end, instead of at ``key``. ``is_free``: whether no new record below a key belongs to a
+        transaction. Records of a snapshot have no transaction."""
+        if key.high == LOWEST[0]:
+            yield key
+            return
+        at = _count_below(self.highs, self.lows, after((key.high, key.low)))
+        if at:
+            yield Key(int(self.highs[at - 1]), int(self.lows[at - 1]))
+        if is_free(key):
+            yield key
+        if at < len(self.highs):
+            yield Key(int(self.highs[at]), int(self.lows[at]))
+
+
+def merge_ends(parts: Sequence[Ends], above: Order | None, below: Order) -> Ends:
+    """The END records of several files with ends above one order, and at or below another, in the order of the source.
+
+    A record that Debezium sent again after a restart is left out.
+    """
+    sizes = np.cumsum([0, *(len(part.highs) for part in parts)]).tolist()
+    highs, lows = _concat(part.highs for part in parts), _concat(part.lows for part in parts)
+    owners = _concat(part.owners + size for part, size in zip(parts, sizes, strict=False))
+    counts = _concat(part.counts for part in parts)
+    since = np.concatenate([np.zeros(0), *(part.since for part in parts)])
+    names = pa.concat_arrays([pa.array([], pa.string()), *(part.names for part in parts)])
+    collections = pa.concat_arrays([pa.array([], pa.string()), *(part.collections for part in parts)])
+    ranked = np.lexsort((lows, highs))
+    first, end = (0 if above is None else _count_below(highs[ranked], lows[ranked], after(above))), len(ranked)
+    end = _count_below(highs[ranked], lows[ranked], after(below)) if below < END else end
+    ranked = ranked[first:end]
+    again = np.zeros(len(ranked), np.bool_)
+    again[1:] = (np.diff(highs[ranked]) == 0) & (np.diff(lows[ranked]) == 0)
+    ranked = ranked[~again]
+    place = np.full(len(highs), -1, np.int64)
+    place[ranked] = np.arange(len(ranked))
+    kept = np.flatnonzero(place[owners] >= 0)
+    return Ends(
+        highs[ranked],
+        lows[ranked],
+        names.take(pa.array(ranked)),
+        since[ranked],
+        place[owners[kept]],
+        collections.take(pa.array(kept)),
+        counts[kept],
+    )
+
+
+def _concat(parts: Iterable[Longs]) -> Longs:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def slowest(
+    streams: Sequence[Stream], counting: Counting, confirmed: Mapping[tuple[str, int], Order], position: Order | None
+) -> Stream | None:
+    """Of the streams that must confirm the end of each transaction, the stream that confirms the lowest order. None if END
+    records confirm the ends for all streams. ``confirmed``: see ``confirmed_orders``."""
+    counted = {stream.name for stream in counting.streams}
+    strict = [
+        stream
+        for stream in streams
+        if (position is None and len(streams) > 1)
+        or stream.name not in counted
+        or (stream.files and counting.read(stream, stream.files[-1]).deletes)
+    ]
+    return min(strict, key=lambda stream: confirmed[stream.name], default=None)
+
+
+def whole_transactions(
+    ends: Ends, position: Order | None, limit: Order, floor: Order, counting: Counting
+) -> WholeTransactions:
+    """The frontier between transactions.
+
+    ``ends``: the END records above ``position``, the highest end that ETL has reached. ``limit``: the frontier without regard to
+    transactions. ``floor``: the lowest order that the streams confirm which must confirm the end of each transaction.
+    """
+    stop = _count_below(ends.highs, ends.lows, after(floor)) if floor < END else len(ends.highs)
+    overdue: list[tuple[Order, str]] = []
+    blocker: OpenTransaction | None = None
+    for at in _to_count(ends, counting.tables):
+        if at >= stop:
+            break
+        end = int(ends.highs[at]), int(ends.lows[at])
+        start = (int(ends.highs[at - 1]), int(ends.lows[at - 1])) if at else position or LOWEST
+        name = str(ends.names[at].as_py())
+        short = [
+            streams
+            for collection, count in _counts(ends, at)
+            if (streams := counting.tables.get(collection)) is not None
+            and not _is_there(streams, name, count, start, end, counting)
+        ]
+        if not short:
+            continue
+        if counting.is_overdue(float(ends.since[at]), [stream for streams in short for stream in streams]):
+            overdue.append((end, name))
+            continue
+        stop, blocker = (
+            at,
+            OpenTransaction(name, tuple(dict.fromkeys(stream.topic for each in short for stream in each))),
+        )
+    highs, lows = ends.highs[:stop], ends.lows[:stop]
+    last = (int(highs[-1]), int(lows[-1])) if stop else position or LOWEST
+    if stop < len(ends.highs):
+        # Snapshots come before all transactions.
+        return WholeTransactions(max(last, min(limit, after(LOWEST))), highs, lows, overdue, blocker)
+    order, unclosed = END, dict[str, Order]()
+    for stream in counting.streams:
+        found = _first_unclosed(stream, last, counting, unclosed)
+        if found is not None and found[0] < order:
+            order, blocker = (
+                found[0],
+                OpenTransaction(found[1], tuple(dict.fromkeys(each.topic for each in counting.closers))),
+            )
+    order = max(last, min(limit, order))
+    overdue += sorted((after(place), name) for name, place in unclosed.items() if place < order)
+    return WholeTransactions(order, highs, lows, overdue, blocker if limit > order else None)
+
+
+def is_free(streams: Iterable[Stream], read: ReadEvents, key: Key) -> bool:
+    """Whether no new record below a key belongs to a transaction."""
+    order = key.high, key.low
+    # Some records of the order may lie below a key that ends between records of one order.
+    bound = order if key == Key(*order) else after(order)
+    for stream in streams:
+        for item in _files_from(stream, LOWEST):
+            if (item.min_order or LOWEST) >= bound:
+                break
+            events = read(stream, item)
+            within = ~_from(events.orders, bound) & (events.orders.offsets >= stream.seen)
+            if bool(np.any(within & (events.numbers > 0))):
+                return False
+    return True
+
+
+def _to_count(ends: Ends, tables: Mapping[str, Sequence[Stream]]) -> list[int]:
+    """The transactions with changes in partitions that have no record at or above the end, ascending."""
+    found: set[int] = set()
+    for collection, streams in tables.items():
+        past = min(stream.highest or LOWEST for stream in streams)
+        rows = pc.equal(ends.collections, collection).to_numpy(zero_copy_only=False) & (ends.counts > 0)
+        owners = ends.owners[np.flatnonzero(rows)]
+        found.update(owners[~_below(ends.highs[owners], ends.lows[owners], after(past))].tolist())
+    return sorted(found)
+
+
+def _counts(ends: Ends, at: int) -> list[tuple[str, int]]:
+    rows = np.flatnonzero(ends.owners == at)
+    return [(str(ends.collections[int(row)].as_py()), int(ends.counts[row])) for row in rows]
+
+
+def _is_there(streams: Sequence[Stream], name: str, count: int, start: Order, end: Order, counting: Counting) -> bool:
+    """Whether the streams of a table have all changes of a transaction, whose orders are from ``start`` to below ``end``."""
+    numbers, unknown = set[int](), 0
+    behind = [stream.name for stream in streams if (stream.highest or LOWEST) < end]
+    for stream in streams if behind else ():
+        first = 0
+        for item in reversed(stream.files):
+            if (item.max_order or LOWEST) < start:
+                first = (item.last or 0) + 1
+                break
+            if (item.min_order or LOWEST) >= end:
+                continue
+            events = counting.read(stream, item)
+            rows = _from(events.orders, start) & ~_from(events.orders, end) & (events.numbers > 0)
+            found = np.flatnonzero(rows)
+            of_name = pc.fill_null(pc.equal(_names(events, found), name), False).to_numpy(zero_copy_only=False)
+            numbers.update(events.numbers[found[of_name]].tolist())
+            before = events.orders.offsets[~_from(events.orders, start)]
+            if len(before):
+                first = int(before[-1]) + 1
+                break
+        if stream.name in behind:
+            unknown += int(np.count_nonzero(counting.bad(stream) >= first))
+    return not behind or sum(number <= count for number in numbers) + unknown >= count
+
+
+def _first_unclosed(
+    stream: Stream, last: Order, counting: Counting, overdue: dict[str, Order]
+) -> tuple[Order, str] | None:
+    """The order and the transaction of the first new change at or above ``last``. The END record is missing. Changes of overdue
+    transactions are left out, and put into ``overdue``."""
+    for item in _files_from(stream, last):
+        events = counting.read(stream, item)
+        rows = _from(events.orders, last) & (events.orders.offsets >= stream.seen) & (events.numbers > 0)
+        found = np.flatnonzero(rows)
+        if not len(found):
+            continue
+        since = None if item.commit_time is None else item.commit_time / 1000
+        if counting.is_overdue(since, [*counting.streams, *counting.closers]):
+            for row, name in zip(found.tolist(), _names(events, found).to_pylist(), strict=True):
+                overdue.setdefault(str(name), _order(events.orders, row))
+            continue
+        return _order(events.orders, int(found[0])), str(_names(events, found[:1])[0].as_py())
+    return None
+
+
+def _names(events: Events, rows: Longs) -> pa.Array:
+    """The transactions of some records."""
+    return transaction_names(events.ids.take(pa.array(rows)))
+
+
+def _files_from(stream: Stream, order: Order) -> Iterator[File]:
+    """The files that may hold new records of an order or a higher one."""
+    for item in stream.files:
+        if (item.last or 0) >= stream.seen and (item.max_order or LOWEST) >= order:
+            yield item
+
+
+def _order(orders: Orders, row: int) -> Order:
+    return int(orders.highs[row]), int(orders.lows[row])
+
+
+def _from(orders: Orders, order: Order) -> npt.NDArray[np.bool_]:
+    """Which records have an order or a higher one."""
+    return ~_below(orders.highs, orders.lows, order)
+
+
+def _below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
+    return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
+
+
+def _count_below(highs: Longs, lows: Longs, order: Order) -> int:
+    """How many of some ascending orders are below another one."""
+    return int(np.count_nonzero(_below(highs, lows, order)))

@@ -1,0 +1,201 @@
+"""Whole transactions, from Debezium's transaction topic to the staging commits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.checks.output_checks import run_all, source_order
+from zync_assets.errors import SchemaError
+from zync_assets.etl import transaction_records
+from zync_assets.etl.plan import plan_etl
+from zync_assets.kafka.topics import create_topic
+from zync_assets.lake.head import TransactionPosition
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RecordShape
+from zync_assets.runner import ingest_all
+from zync_assets_tests.etl.test_streams import SHOP, TYPE, batch, change, etl, outputs, status, target
+from zync_assets_tests.mini import Mini, mini
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EVENT = f"{TYPE}, transaction struct<id: string, total_order: bigint, data_collection_order: bigint>"
+Change = tuple[str, str, int, str]
+"""The side of a change, its operation, the id of the row, and the row's text."""
+
+
+@dataclass
+class Source:
+    """A source database with a connector that sends transaction metadata. ``lsn``: the position of its log."""
+
+    it: Mini
+    topic: str
+    lsn: int = 100
+    sent: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    """Transaction → side → changes that were sent."""
+    committed: int = 100
+    delayed: list[tuple[str, str, Any]] = field(default_factory=list[tuple[str, str, Any]])
+    """Topic, key and value of the changes that the producer has in flight."""
+
+    def name(self, side: str) -> str:
+        return self.it.left if side == "left" else self.it.right
+
+    def changes(self, transaction: int, *changes: Change, delayed: bool = False) -> None:
+        """Send changes of a transaction to the topics of their tables. ``delayed``: ``deliver`` sends them."""
+        for side, op, id, text in changes:
+            self.lsn += 1
+            counts = self.sent.setdefault(transaction, {})
+            counts[side] = counts.get(side, 0) + 1
+            value = change(op, id, text, self.lsn)
+            value["source"]["sequence"] = json.dumps([str(self.committed), str(self.lsn)])
+            order = {"total_order": sum(counts.values()), "data_collection_order": counts[side]}
+            value["transaction"] = {"id": f"{transaction}:{self.lsn}", **order}
+            if delayed:
+                self.delayed.append((self.name(side), str(id), value))
+            else:
+                self.it.send(self.name(side), (str(id), value))
+
+    def deliver(self) -> None:
+        """Send the delayed changes."""
+        for topic, key, value in self.delayed:
+            self.it.send(topic, (key, value))
+        self.delayed = []
+
+    def commit(self, transaction: int, **counts: int) -> None:
+        """Send the END record. ``counts``: side → changes, if not all of them were sent."""
+        self.lsn += 10
+        self.committed = self.lsn
+        prefix = self.topic.rpartition(".")[0]
+        numbers: Mapping[str, int] = self.sent.get(transaction, {}) | counts
+        collections = [
+            {"data_collection": self.name(side).removeprefix(f"{prefix}."), "event_count": count}
+            for side, count in numbers.items()
+        ]
+        id = f"{transaction}:{self.lsn}"
+        value = {"status": "END", "id": id, "event_count": sum(numbers.values()), "data_collections": collections}
+        self.it.send(self.topic, (json.dumps({"id": id}), value))
+
+    def ingest(self) -> None:
+        topics = [item.topic for item in self.it.pipeline.inputs]
+        list(ingest_all(self.it.pipeline, lambda: self.it.spark, topics))
+
+    def run(self) -> None:
+        """Ingest everything, and transform what can be transformed."""
+        self.ingest()
+        etl(self.it)
+
+
+@pytest.fixture
+def source(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Source:
+    topic = f"{unique}.transaction"
+    text = SHOP.replace(TYPE, EVENT) + f"transactions: {{topic: {topic}, format: json}}\n"
+    it = mini(services, spark, tmp_path, unique, text)
+    create_topic(it.pipeline.kafka, topic, 1, 1, {})
+    return Source(it, topic)
+
+
+def test_a_transaction_is_transformed_when_all_its_changes_are_there(source: Source) -> None:
+    """A change in quarantine counts, and the topics of the input and of the transactions are ingested together."""
+    it = source.it
+    source.changes(1, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
+    source.commit(1)
+    source.changes(2, ("left", "u", 1, "b"))
+    source.changes(2, ("right", "u", 1, "paid"), delayed=True)
+    source.commit(2)
+    source.changes(3, ("left", "c", 2, "c"), ("left", "u", 1, "d"))
+    source.run()
+    assert target(it) == {"1": {"l": "a", "r": "new"}}
+    waiting = status(it)
+    assert waiting == {**waiting, "waiting": 3, "topic": it.right, "transaction": "2", "incomplete": 0}
+    source.deliver()
+    source.run()
+    assert target(it) == {"1": {"l": "b", "r": "paid"}}
+    assert status(it) == {**waiting, "waiting": 2, "topic": source.topic, "transaction": "3"}
+    it.send(it.right, ("2", b"{no JSON"))
+    source.commit(3, right=1)
+    source.run()
+    assert target(it) == {"1": {"l": "d", "r": "paid"}}
+    assert status(it) == {**waiting, "waiting": 0, "topic": None, "partition": None, "transaction": None}
+    assert [found.name for found in run_all(it.pipeline) if not found.passed and found.severity == "error"] == []
+    found = source_order(it.pipeline, "Staging")
+    assert (found.passed, found.numbers["incomplete_transactions"]) == (True, 0)
+    assert {topic for topic, _ in it.head.inputs} == {it.left, it.right}
+
+
+def test_a_staging_commit_has_whole_transactions_however_many_records_they_have(source: Source) -> None:
+    """The outputs do not depend on the limit of a batch."""
+    it = source.it
+    for number in range(4):
+        source.changes(number, ("left", "c", number, "a"), ("right", "c", number, "new"))
+        source.changes(number, *[("left", "u", number, f"b{count}") for count in range(3)])
+        source.commit(number)
+    source.ingest()
+    sizes: list[int] = []
+    while batch(it, 3):
+        sizes.append(len(outputs(it)))
+    assert sizes == [4, 8, 12, 16]
+    assert [key for key, _ in outputs(it)] == [str(number) for number in range(4) for _ in range(4)]
+    assert it.head.transactions == {"shop": TransactionPosition((source.committed, 0))}
+
+
+def test_a_transaction_that_stays_incomplete_is_let_through_and_named(source: Source) -> None:
+    it = source.it
+    source.changes(1, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
+    source.commit(1)
+    source.changes(2, ("left", "u", 1, "b"))
+    source.changes(2, ("right", "u", 1, "paid"), ("right", "u", 1, "sent"), delayed=True)
+    source.commit(2)
+    source.run()
+    assert target(it) == {"1": {"l": "a", "r": "new"}}
+    assert it.pipeline.transactions is not None
+    it.pipeline = replace(it.pipeline, transactions=replace(it.pipeline.transactions, limit=0.0))
+    source.run()
+    assert target(it) == {"1": {"l": "b", "r": "new"}}
+    found = source_order(it.pipeline, "Staging")
+    assert not found.passed
+    assert found.severity == "warn"
+    assert "1 transactions of shop" in found.summary
+    assert "the last of them 2" in found.summary
+    assert status(it)["incomplete"] == 1
+    source.deliver()
+    source.run()
+    assert target(it) == {"1": {"l": "b", "r": "sent"}}
+    assert it.head.transactions["shop"].incomplete == 1
+
+
+def test_an_input_with_a_shape_confirms_the_end_of_a_transaction_by_readings(source: Source) -> None:
+    """The deletion is left out before the lake."""
+    it = source.it
+    first, second = it.pipeline.inputs[:2]
+    shaped = replace(first, shape=RecordShape("value.op <> 'd'", {}))
+    it.pipeline = replace(it.pipeline, inputs=(shaped, second, *it.pipeline.inputs[2:]))
+    source.changes(1, ("left", "c", 1, "a"), ("left", "d", 1, "a"), ("right", "c", 1, "new"))
+    source.commit(1)
+    source.run()
+    assert target(it) == {"1": {"l": "a", "r": "new"}}
+
+
+def test_a_topic_without_positions_is_refused(source: Source) -> None:
+    source.it.send(source.topic, ("k", {"status": "END", "id": "3E11FA47-71CA-11E1-9E33-C80AA9429562:23"}))
+    with pytest.raises(SchemaError, match=r"3E11FA47.*holds no position.*Remove transactions:"):
+        source.ingest()
+
+
+def test_a_tick_without_new_records_reads_no_transactions(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.changes(1, ("left", "c", 1, "a"))
+    source.commit(1)
+    source.run()
+    monkeypatch.setattr(transaction_records.pq, "ParquetFile", None)
+    assert plan_etl(source.it.pipeline, "Staging").nothing_to_do
+    source.changes(2, ("left", "u", 1, "b"))
+    source.it.ingest(source.it.left)
+    monkeypatch.undo()
+    plan_etl(source.it.pipeline, "Staging")
+    monkeypatch.setattr(transaction_records.pq, "ParquetFile", None)
+    assert plan_etl(source.it.pipeline, "Staging").nothing_to_do, "the files were read already"
