@@ -312,13 +312,29 @@ def test_the_first_block_of_the_quick_start_plays_the_demo(checkout: Path) -> No
         CliRunner().invoke(main, ["demo", "--clean"])
 
 
-def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_runs_that_block(
+SAMPLE = """
+import pytest
+
+def test_of_the_default_run():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_of_a_share(number):
+    pass
+"""
+
+
+def test_the_second_block_of_the_quick_start_runs_the_tests_and_ci_adds_a_tenth_of_the_slow_ones(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", f"{ROOT / 'zync_assets_tests/test_offsets_shares.py'} --rootdir {ROOT} -n 0")
+    Path("test_sample.py").write_text(SAMPLE)
+    options = f"test_sample.py -c {ROOT / 'pyproject.toml'} -p zync_assets_tests.conftest -n 0 --color=no"
+    monkeypatch.setenv("PYTEST_ADDOPTS", options)
     done = subprocess.run(["bash", ".ci/run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout)
+    assert re.findall(r"(\d+) passed, (\d+) deselected", done.stdout) == [("1", "10"), ("1", "10")]
+    assert re.search(r"\d+ passed", done.stdout.splitlines()[-1])
     assert Path("pip-arguments").read_text() == "install --quiet --editable .[test]\n"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "pytest" in " ".join(extras["test"])
