@@ -27,7 +27,6 @@ ORDER = (
     "codecs.connect.test_codec_generated",
     "codecs.json.test_columns",
     # These take longest: no worker is to be left alone with one of them at the end.
-    "test_torture",
     "test_chain",
     "test_crashes",
     "test_kills",

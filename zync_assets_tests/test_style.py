@@ -1,4 +1,4 @@
-"""The package is clean under ruff and pyright, strict; the tests under ruff."""
+"""The package and the tests are clean under ruff. ``.ci/run`` checks the package's types, which takes minutes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["ruff", "check", "."],
-        ["ruff", "format", "--check", "."],
-        ["pyright", "--pythonpath", sys.executable],
-    ],
-    ids=["ruff check", "ruff format", "pyright"],
-)
+@pytest.mark.parametrize("command", [["check", "."], ["format", "--check", "."]], ids=["check", "format"])
 def test_clean(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

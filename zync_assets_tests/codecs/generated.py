@@ -18,7 +18,7 @@ import pyarrow as pa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = max(150, settings.default.max_examples)
+EXAMPLES = max(100, settings.default.max_examples)
 """How many batches of generated records a test tries; ``pytest --hypothesis-profile many`` has it try more."""
 
 QUIET = settings(

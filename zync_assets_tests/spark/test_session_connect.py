@@ -239,6 +239,7 @@ def test_the_commands_in_messages_about_a_server_do_what_the_messages_say(warm: 
     assert not warm.servers()
 
 
+@pytest.mark.slow
 def test_a_bad_record_of_a_batch_without_good_ones_goes_into_quarantine(
     warm: Warm, services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
