@@ -256,7 +256,7 @@ def damage(shop: Shop, folder: Path) -> None:
     table = DeltaTable(f"{it.lake}/Raw/{it.left}")
     version = table.version()
     table.delete("kafka.offset = 0")
-    assert "another program" in shop.paste(shop.zync("trace", it.out, "0"), code=1)
+    assert "is in Kafka and not in the lake" in shop.paste(shop.zync("trace", it.out, "0"), code=1)
     DeltaTable(f"{it.lake}/Raw/{it.left}").restore(version)
     shop.zync("check")
 
