@@ -232,10 +232,7 @@ def whole_transactions(
         if counting.is_overdue(float(ends.since[at]), [stream for streams in short for stream in streams]):
             overdue.append((end, name))
             continue
-        stop, blocker = (
-            at,
-            OpenTransaction(name, tuple(dict.fromkeys(stream.topic for each in short for stream in each))),
-        )
+        stop, blocker = at, OpenTransaction(name, _topics(stream for each in short for stream in each))
     highs, lows = ends.highs[:stop], ends.lows[:stop]
     last = (int(highs[-1]), int(lows[-1])) if stop else position or LOWEST
     if stop < len(ends.highs):
@@ -245,13 +242,14 @@ def whole_transactions(
     for stream in counting.streams:
         found = _first_unclosed(stream, last, counting, unclosed)
         if found is not None and found[0] < order:
-            order, blocker = (
-                found[0],
-                OpenTransaction(found[1], tuple(dict.fromkeys(each.topic for each in counting.closers))),
-            )
+            order, blocker = found[0], OpenTransaction(found[1], _topics(counting.closers))
     order = max(last, min(limit, order))
     overdue += sorted((after(place), name) for name, place in unclosed.items() if place < order)
     return WholeTransactions(order, highs, lows, overdue, blocker if limit > order else None)
+
+
+def _topics(streams: Iterable[Stream]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(stream.topic for stream in streams))
 
 
 def is_free(streams: Iterable[Stream], read: ReadEvents, key: Key) -> bool:

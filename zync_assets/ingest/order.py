@@ -6,8 +6,8 @@ carries the orders within a partition. Records of an initial snapshot come befor
 
 An envelope shows its connector by the fields of its ``source`` struct. The functions work on whole columns.
 
-A record of Debezium's transaction topic has the *end* of its transaction as its order: the least order above the orders of
-the transaction's changes. The id of the record holds the position (``transaction_ends``).
+An END record of Debezium's transaction topic has the *end* of its transaction as its order: the least order above the orders
+of the transaction's changes. The id of the record holds the position (``transaction_ends``). A BEGIN record has no order.
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ def _of_transactions(topic: str, value: pa.Array) -> pa.StructArray | None:
     if pa.types.is_null(value.type):
         return None
     place, cure = f"transactions.topic: {topic}", "Nothing was ingested. Remove transactions: from the pipeline file"
-    if not pa.types.is_struct(value.type) or value.type.get_field_index("id") < 0:
+    fields = [item.name for item in value.type] if pa.types.is_struct(value.type) else []
+    missing = [name for name in ("id", "status") if name not in fields]
+    if missing:
         raise SchemaError(
-            f"{place} has records without a field id, so that it is no transaction topic of Debezium. {cure}."
+            f"{place} has records without a field {missing[0]}, so that it is no transaction topic of Debezium. {cure}."
         )
     ids = pc.struct_field(value, "id")
     if not pa.types.is_string(ids.type):
@@ -114,7 +116,9 @@ def _of_transactions(topic: str, value: pa.Array) -> pa.StructArray | None:
             f"{place} has the transaction id {unknown[0].as_py()}, which holds no position in the log of the source. The ids of"
             f" PostgreSQL (Debezium 2 or later) and SQL Server do. {cure}."
         )
-    return _orders(high, low)
+    # A BEGIN record comes before the changes, and confirms nothing.
+    is_end = pc.fill_null(pc.equal(pc.struct_field(value, "status").cast(pa.string()), "END"), False)
+    return _orders(pc.if_else(is_end, high, pa.scalar(None, pa.int64())), low)
 
 
 def transaction_ends(ids: pa.Array) -> Pair:

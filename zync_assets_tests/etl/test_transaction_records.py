@@ -67,6 +67,12 @@ class Source:
             self.it.send(topic, (key, value))
         self.delayed = []
 
+    def begin(self, transaction: int) -> None:
+        """Send the BEGIN record."""
+        self.lsn += 1
+        id = f"{transaction}:{self.lsn}"
+        self.it.send(self.topic, (json.dumps({"id": id}), {"status": "BEGIN", "id": id}))
+
     def commit(self, transaction: int, **counts: int) -> None:
         """Send the END record. ``counts``: side → changes, if not all of them were sent."""
         self.lsn += 10
@@ -103,11 +109,14 @@ def source(services: Services, spark: SparkSession, tmp_path: Path, unique: str)
 def test_a_transaction_is_transformed_when_all_its_changes_are_there(source: Source) -> None:
     """A change in quarantine counts, and the topics of the input and of the transactions are ingested together."""
     it = source.it
+    source.begin(1)
     source.changes(1, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
     source.commit(1)
+    source.begin(2)
     source.changes(2, ("left", "u", 1, "b"))
     source.changes(2, ("right", "u", 1, "paid"), delayed=True)
     source.commit(2)
+    source.begin(3)
     source.changes(3, ("left", "c", 2, "c"), ("left", "u", 1, "d"))
     source.run()
     assert target(it) == {"1": {"l": "a", "r": "new"}}

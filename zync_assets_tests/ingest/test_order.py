@@ -125,10 +125,9 @@ def test_mongodb_orders_by_second_and_number(places: list[tuple[int, int]]) -> N
     assert found == [(at // 1000, number) for at, number in places]
 
 
-def transaction_orders(*ids: str | None) -> list[Order | None]:
-    value = pa.array(
-        [{"status": "END", "id": each} for each in ids], pa.struct([("status", "string"), ("id", "string")])
-    )
+def transaction_orders(*ids: str | None, status: str = "END") -> list[Order | None]:
+    rows = [{"status": status, "id": each} for each in ids]
+    value = pa.array(rows, pa.struct([("status", "string"), ("id", "string")]))
     found = own_orders("shop.transaction", SourceOrder(transactions=True), {"value": value})
     assert found is not None
     return [None if each is None else (each["high"], each["low"]) for each in found.to_pylist()]
@@ -136,6 +135,7 @@ def transaction_orders(*ids: str | None) -> list[Order | None]:
 
 def test_the_order_of_a_transaction_record_lies_between_its_changes_and_the_next_ones() -> None:
     assert transaction_orders("571:24023400", None) == [(24023400, 0), None]
+    assert transaction_orders("571:24023400", status="BEGIN") == [None]
     mine = {"sequence": '["24023128","24023360"]', "lsn": 24023360}
     following = {"sequence": '["24023400","24023500"]', "lsn": 24023500}
     assert [order < (24023400, 0) for order in orders_of(POSTGRES, mine, following) if order] == [True, False]
@@ -151,8 +151,8 @@ def test_the_order_of_a_transaction_record_lies_between_its_changes_and_the_next
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (pa.array([{"id": "file=mysql-bin.000003,pos=4"}]), "holds no position"),
-        (pa.array([{"id": 571}]), "ids of type int64"),
+        (pa.array([{"id": "file=mysql-bin.000003,pos=4", "status": "END"}]), "holds no position"),
+        (pa.array([{"id": 571, "status": "END"}]), "ids of type int64"),
         (pa.array([{"op": "c"}]), "without a field id"),
     ],
 )
