@@ -115,6 +115,7 @@ def with_transaction_topic(
         return ()
     first = inputs[0]
     value = form or (first.value.format if first.value.format in FORMATS else "json")
-    side = SideFormat(value, _JSON if value == "json" else None)
-    key = SideFormat("string") if value == "json" else SideFormat(value)
-    return (*inputs, Input(transactions.topic, first.pool, key, side, on_schema_change="merge", order=order))
+    key = value if form is not None else first.key.format
+    # Nothing reads the keys. Plain JSON has no schema, and text is enough.
+    sides = SideFormat("string" if value == "json" else key), SideFormat(value, _JSON if value == "json" else None)
+    return (*inputs, Input(transactions.topic, first.pool, *sides, order=order))
