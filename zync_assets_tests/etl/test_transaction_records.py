@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 from zync_assets.checks.output_checks import run_all, source_order
 from zync_assets.errors import SchemaError
+from zync_assets.etl import plan as etl_plan
 from zync_assets.etl import transaction_records
 from zync_assets.etl.plan import plan_etl
+from zync_assets.etl.transactions import OpenTransaction
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.head import TransactionPosition
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw import ORDER, RawAdvance
+from zync_assets.lake.raw import commit_raw as commit_table
+from zync_assets.lake.raw_files import ORDER_TYPE
+from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
+from zync_assets.lake.storage import raw_uri
 from zync_assets.local.services import Services
-from zync_assets.pipeline import RecordShape
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, RecordShape
+from zync_assets.pipeline_file import load
 from zync_assets.runner import ingest_all
 from zync_assets_tests.etl.test_streams import SHOP, TYPE, batch, change, etl, outputs, status, target
+from zync_assets_tests.lake.rows import SCHEMA, file, records
 from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
@@ -188,6 +201,63 @@ def test_an_input_with_a_shape_confirms_the_end_of_a_transaction_by_readings(sou
     source.commit(1)
     source.run()
     assert target(it) == {"1": {"l": "a", "r": "new"}}
+
+
+def raw_table(pipeline: Pipeline, topic: str, rows: Sequence[tuple[Order, dict[str, Any]]], kind: pa.DataType) -> None:
+    """Commit one file with orders and values to the raw table of a topic."""
+    uri = raw_uri(pipeline.lake, "Raw", topic)
+    columns = records(list(range(len(rows)))).to_pydict() | {"value": [value for _, value in rows]}
+    columns["order"] = [{"high": high, "low": low} for (high, low), _ in rows]
+    schema = SCHEMA.set(SCHEMA.get_field_index("value"), pa.field("value", kind)).append(pa.field(ORDER, ORDER_TYPE))
+    batch = pa.RecordBatch.from_pydict(columns, schema)
+    advance = RawAdvance(topic, "id", schema, [file(uri, batch)], {0: 0}, {0: len(rows)})
+    commit_table(uri, None, replace(advance, orders={0: rows[-1][0]}, domain="shop"))
+
+
+def test_changes_are_counted_in_the_files_of_the_lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs neither a broker nor Spark. Columns that a file lacks are null."""
+    monkeypatch.setattr(etl_plan, "check_begins", lambda *_: None)
+    path = tmp_path / "shop.yaml"
+    text = SHOP.replace(TYPE, EVENT) + "transactions: {topic: shop.transaction, format: json}\n"
+    path.write_text(Template(f"lake: lake\n{text}").substitute(left="shop.left", right="shop.right", out="out"))
+    pipeline = load(path)
+    event = pa.struct(
+        [("op", pa.string()), ("transaction", pa.struct([("id", pa.string()), ("data_collection_order", pa.int64())]))]
+    )
+    end = pa.struct(
+        [
+            ("status", pa.string()),
+            ("id", pa.string()),
+            (
+                "data_collections",
+                pa.list_(pa.struct([("data_collection", pa.string()), ("event_count", pa.int64())])),
+            ),
+        ]
+    )
+
+    def changed(name: int, number: int) -> dict[str, Any]:
+        return {"op": "c", "transaction": {"id": f"{name}:7", "data_collection_order": number}}
+
+    def ended(name: int, lsn: int, **counts: int) -> tuple[Order, dict[str, Any]]:
+        numbers = [{"data_collection": table, "event_count": count} for table, count in counts.items()]
+        return (lsn, 0), {"status": "END", "id": f"{name}:{lsn}", "data_collections": numbers}
+
+    left = [((10, 11), changed(1, 1)), ((10, 12), changed(1, 2)), ((20, 21), changed(2, 1)), ((30, 31), changed(3, 1))]
+    raw_table(pipeline, "shop.left", left, event)
+    raw_table(pipeline, "shop.right", [((10, 13), changed(1, 1)), ((20, 22), changed(2, 1))], event)
+    closed = [ended(1, 20, left=2, right=1), ended(2, 30, left=1, right=1), ended(3, 40, left=1, right=1)]
+    raw_table(pipeline, "shop.transaction", closed, end)
+    ends = {topic: TopicEnds("id", {0: count}) for topic, count in (("shop.left", 4), ("shop.right", 2))}
+    ends["shop.transaction"] = TopicEnds("id", {0: 3})
+    for at in (1.0, 2.0):
+        keep_reading(pipeline.lake, "Raw", Reading(at, at, ends), pipeline.order_delay)
+    plan = plan_etl(pipeline, "Staging")
+    assert plan.ranges == {"shop.left": (OffsetRange(0, 0, 3),), "shop.right": (OffsetRange(0, 0, 2),)}
+    assert plan.cuts["shop"].transactions == TransactionPosition((30, 0))
+    assert plan.cuts["shop"].blocker == OpenTransaction("3", ("shop.right",))
+    plan = plan_etl(pipeline, "Staging", limit=2)
+    assert plan.ranges == {"shop.left": (OffsetRange(0, 0, 2),), "shop.right": (OffsetRange(0, 0, 1),)}
+    assert plan.cuts["shop"].transactions == TransactionPosition((20, 0))
 
 
 def test_a_topic_without_positions_is_refused(source: Source) -> None:
