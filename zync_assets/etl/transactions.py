@@ -239,6 +239,9 @@ def whole_transactions(
         # Snapshots come before all transactions.
         return WholeTransactions(max(last, min(limit, after(LOWEST))), highs, lows, overdue, blocker)
     order, unclosed = END, dict[str, Order]()
+    # A transaction that is overdue in one stream goes on in newer files of others. The first round finds all of them.
+    for stream in counting.streams:
+        _first_unclosed(stream, last, counting, unclosed)
     for stream in counting.streams:
         found = _first_unclosed(stream, last, counting, unclosed)
         if found is not None and found[0] < order:
@@ -318,15 +321,20 @@ def _first_unclosed(
     for item in _files_from(stream, last):
         events = counting.read(stream, item)
         rows = _from(events.orders, last) & (events.orders.offsets >= stream.seen) & (events.numbers > 0)
-        found = np.flatnonzero(rows)
-        if not len(found):
+        changes = np.flatnonzero(rows)
+        if not len(changes):
             continue
         since = None if item.commit_time is None else item.commit_time / 1000
-        if counting.is_overdue(since, [*counting.streams, *counting.closers]):
-            for row, name in zip(found.tolist(), _names(events, found).to_pylist(), strict=True):
-                overdue.setdefault(str(name), _order(events.orders, row))
-            continue
-        return _order(events.orders, int(found[0])), str(_names(events, found[:1])[0].as_py())
+        is_overdue = counting.is_overdue(since, [*counting.streams, *counting.closers])
+        if not is_overdue and not overdue:
+            changes = changes[:1]  # a transaction of millions of changes may be under way
+        names = [str(name) for name in _names(events, changes).to_pylist()]
+        if is_overdue:
+            for row, name in zip(changes.tolist(), names, strict=True):
+                overdue.setdefault(name, _order(events.orders, row))
+        for row, name in zip(changes.tolist(), names, strict=True):
+            if name not in overdue:
+                return _order(events.orders, row), name
     return None
 
 

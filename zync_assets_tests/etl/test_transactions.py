@@ -258,15 +258,15 @@ def test_a_transaction_that_stays_incomplete_waits_up_to_the_limit() -> None:
 def test_a_missing_end_record_expires_by_the_time_of_the_changes() -> None:
     orders = topic("orders", change(10, "a", 1, 11), change(10, "a", 2, 12), commit_time=100_000)
     domain = Domain([orders, topic("status", Change((50, 1)), place=1)], position=(4, 0), limit=60)
-    orders.changes.append(change(40, "c", 1, 41))
-    orders.ingest(3, commit_time=150_000)
-    domain.readings = [reading(160, 160, orders=3, status=1, tx=0)]
+    orders.changes += [change(10, "a", 3, 13), change(40, "c", 1, 41)]
+    orders.ingest(4, commit_time=150_000)
+    domain.readings = [reading(160, 160, orders=4, status=1, tx=0)]
     found = domain.whole()
     assert found.order == (40, 41)
     assert [name for _, name in found.overdue] == ["a"]
     assert orders.changes[1].order < found.order
     # An end of the transaction topic that is not ingested yet may close the transaction.
-    domain.readings = [reading(160, 160, orders=3, status=1, tx=1)]
+    domain.readings = [reading(160, 160, orders=4, status=1, tx=1)]
     assert domain.whole().order == (10, 11)
 
 
