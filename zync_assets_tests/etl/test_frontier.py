@@ -226,7 +226,9 @@ def test_the_sequence_is_that_of_one_sort_wherever_reads_and_batches_are_cut(ran
     source = _source(topics, random)
     consumed: list[tuple[Order, int, int]] = []
     readings: list[Reading] = []
-    committed = [(0, 0, 0)] * DELAY  # the records of each topic that the source had committed, at each time
+    committed: list[tuple[int, ...]] = [
+        (0, 0, 0)
+    ] * DELAY  # the records of each topic that the source had committed, at each time
     at = 0
     for time in range(2_000):
         at = min(len(source) - 1, at + random.choice([0, 0, 1, 2, 9]))

@@ -143,6 +143,7 @@ transforms: [{name: s, type: stateless, in: bills, out: o, key: null, value: in.
         tmp_path, f"transactions: {{topic: shop.transaction, collections: {{public.bills: bills}}}}{rest % ''}"
     )
     found = pipeline.transactions
+    assert found is not None
     assert found == Transactions("shop.transaction", collections={"public.bills": "bills"})
     assert [found.collection(topic) for topic in ("shop.public.orders", "bills", "other")] == [
         "public.orders",
