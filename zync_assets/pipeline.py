@@ -203,6 +203,9 @@ class Output:
     """``empty``: the topic must have no records before the first output; ``end``: numbering begins at its end."""
     provenance: bool = False
     """Whether the headers of each record name its raw records."""
+    hold: bool = True
+    """Whether a change of a source row waits while an earlier record of the row is pending for the output. Without a denorm
+    rule, no record is pending (``Rule.held``)."""
     shape: RecordShape | None = None
     """The filter and mapping of every record of the topic. The rules contain the shape already."""
     key_subject: SubjectNameStrategy = "topic"
@@ -241,6 +244,8 @@ class Rule:
     headers: Headers | None = None
     keep: str | None = None
     """The output's own condition: an output for which the condition does not hold is dropped."""
+    held: bool = False
+    """Whether the output is held: a record of the rule waits while an earlier record of its source row is pending."""
 
     @property
     def topics(self) -> tuple[str, ...]:

@@ -3,6 +3,11 @@
 A record goes to the first rule that accepts it. The k-th left record of a join key pairs with the k-th right record, in the
 order of partition and offset of the pending records. A batch's outputs are ordered by the time, place, partition and offset
 of the completing input.
+
+A held output takes its records one by one, in that order. A record of a stateless rule is pending while a record of the same
+source row (topic and key) is. It follows the output that completes the record before it. A tombstone ends the waiting: the
+row's pending records and the tombstone are done, and nothing is emitted. But a tombstone is emitted if one of the pending
+records is an update: its row may be in the target. A delete that no rule takes ends the waiting too.
 """
 
 from __future__ import annotations
@@ -76,10 +81,16 @@ class Model:
     inputs: Sequence[str]
     rules: Sequence[OneToOne | Pair]
     drops: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    """The held output topics."""
     outputs: dict[str, list[Out]] = field(default_factory=lambda: defaultdict(list))
     counts: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     classes: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _waiting: dict[str, list[Record]] = field(default_factory=lambda: defaultdict(list))
+    _rows: dict[tuple[object, ...], list[tuple[OneToOne | Pair, Record]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Held output and source row → the pending records of the row, in their order."""
     _times: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _reached: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -87,18 +98,20 @@ class Model:
         """One ETL batch over new records, each partition's in the order of its offsets."""
         taken: dict[str, list[Record]] = defaultdict(list)
         made: list[tuple[tuple[int, int, int, int], str, Out]] = []
+        held: list[tuple[Record, OneToOne | Pair | None]] = []
         for record in records:
             self._see(record)
             if record.value is GARBAGE:
                 self._settle(record, "quarantined")
                 continue
             rule = next((rule for rule in self.rules if _names(rule, record.topic) and _holds(rule, record)), None)
-            if rule is not None:
+            if rule is not None and rule.out in self.held:
+                held.append((record, rule))
+            elif rule is not None:
                 taken[rule.name].append(record)
-            elif record.value is None or record.topic in self.drops:
-                self._settle(record, "dropped")
             else:
-                self._settle(record, "unmatched")
+                self._settle(record, "dropped" if record.value is None or record.topic in self.drops else "unmatched")
+                held += [(record, None)] if record.value is None or op_of(record) == "d" else []
         for rule in self.rules:
             if isinstance(rule, OneToOne):
                 for record in taken[rule.name]:
@@ -107,8 +120,60 @@ class Model:
                     made.append((self._order(record), rule.out, out))
             else:
                 made += self._paired(rule, taken[rule.name])
+        for record, rule in sorted(held, key=lambda item: self._order(item[0])):
+            if rule is None:
+                for out in self.held:
+                    self._end(self._rows[_row(out, record)])
+                continue
+            at, outs = self._offered(rule, record)
+            made += [(at, rule.out, out) for out in outs]
         for _, topic, out in sorted(made, key=lambda item: item[0]):
             self.outputs[topic].append(out)
+
+    def _offered(self, rule: OneToOne | Pair, record: Record) -> tuple[tuple[int, int, int, int], list[Out]]:
+        """The outputs that a record of a held output completes, in their order, and their place among the batch's outputs."""
+        row, at = self._rows[_row(rule.out, record)], self._order(record)
+        if isinstance(rule, Pair):
+            own = rule.join(record)
+            others = [one for one in self._waiting[rule.name] if one.topic != record.topic and rule.join(one) == own]
+            if own is None or not others:
+                self._waiting[rule.name].append(record)
+                row.append((rule, record))
+                self._settle(record, "pending")
+                return at, []
+            other = min(others, key=lambda one: (one.partition, one.offset))
+            self._waiting[rule.name].remove(other)
+            left, right = (record, other) if record.topic == rule.left else (other, record)
+            behind = self._rows[_row(rule.out, other)]
+            behind.remove((rule, other))
+            self._settle(other, "done")
+            self._settle(record, "done")
+            made = [Out(rule.name, rule.key(left, right), rule.value(left, right), (left.place, right.place))]
+            while behind and isinstance(behind[0][0], OneToOne):
+                made.append(self._single(*behind.pop(0)))
+            return max(at, self._order(other)), made
+        if rule.value(record) is None:
+            emitted = not row or any(isinstance(each, Pair) and op_of(pending) == "u" for each, pending in row)
+            self._end(row)
+            self._settle(record, "done")
+            return at, [self._single(rule, record)] if emitted else []
+        if not row:
+            return at, [self._single(rule, record)]
+        row.append((rule, record))
+        self._settle(record, "pending")
+        return at, []
+
+    def _end(self, row: list[tuple[OneToOne | Pair, Record]]) -> None:
+        for rule, dead in row:
+            if isinstance(rule, Pair):
+                self._waiting[rule.name].remove(dead)
+            self._settle(dead, "done")
+        row.clear()
+
+    def _single(self, rule: OneToOne | Pair, record: Record) -> Out:
+        assert isinstance(rule, OneToOne)
+        self._settle(record, "done")
+        return Out(rule.name, rule.key(record), rule.value(record), (record.place,))
 
     def _paired(self, rule: Pair, new: Sequence[Record]) -> list[tuple[tuple[int, int, int, int], str, Out]]:
         sides: dict[str, dict[Any, list[Record]]] = {rule.left: defaultdict(list), rule.right: defaultdict(list)}
@@ -153,6 +218,16 @@ class Model:
     def totals(self) -> dict[tuple[str, int, str], int]:
         """(topic, partition, class) → records that are in it now, without zeros."""
         return {place: count for place, count in self.counts.items() if count}
+
+
+def op_of(record: Record) -> Any:
+    """Debezium's operation; None for a tombstone, or a value of another kind."""
+    return record.value.get("op") if isinstance(record.value, dict) else None
+
+
+def _row(out: str, record: Record) -> tuple[object, ...]:
+    """The held output and the source row of a record. A record without a key is a row of its own."""
+    return (out, record.topic, repr(record.key)) if record.key is not None else (out, record.place)
 
 
 def _names(rule: OneToOne | Pair, topic: str) -> bool:

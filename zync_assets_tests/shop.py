@@ -58,7 +58,7 @@ inputs:
   - {topic: $orders, pool: Raw, key-format: string, value-format: avro, unmatched: drop}
   - {topic: $status, pool: Raw, key-format: string, value-format: avro${retention}}
 outputs:
-  - {topic: $new, pool: Staging, format: avro, create: {replication-factor: 1}}
+  - {topic: $new, pool: Staging, format: avro${held}, create: {replication-factor: 1}}
   - {topic: $audit, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
 transforms:
   - name: new-order
@@ -119,6 +119,7 @@ class Shop:
     ids: Mapping[str, int]
     files: Path
     """The folder that the lake's files lie in."""
+    held: bool
     sent: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
 
     def partitions(self, topic: str) -> list[int]:
@@ -152,7 +153,7 @@ class Shop:
         return Topics(self.orders, self.status, self.new, self.audit)
 
     def model(self) -> Model:
-        return shop_model(*self.topics)
+        return shop_model(*self.topics, held=self.held)
 
 
 _PARSED = {True: fastavro.parse_schema(ORDER), False: fastavro.parse_schema(STATUS)}
@@ -169,12 +170,17 @@ def make_shop(
     lake: str | None = None,
     files: Path | None = None,
     retention: str = "",
+    held: bool = True,
 ) -> Shop:
     """Empty topics and a pipeline over them, its lake in ``folder``, or as the text ``lake`` says, with its files in ``files``.
-    ``there``: the topics were made before, and what they hold is not in ``sent``; ``retention``: of the raw statuses."""
+    ``there``: the topics were made before, and what they hold is not in ``sent``; ``retention``: of the raw statuses;
+    ``held``: whether a change waits behind a pending record of its row."""
     orders, status, new, audit = shop_topics(prefix)
-    keep = f", retention: {retention}" if retention else ""
-    text = Template(FILE).substitute(orders=orders, status=status, new=new, audit=audit, retention=keep)
+    options = {
+        "retention": f", retention: {retention}" if retention else "",
+        "held": "" if held else ", hold: false",
+    }
+    text = Template(FILE).substitute(orders=orders, status=status, new=new, audit=audit, **options)
     pipeline = make_pipeline(services, folder, text, name="shop", lake=lake, settle=settle)
     for topic, count in () if there else zip((orders, status), partitions, strict=True):
         create_topic(pipeline.kafka, topic, count, 1, {})
@@ -189,14 +195,25 @@ def make_shop(
         for partition in range(count)
     }
     return Shop(
-        pipeline, services.bootstrap_servers, registry, orders, status, new, audit, ids, files or folder / "lake", empty
+        pipeline,
+        services.bootstrap_servers,
+        registry,
+        orders,
+        status,
+        new,
+        audit,
+        ids,
+        files or folder / "lake",
+        held,
+        empty,
     )
 
 
-def changes(shop: Shop, orders: range, seed: int, *, sticky: bool = False) -> Iterator[tuple[str, int, int, Any, Any]]:
+def changes(shop: Shop, orders: range, seed: int, *, sticky: bool = True) -> Iterator[tuple[str, int, int, Any, Any]]:
     """About four records for each order. The times of records mostly ascend, like in real tables.
 
-    ``sticky``: the records of a key share a partition, so that the pairs do not depend on the cut of batches.
+    ``sticky``: the records of a key share a partition, so that the pairs do not depend on the cut of batches. Otherwise
+    creations of a key lie in any partition.
     """
     dice = random.Random(seed)
     now = EPOCH + orders.start * 10
@@ -261,7 +278,7 @@ def read_topic(servers: str, topic: str) -> list[tuple[int, bytes | None, bytes 
             # No more than is there: a consume of more waits out its time.
             for message in consumer.consume(min(10_000, high - low - len(found)), timeout=1):
                 assert message.error() is None
-                found.append((message.offset(), message.key(), message.value()))
+                found.append((message.offset() or 0, message.key(), message.value()))
     finally:
         consumer.close()
     return found

@@ -25,10 +25,10 @@ def shop_topics(prefix: str) -> Topics:
     )
 
 
-def shop_model(orders: str, status: str, new: str, audit: str) -> Model:
-    """A model of the pipeline, nothing in it yet."""
+def shop_model(orders: str, status: str, new: str, audit: str, *, held: bool = True) -> Model:
+    """A model of the pipeline, nothing in it yet. ``held``: whether the new orders are."""
     rules = shop_rules(Topics(orders, status, new, audit))
-    return Model((orders, status), rules, frozenset({orders}))
+    return Model((orders, status), rules, frozenset({orders}), frozenset({new} if held else ()))
 
 
 def shop_rules(topics: Topics) -> tuple[OneToOne | Pair, ...]:

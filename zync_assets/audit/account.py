@@ -7,7 +7,7 @@ however many records it spans.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,8 @@ DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dro
 NONE = 255
 COUNTED = ("unmatched", "dropped", "quarantined")
 """Classes whose ledger entries say how many records they have."""
+ENDED = "ended"
+"""The kind of ledger entries for new records that are done without an output, and the text of those for pending records."""
 _KINDS = [*CLASSES, "completed"]
 _COMPLETED = len(CLASSES)
 
@@ -49,6 +51,8 @@ class Facts:
     completed: np.ndarray
     became: np.ndarray
     """The present class of each offset in ``completed``, as an index of CLASSES."""
+    ended: np.ndarray
+    """The offsets that are done without an output, since their source row ended; sorted."""
 
     def classes(self, offsets: np.ndarray) -> np.ndarray:
         """The present class of each offset, as an index of CLASSES; NONE for an offset without an entry."""
@@ -104,11 +108,13 @@ _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 class _LedgerFile:
     """The contents of one ledger file.
 
-    ``places``: place → sorted entries (first, end, kind); ``waiting``: the file's change of the number of pending records;
+    ``places``: place → sorted entries (first, end, kind); ``ended``: place → offsets, as in ``Facts``; ``waiting``: the
+    file's change of the number of pending records;
     ``counted``: (place, class) → the sum of the entries' counts, None if an entry has no count.
     """
 
     places: Mapping[Place, _Entries]
+    ended: Mapping[Place, np.ndarray]
     waiting: Counter[tuple[str, str]]
     counted: Mapping[tuple[Place, str], int | None]
 
@@ -141,16 +147,23 @@ def read_facts(
     if cached:
         _cache.put(state.table.uri, each, sum(item.records for item in state.ledger_files))
     parts: dict[Place, list[_Entries]] = {}
+    ended: dict[Place, list[np.ndarray]] = defaultdict(list)
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[Place, str], int | None] = {}
     for file in each.values():
+        for place, offsets in file.ended.items():
+            ended[place].append(offsets)
         waiting.update(file.waiting)
         for key, count in file.counted.items():
             known = counted.get(key, 0)
             counted[key] = None if known is None or count is None else known + count
         for place, arrays in file.places.items():
             parts.setdefault(place, []).append(arrays)
-    return {place: _facts(*_sorted(found)) for place, found in sorted(parts.items())}, +waiting, counted
+    facts = {
+        place: _facts(*_sorted(found), np.sort(np.concatenate([np.array([], np.int64), *ended[place]])))
+        for place, found in sorted(parts.items())
+    }
+    return facts, +waiting, counted
 
 
 def _mark(uri: str, path: str) -> _Mark:
@@ -163,10 +176,10 @@ def _mark(uri: str, path: str) -> _Mark:
     return path, info.size, info.mtime_ns
 
 
-def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray) -> Facts:
+def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarray) -> Facts:
     done_late = kind >= _COMPLETED
     became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
-    return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became)
+    return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became, ended)
 
 
 def _sorted(parts: Sequence[_Entries]) -> _Entries:
@@ -184,6 +197,7 @@ def _read(uri: str) -> _LedgerFile:
     parts: dict[Place, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[Place, str], int | None] = {}
+    ended: dict[Place, list[np.ndarray]] = defaultdict(list)
     names = ("kind", "topic", "partition", "first", "end", "rule", "text", "count")
     for batch in read_columns(uri, [f"account.{name}" for name in names]):
         rows = pa.Table.from_batches([batch]).flatten()
@@ -191,6 +205,9 @@ def _read(uri: str) -> _LedgerFile:
         _count_waiting(rows, waiting)
         codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
         codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
+        ends = np.asarray(pc.equal(rows["kind"], ENDED).fill_null(False))
+        codes[ends] = DONE
+        ends |= np.asarray(pc.equal(rows["text"], ENDED).fill_null(False))
         partitions, first, end = (integers(rows[name]) for name in ("partition", "first", "end"))
         counts = integers(rows["count"])
         for topic in rows["topic"].unique().to_pylist():
@@ -199,11 +216,14 @@ def _read(uri: str) -> _LedgerFile:
                 here = of_topic & (partitions == partition) & (codes >= 0)
                 arrays = first[here], end[here], codes[here].astype(np.uint8)
                 parts.setdefault((topic, partition), []).append(arrays)
+                spans = zip(first[here & ends].tolist(), end[here & ends].tolist(), strict=True)
+                ended[topic, partition] += [np.arange(*span) for span in spans]
                 for name in COUNTED:
                     own = counts[here & (codes == CLASSES.index(name))]
                     late = here & (codes == _COMPLETED + 1) if name == "dropped" else np.zeros(0)
                     _count(counted, ((topic, partition), name), own, int(late.sum()))
-    return _LedgerFile({place: _sorted(found) for place, found in parts.items()}, waiting, counted)
+    own = {place: np.concatenate(found) for place, found in ended.items() if found}
+    return _LedgerFile({place: _sorted(found) for place, found in parts.items()}, own, waiting, counted)
 
 
 def _count(counted: dict[tuple[Place, str], int | None], key: tuple[Place, str], counts: np.ndarray, more: int) -> None:
@@ -220,23 +240,27 @@ def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
 
 
 def read_waiting(state: StagingState) -> pa.Table:
-    """The records that are pending now: topic, partition, offset, rule, and hash (null: a null join key), sorted.
-    Raises DamagedFile."""
+    """The records that are pending now: topic, partition, offset, rule, hash (null: a null join key, or none) and row (the hash
+    of the source row, null where the output is not held), sorted. Raises DamagedFile."""
     pending: list[pa.Table] = []
     completed: list[pa.Table] = []
-    names = ("kind", "topic", "partition", "first", "rule", "hash")
+    names = ("kind", "topic", "partition", "first", "rule", "hash", "row")
     for item in state.ledger_files:
         for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
             rows = pa.Table.from_batches([batch]).flatten()
             rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
+            if "row" not in rows.column_names:  # a file of an older version
+                rows = rows.append_column("row", pa.nulls(len(rows), pa.int64()))
             pending.append(rows.filter(pc.equal(rows["kind"], "pending")).drop_columns("kind"))
-            completed.append(rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash"]))
+            completed.append(
+                rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash", "row"])
+            )
     if not pending:
-        return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash")})
+        return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash", "row")})
     places = ["topic", "partition", "first"]
     left = pa.concat_tables(pending).join(pa.concat_tables(completed), places, join_type="left anti")
     return left.sort_by([(name, "ascending") for name in places]).rename_columns(
-        ["topic", "partition", "offset", "rule", "hash"]
+        ["topic", "partition", "offset", "rule", "hash", "row"]
     )
 
 

@@ -343,7 +343,7 @@ class _InputPartition:
             code = self.facts.classes(wrong[:1])[0]
             fate = "done and not in the raw pool" if code == DONE else _class_name(code)
             yield "made", f"offset {wrong[0]} made an output and is {fate}"
-        idle = np.setdiff1d(done_offsets, sources, assume_unique=True)
+        idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.facts.ended)
         if batch is not None:
             # Of an earlier batch's new records, and of those completed since, the outputs were not looked at.
             keep = np.zeros(len(idle), dtype=bool)

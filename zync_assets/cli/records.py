@@ -1,9 +1,4 @@
-"""``zync pending``, ``trace`` and ``quarantine``: single records, where they come from, and what to do with bad ones.
-
-``zync pending`` and ``zync trace``: single records and where they come from, without a JVM.
-
-``zync quarantine``: records that could not be decoded or transformed, and what to do with them.
-"""
+"""``zync pending``, ``trace`` and ``quarantine``: single records, where they come from, and what to do with bad ones."""
 
 from __future__ import annotations
 
@@ -55,6 +50,8 @@ TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", 
 _PATH = re.compile(r"\w+((?:\.(?:\w+|`[^`]+`))+)")
 
 Row = dict[str, object]
+Item = Mapping[str, Any]
+"""A row of ``read_waiting``."""
 
 
 @click.command()
@@ -78,7 +75,8 @@ def pending(pipeline: Path, fmt: Format) -> None:
 def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show which raw records made the output at OFFSET of the output topic TOPIC.
 
-    The first row is the output itself. Of a raw record that retention removed, only its place is known. Starts no JVM.
+    The first row is the output itself. Of a raw record that retention removed, only its place is known. For a pending record
+    of an input topic, the rows show the record that it waits behind, or the records that wait behind it. Starts no JVM.
     """
     loaded = load(pipeline)
     rows = trace_rows(loaded, topic, partition, offset)
@@ -93,15 +91,10 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
 
 def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
     """The records of a staging pool that wait, by topic, partition and offset."""
-    state = staging.open_staging(pipeline.lake, pool)
-    if state is None or not any(state.head.waiting.values()):
-        return
-    try:
-        waiting = read_waiting(state).to_pylist()
-    except DamagedFile as error:
-        raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
+    waiting = _waiting(pipeline, pool)
     joins = pipeline.joins_of(pool)
     before: Counter[tuple[str, str, int]] = Counter()
+    fronts = _fronts(pipeline, pool, waiting)
     now = time.time()
     for (topic, partition), group in groupby(waiting, key=lambda item: (item["topic"], item["partition"])):
         items = list(group)
@@ -116,12 +109,25 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
                 "join_key": _join_key(rule, topic, row) if rule and row else None,
                 "time": when,
                 "age_seconds": None if when is None else round(max(0.0, now - when.timestamp())),
-                "why": _why(item, rule, before),
+                "why": _why(item, rule, before, fronts.get((topic, partition, item["offset"]))),
             }
+
+
+def _waiting(pipeline: Pipeline, pool: str) -> list[dict[str, Any]]:
+    """The rows of ``read_waiting``."""
+    state = staging.open_staging(pipeline.lake, pool)
+    if state is None or not any(state.head.waiting.values()):
+        return []
+    try:
+        return read_waiting(state).to_pylist()
+    except DamagedFile as error:
+        raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
 
 
 def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> list[Row]:
     """The output at an offset, then its raw records. LakeError for an offset that is not staged."""
+    if topic in {item.topic for item in pipeline.inputs}:
+        return _pending_trace(pipeline, (topic, partition, offset))
     if topic not in {item.topic for item in pipeline.outputs}:
         known = ", ".join(item.topic for item in pipeline.outputs)
         raise LakeError(f"topic {topic} is no output of {pipeline.path}; its outputs: {known}")
@@ -144,6 +150,23 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
         }
     ]
     return rows + [_source(pipeline, output["rule"], item) for item in output["source"]]
+
+
+def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]:
+    """A pending record, the record that it waits behind, and the records that wait behind it. LakeError if the record is not
+    pending."""
+    for pool in pipeline.staging_pools:
+        items = {(item["topic"], item["partition"], item["offset"]): item for item in _waiting(pipeline, pool)}
+        if place in items:
+            fronts = _fronts(pipeline, pool, list(items.values()))
+            roles = [("pending", items[place])]
+            roles += [("before", fronts[place])] if place in fronts else []
+            roles += [("behind", items[at]) for at, front in fronts.items() if front is items[place]]
+            return [
+                {**_source(pipeline, item["rule"], item), "role": role, "rule": item["rule"]} for role, item in roles
+            ]
+    topic, partition, offset = place
+    raise LakeError(f"topic {topic}, partition {partition}: offset {offset} is not pending; trace an output instead")
 
 
 def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -193,11 +216,30 @@ def _role(pipeline: Pipeline, name: str, topic: str) -> str:
     return "source"
 
 
-def _why(item: Mapping[str, Any], rule: Rule | None, before: Counter[tuple[str, str, int]]) -> str:
-    if item["hash"] is None:
-        return "null join key: nothing matches it"
+def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tuple[str, int, int], Item]:
+    """Place of a pending record without a join key → the pending record of its source row that it waits behind."""
+    rules = {rule.name: rule for rule in pipeline.rules_of(pool)}
+    known = [(rules[item["rule"]], item) for item in waiting if item["rule"] in rules and item["row"] is not None]
+    rows = [((rule.out, item["row"]), item, bool(rule.sides[0].keys)) for rule, item in known]
+    first: dict[tuple[str, int], Item] = {}
+    for row, item, joins in rows:
+        if joins:
+            first.setdefault(row, item)
+    return {
+        (item["topic"], item["partition"], item["offset"]): first[row]
+        for row, item, joins in rows
+        if not joins and row in first
+    }
+
+
+def _why(item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], front: Item | None) -> str:
+    if front is not None:
+        place = f"partition {front['partition']}, offset {front['offset']}"
+        return f"waits behind {place} of its source row, which is pending for {front['rule']}"
     if rule is None:
         return f"the pipeline file has no {joining_kinds()} rule {item['rule']} of this topic and pool any more"
+    if item["hash"] is None:
+        return "null join key: nothing matches it"
     place = (item["topic"], item["rule"], item["hash"])
     before[place] += 1
     return kind_of(rule).reason(rule, item["topic"], before[place] - 1)

@@ -52,8 +52,10 @@ def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     return Labels([item.topic for item in pipeline.inputs], [rule.name for rule in rules], [rule.out for rule in rules])
 
 
-KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped")
-_OUT, _DROPPED, _QUARANTINED = (KINDS.index(kind) for kind in ("out", "dropped", "quarantined"))
+KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended")
+OUT, PENDING, DROPPED = (KINDS.index(kind) for kind in ("out", "pending", "dropped"))
+CHANGE = "change"
+_QUARANTINED = KINDS.index("quarantined")
 
 ENTRIES = pa.schema(
     {
@@ -65,10 +67,12 @@ ENTRIES = pa.schema(
         "rule": pa.string(),
         "hash": pa.int64(),
         "text": pa.string(),
+        "row": pa.int64(),
     }
 )
 """An input record that is no longer pending (kind ``completed``; ``text``: ``dropped`` for a dropped record), or a new record
-without an output. Records that a rule failed on have no entry here: see ``failures``."""
+without an output (``text``: CHANGE for a pending record that changes its row). Records that a rule failed on have no entry
+here: see ``failures``."""
 
 
 class Count(NamedTuple):
@@ -104,7 +108,7 @@ class Sources:
     """The sources of result rows, each as an element of arrays of one length."""
 
     def __init__(self, rows: pa.RecordBatch) -> None:
-        """``rows``: with kind, rule, source, waited and hash."""
+        """``rows``: with kind, rule, source, waited and hash, and ``rows`` where an output is held."""
         lengths = pc.list_value_length(rows["source"]).to_numpy()
         self.row = np.repeat(np.arange(len(rows)), lengths)
         """The index of its row."""
@@ -116,6 +120,10 @@ class Sources:
         self.rule = rows["rule"].fill_null(-1).to_numpy()[self.row]
         self.old = (rows["waited"].to_numpy()[self.row] >> self.at & 1).astype(bool)
         self.hash = rows["hash"]
+        held = "rows" in rows.schema.names
+        nulls = pa.nulls(len(self.row), pa.int64()), pa.nulls(len(self.row), pa.bool_())
+        self.source_row, self.creates = rows["rows"].flatten().flatten() if held else nulls
+        """The hashes of source rows, and whether the record makes its row."""
 
 
 def counts(found: Sources) -> list[Count]:
@@ -164,10 +172,12 @@ def fact(one: Count, labels: Labels) -> Fact:
 
 def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
     """The rows of ENTRIES for the sources that were pending or make no output."""
-    completed = found.old & np.isin(found.kind, (_OUT, _DROPPED))
-    wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (_OUT, _QUARANTINED)))
+    completed = found.old & np.isin(found.kind, (OUT, DROPPED))
+    wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (OUT, _QUARANTINED)))
     kind, rule, offset = found.kind[wanted], found.rule[wanted], found.offset[wanted]
     done = completed[wanted]
+    creates = found.creates.take(pa.array(wanted)).fill_null(True).to_numpy(zero_copy_only=False)
+    changes = (kind == PENDING) & ~creates
     columns = {
         "kind": _named((*KINDS, "completed"), np.where(done, len(KINDS), kind)),
         "topic": _named(labels.topics, found.place[wanted]),
@@ -175,8 +185,9 @@ def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
         "first": pa.array(offset),
         "end": pa.array(offset + 1),
         "rule": _named(labels.rules, rule, rule < 0),
-        "hash": pc.if_else(pa.array(done), None, found.hash.take(pa.array(found.row[wanted]))),
-        "text": _named(("dropped",), np.zeros(len(wanted), np.int8), ~(done & (kind == _DROPPED))),
+        "hash": pc.if_else(pa.array(kind == PENDING), found.hash.take(pa.array(found.row[wanted])), None),
+        "text": _named(("dropped", CHANGE), np.where(done, 0, 1), ~(done & (kind == DROPPED) | changes)),
+        "row": pc.if_else(pa.array(kind == PENDING), found.source_row.take(pa.array(wanted)), None),
     }
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=ENTRIES)
 

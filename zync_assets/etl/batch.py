@@ -5,28 +5,49 @@ Everything is lazy. ``commit`` runs the result rows, and ``failure_search`` runs
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from zync_assets.etl import positions
-from zync_assets.etl.account import Labels, labels_of
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.etl import pending as pending_records
+from zync_assets.etl import positions, retries, source_rows
+from zync_assets.etl.account import CHANGE, Labels, labels_of
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import Span
+from zync_assets.etl.hold import HeldRecord, Hold, Place, decide
 from zync_assets.etl.output_types import OutputType, output_types
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
 from zync_assets.etl.rules import kind_of, matching
 from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Ordering, RuleRecords
-from zync_assets.etl.rules.shapes import learn_types, note_schema
+from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
+from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_PLACES = pa.schema([("partition", pa.int32()), ("first", pa.int64())])
+
+
+class RowsWait(Exception):
+    """Records have to wait behind others of their source row, or to follow them. Nothing was done."""
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__(f"{len(hold.decision.waiting)} records wait")
+        self.hold = hold
 
 
 class JoinsChanged(Exception):
@@ -43,7 +64,8 @@ class Transform:
 
     ``ordering``: the order of the result rows. ``files``: input topic → the raw files of the records that go through
     the rules. ``frames``: input topic → these records; no entry for a topic without a raw table. ``types``: output topic →
-    its type. ``small``: one Spark task runs the whole batch, and the driver fetches the task's account entries.
+    its type. ``small``: one Spark task runs the whole batch, and the driver fetches the task's account entries. ``held``: the
+    rules of held outputs.
     """
 
     pipeline: Pipeline
@@ -55,6 +77,7 @@ class Transform:
     frames: Mapping[str, DataFrame] = field(repr=False)
     types: Mapping[str, OutputType] = field(repr=False)
     small: bool
+    held: HeldRules = NO_HELD_RULES
 
     @property
     def plan(self) -> EtlPlan:
@@ -93,14 +116,15 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     """
     plan, rules = batch.plan, pipeline.rules_of(batch.plan.pool)
     places = {item.topic: place for place, item in enumerate(pipeline.inputs) if item.topic in plan.ranges}
-    ordering = Ordering(places, plan.domains)
+    held = held_rules(rules)
+    ordering = Ordering(places, plan.domains, bool(held))
     states = {topic: state for topic, state in plan.raw.items() if state is not None}
     files = {topic: raw.raw_files(state, plan.reads(topic)) for topic, state in states.items()}
     records: dict[str, DataFrame] = {}
     for topic, state in states.items():
         frame = batch.slices[topic].dataframe() if topic in batch.slices else None
         if frame is not None:
-            frame = ordering.carried(frame, topic).selectExpr("*", "false AS old")
+            frame = ordering.carried(frame, topic).selectExpr("*", "false AS old", *row_columns(topic, state, held))
             records[topic] = note_schema(frame, frames.record_types(state))
     learn_types(matching.questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
@@ -115,7 +139,21 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         records,
         output_types(pipeline, plan.pool, plan.state, records, tables, lacks=lacks),
         sum(item.records for each in files.values() for item in each) <= positions.SMALL,
+        held,
     )
+
+
+def held_rules(rules: Sequence[Rule]) -> HeldRules:
+    """The rules of held outputs."""
+    joins = {index: bool(rule.sides[0].keys) for index, rule in enumerate(rules) if rule.held}
+    joining, single = (frozenset(index for index, each in joins.items() if each is kind) for kind in (True, False))
+    return HeldRules(joining, single)
+
+
+def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
+    """The column ``row`` of a record frame, where an output is held."""
+    types = frames.record_types(state)
+    return [f"{source_rows.row_sql(topic, types['key'].dataType, types['value'].dataType)} AS row"] if held else []
 
 
 def result_rows(transform: Transform, pending: PendingRecords, failures: Failures, columns: Columns) -> ResultRows:
@@ -127,7 +165,13 @@ def result_rows(transform: Transform, pending: PendingRecords, failures: Failure
     plan, rules, types = transform.plan, transform.rules, transform.types
     assignments = {
         topic: matching.assign(
-            transform.pipeline.input(topic), transform.ordering, frame, rules, failures.condition(topic)
+            transform.pipeline.input(topic),
+            transform.ordering,
+            note_schema(_decided(transform, pending.hold, topic, frame), schema_of(frame)),
+            rules,
+            failures.condition(topic),
+            deletes=source_rows.deletes_sql(schema_of(frame)["value"].dataType) if transform.held else "false",
+            decided=pending.hold.concerns(topic),
         )
         for topic, frame in transform.frames.items()
         if plan.reads(topic) or plan.reads_nothing
@@ -147,20 +191,110 @@ def result_rows(transform: Transform, pending: PendingRecords, failures: Failure
             [index for index in others if topic in rules[index].topics],
             [index for index in untyped if topic in rules[index].topics],
             columns,
+            held=bool(transform.held),
         )
         for topic, assignment in assignments.items()
     ]
+    parts += _released(transform, pending.hold, failures, targets, columns)
     each = [_rule_records(transform, index, assignments) for index in others]
-    if changed := frozenset(records.rule.name for records in each if _is_changed(plan, records)):
-        raise JoinsChanged(changed)
+    changed = {records.rule.name for records in each if _is_changed(plan, records)}
+    # Records that waited behind others when their output was held.
+    changed |= {rules[index].name for index in targets if not rules[index].held and _waits(plan, rules[index])}
+    if changed:
+        raise JoinsChanged(frozenset(changed))
     pending.look_up(each, small=transform.small)
     for records in each:
         target = types[records.rule.out].targets.get(records.rule.name)
-        emission = Emission(target, columns, transform.ordering, transform.small)
-        waiting = _pending_frames(transform.ordering, records, pending, failures)
+        emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held))
+        waiting = _pending_frames(transform, records, pending, failures)
         parts += kind_of(records.rule).results(records, waiting, emission)
     joins = {records.rule.name: records.join for records in each if records.join is not None}
     return ResultRows(matching.without_dropped(matching.union(parts), rules), joins)
+
+
+def check_rows(
+    transform: Transform, times: RowTimes, fetch: Fetch, hold: Hold, known: Failures, *, settled: bool
+) -> None:
+    """RowsWait if records of held outputs have to wait behind others of their source row, or to follow them.
+
+    ``times``, ``fetch``, ``settled``: of the batch's results (``Results``). ``hold``: the decision that the results followed.
+    """
+    if not transform.held:
+        return
+    plan, state, labels = transform.plan, transform.plan.state, transform.labels
+    held = {rule.name: rule for rule in transform.rules if rule.held}
+    failed = {failure.place for failure in known.of(plan, old=True)}
+    ledger = state if state is not None and any(plan.head.waiting.values()) else None
+    rows, before = times.in_question(), np.array([], np.int64)
+    if ledger is not None:
+        joining = {rule.name for rule in held.values() if rule.sides[0].keys}
+        expired = {
+            (item.topic, item.part.partition, offset)
+            for item in plan.reopening.expired
+            for offset in range(item.part.first, item.part.end)
+            if item.kind == "pending"
+        }
+        before = pending_records.rows_before(ledger, times.single, times.completed, joining)
+        before = np.union1d(before, pending_records.rows_at(ledger, failed | expired))
+    rows = np.union1d(rows, before)
+    if not len(before if settled else rows):
+        return
+    records, rows, freed = source_rows.records_in_question(fetch, rows)
+    entries = pending_records.NO_ENTRIES if ledger is None else pending_records.pending_in(ledger, rows)
+    waiting: frozenset[Place] = frozenset()
+    if not failed and not plan.reopening.parts:
+        plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)
+        waiting = frozenset(source_rows.places(records.filter(pa.array(waits)), labels))
+        plain_rows = pc.unique(records.filter(pa.array(plain))["row"])
+        records = records.filter(pa.array(~plain))
+        entries = entries.filter(pc.invert(pc.is_in(entries["row"], plain_rows)))
+    gone = failed | hold.decision.ended | {*source_rows.places(records, labels)}
+    again = retries.spans_of(plan.reopening.parts)
+    rules: dict[Place, str] = {}
+    seen = {place: position.seen for place, position in plan.head.inputs.items()}
+    each = list(source_rows.held_records(records, transform.held, labels, seen))
+    for entry in entries.to_pylist():
+        place: Place = entry["topic"], entry["partition"], entry["first"]
+        rule = held.get(entry["rule"])
+        if rule is None or retries.is_in(again, place, "pending"):
+            continue
+        rules[place] = rule.name
+        if place not in gone:
+            row, joins, creates = (rule.out, entry["row"]), bool(rule.sides[0].keys), entry["text"] != CHANGE
+            each.append(HeldRecord(place, rule.name, row, True, None, joins, entry["hash"], creates=creates))
+    decision = decide(_with_sequences(transform, each))
+    decision = replace(decision, waiting=decision.waiting | waiting)
+    if not hold.covers(decision):
+        raise RowsWait(hold.extended(decision, rules))
+
+
+def _with_sequences(transform: Transform, records: Sequence[HeldRecord]) -> list[HeldRecord]:
+    """The records, with ``sequence`` where a row has records below *seen* in several partitions: the key moved."""
+    partitions: dict[object, set[int]] = defaultdict(set)
+    for item in records:
+        if item.before and item.row is not None:
+            partitions[item.row].add(item.place[1])
+    moved = [item for item in records if item.before and len(partitions[item.row]) > 1]
+    orders = {item.place: item.order for item in moved if item.order is not None}
+    unread = {item.place for item in moved} - orders.keys()
+    for topic in sorted({topic for topic, *_ in unread}):
+        state = transform.plan.raw[topic]
+        assert state is not None
+        frame = transform.ordering.carried(
+            _records_at(transform, state, [at[1:] for at in unread if at[0] == topic]), topic
+        )
+        order = transform.ordering.sql(topic, "kafka.partition", "kafka.offset")
+        for row in frame.selectExpr("kafka.partition AS part", "kafka.offset AS offset", f"{order} AS ord").collect():
+            orders[topic, row["part"], row["offset"]] = tuple(row["ord"])
+    return [replace(item, sequence=orders[item.place]) if item.place in orders else item for item in records]
+
+
+def _records_at(transform: Transform, state: RawState, places: Sequence[tuple[int, int]]) -> DataFrame:
+    """The raw records at some places (partition, offset)."""
+    spans = sorted({(partition, offset // frames.SPAN) for partition, offset in places})
+    within = [OffsetRange(part, span * frames.SPAN, (span + 1) * frames.SPAN) for part, span in spans]
+    wanted = listed_frame(transform.spark, _PLACES, places)
+    return frames.records_at(transform.spark, state, wanted, within, few=True)
 
 
 def _rule_records(transform: Transform, index: int, assignments: Mapping[str, Assignment]) -> RuleRecords:
@@ -181,26 +315,81 @@ def _rule_records(transform: Transform, index: int, assignments: Mapping[str, As
 
 
 def _pending_frames(
-    ordering: Ordering, records: RuleRecords, pending: PendingRecords, failures: Failures
+    transform: Transform, records: RuleRecords, pending: PendingRecords, failures: Failures
 ) -> dict[str, DataFrame]:
-    """Side → the pending records whose join key a new record has, without the failing ones."""
+    """Side → the pending records whose join key a new record has, without the failing and the ended ones."""
     frames_by_side: dict[str, DataFrame] = {}
     for side in records.rule.sides:
         frame = pending.records(records.rule, side.topic)
         if frame is not None:
-            failed = failures.condition(side.topic)
-            frame = frame if failed is None else frame.where(f"NOT ({failed})")
-            frames_by_side[side.name] = matching.in_frame(ordering.carried(frame, side.topic), side.name, ordering)
+            frame = _old_records(transform, pending.hold, failures, side.topic, frame)
+            if pending.hold.concerns(side.topic):
+                frame = frame.where("coalesce(fate <> 'ended', true)")
+            frames_by_side[side.name] = matching.in_frame(frame, side.name, transform.ordering)
     return frames_by_side
+
+
+def _old_records(transform: Transform, hold: Hold, failures: Failures, topic: str, frame: DataFrame) -> DataFrame:
+    """Pending records as a record frame, without the failing ones."""
+    state, failed = transform.plan.raw[topic], failures.condition(topic)
+    assert state is not None
+    frame = transform.ordering.carried(frame, topic).selectExpr("*", *row_columns(topic, state, transform.held))
+    return _decided(transform, hold, topic, frame if failed is None else frame.where(f"NOT ({failed})"))
+
+
+def _decided(transform: Transform, hold: Hold, topic: str, frame: DataFrame) -> DataFrame:
+    """The records with ``fate``, ``at`` and ``follows``, if there is a decision on records of the topic."""
+    rows = hold.rows(topic)
+    if not rows:
+        return frame
+    from pyspark.sql import functions as F
+
+    parts = transform.ordering.parts
+    schema = pa.schema(
+        [
+            ("at_partition", pa.int32()),
+            ("at_offset", pa.int64()),
+            ("fate", pa.string()),
+            *((f"part{number}", pa.int64()) for number in range(len(parts))),
+            ("follows", pa.int32()),
+        ]
+    )
+    known = [(*row[:3], *(row.order or [None] * len(parts)), row.number) for row in rows]
+    decisions = listed_frame(transform.spark, schema, known).selectExpr(
+        "at_partition", "at_offset", "fate", f"{transform.ordering.of_parts('part')} AS at", "follows"
+    )
+    here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
+    return frame.join(F.broadcast(decisions), here, "left").selectExpr("* EXCEPT (at_partition, at_offset)")
+
+
+def _released(
+    transform: Transform, hold: Hold, failures: Failures, targets: Mapping[int, matching.Target], columns: Columns
+) -> list[DataFrame]:
+    """The results of pending records of earlier batches that follow the record before them."""
+    parts: list[DataFrame] = []
+    index = {rule.name: at for at, rule in enumerate(transform.rules)}
+    for (name, topic), places in hold.released().items():
+        state, at = transform.plan.raw[topic], index.get(name, -1)
+        if state is None or at not in targets:
+            continue
+        found = _records_at(transform, state, places).selectExpr("*", "true AS old")
+        frame = _old_records(transform, hold, failures, topic, found)
+        item = Assignment(transform.pipeline.input(topic), transform.ordering, frame, [(at, "true")], decided=True)
+        parts.append(matching.singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True))
+    return parts
 
 
 def _is_changed(plan: EtlPlan, records: RuleRecords) -> bool:
     """Whether records are pending for a rule by hashes that its join no longer makes."""
-    rule, head, again = records.rule, plan.head, plan.reopening
-    waits = any(
-        head.waiting.get((rule.name, topic), 0) and (rule.name, topic) not in again.sides for topic in rule.topics
-    )
-    if not waits or records.join is None or rule.name in again.joins:
+    rule = records.rule
+    if records.join is None or not _waits(plan, rule):
         return False
-    definition = head.joins.get(rule.name)
+    definition = plan.head.joins.get(rule.name)
     return definition != records.join if definition is not None else not records.original
+
+
+def _waits(plan: EtlPlan, rule: Rule) -> bool:
+    """Whether records are pending for a rule that the batch does not match again."""
+    counts, again = plan.head.waiting, plan.reopening
+    waits = any(counts.get((rule.name, topic), 0) and (rule.name, topic) not in again.sides for topic in rule.topics)
+    return waits and rule.name not in again.joins

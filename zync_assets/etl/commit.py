@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,13 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl import account, failures, positions
-from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transform_of
+from zync_assets.etl.account import Labels
+from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
 from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import NONE, Failure, Failures, quarantined, undecoded_rows
-from zync_assets.etl.output_files import BATCH_BYTES, BucketWriter, Results, row_sql, staged_topic
+from zync_assets.etl.hold import NO_HOLD
+from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row_sql, staged_topic
 from zync_assets.etl.pending import PendingRecords, fold_ledger
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
@@ -44,8 +46,8 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark import frames
-from zync_assets.spark.sql import text_sql
-from zync_assets.spark.tasks import spark_failures
+from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.tasks import BATCH_BYTES, spark_failures
 from zync_assets.upkeep import apply_retention, keep_up
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
         crash_point("etl:ledger-written")
 
         # 4. Positions after the batch: seen, next output offsets, and counts.
-        facts = staged.results.facts
+        facts = [*staged.results.facts, *staged.pending.hold.ended_facts()]
         outcome = Outcome(
             facts,
             staged.ends,
@@ -200,6 +202,9 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 batch = looking_again(pipeline, batch, changed.rules)
                 transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
                 continue
+            except RowsWait as error:
+                pending.hold = error.hold
+                continue
             except EncodingFailures as error:
                 found = error.failures
             except AnalysisException:
@@ -209,6 +214,8 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 if not found:
                     raise error
             known = Failures({**known.found, **found})
+            # A record that waits behind a failing record goes its way.
+            pending.hold = NO_HOLD
             _admit(pipeline, batch.plan, known, place)
         raise EtlError(
             f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
@@ -244,17 +251,26 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     ]
     suspect = suspect_sql(pipeline, labels, types, present, limits)
     wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
+    about = ["kind", "rule", "source", "last", "waited", "hash"]
+    row, order = ["rows", f"{_ends_sql(topics, labels)} AS ends"], ["ords", "exact"]
+    held, small = bool(transform.held), transform.small
+    if held:
+        wanted += [*row, *order] if small else row
     outs, parts = [labels.of_topic(topic.topic) for topic in topics], transform.ordering.parts
-    bounds = positions.bucket_bounds(transform.spans, parts)
-    numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=transform.small)
+    bounds, unused = positions.bucket_bounds(transform.spans, parts), order if held and not small else ()
+    numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=small, held=held, unused=unused)
+
+    def records() -> DataFrame:
+        return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], held=True)
+
     uri = storage.staging_uri(pipeline.lake, plan.pool)
     results: Results | None = None
     try:
-        writer = BucketWriter(uri, topics, labels)
-        results = Results(
-            transform.spark, numbered, writer, small=transform.small, measured=_has_large_records(transform)
-        )
+        settles, measured = small and pending.hold is NO_HOLD, _has_large_records(transform)
+        writer = BucketWriter(uri, topics, labels, held=transform.held, settles=settles)
+        results = Results(transform.spark, numbered, writer, small=small, measured=measured, records=records)
         _check_classes(transform, results)
+        check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
         ends = _ends(plan, results, outputs)
         return Staged(transform, uri, folder, known, pending, rows.joins, results, ends)
     except BaseException:
@@ -262,6 +278,16 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
             results.release()
         storage.remove_files(storage.join(uri, folder))
         raise
+
+
+def _ends_sql(topics: Sequence[StagedTopic], labels: Labels) -> str:
+    """Whether an output is a tombstone, or a record without a rule deletes its source row."""
+    cases: list[str] = []
+    for staged in topics:
+        value = staging.value_column(staged.topic)
+        null = f"{name_sql(value)} IS NULL" if value in staged.columns else "true"
+        cases.append(f"WHEN rule IN ({labels.of_topic(staged.topic)}) THEN {null}")
+    return f"CASE WHEN kind <> 'out' THEN coalesce(deletes, false) {' '.join(cases)} ELSE false END"
 
 
 def _has_large_records(transform: Transform) -> bool:
@@ -388,10 +414,12 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
 
 
 def _settled_files(staged: Staged) -> list[DataFile]:
-    """The entries of reopened records that the raw table no longer holds, and of pending records that a rule failed on."""
+    """The entries of reopened records that the raw table no longer holds, of pending records that a rule failed on, and of
+    pending records whose source row ended."""
     path = f"{staged.folder}/{staging.ACCOUNT_FOLDER}/settled.parquet"
     entries = [item.entry("expired") for item in staged.plan.reopening.expired]
     entries += [failure.entry() for failure in staged.failures.of(staged.plan, old=True)]
+    entries += staged.pending.hold.ended_entries()
     return [staging.write_ledger(staged.uri, path, entries)] if entries else []
 
 

@@ -32,6 +32,9 @@ from zync_assets.spark.tasks import MOST, TEXT, cause_line, culprits, is_overflo
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+COMPLETING = "element_at(source, last + 1)"
+"""The input that completes an output. ``ord`` may be the order of another record, which the output follows (``etl.hold``)."""
+
 Found = tuple[Place, Rule, str]
 """A record, the rule that overflows on it, and the side of the rule: where, join-on, shape, key, value or headers."""
 
@@ -61,13 +64,14 @@ class OverflowSearch:
         """Records that overflow in what a rule makes of them, MOST and one of a range at the most."""
         from pyspark.sql import functions as F
 
-        rows = self.rows(failures.failing_sides)
-        bounds = F.min("ord.offset").alias("first"), F.max("ord.offset").alias("last")
-        for row in sorted(rows.groupBy("ord.place", "ord.partition").agg(*bounds).collect()):
+        rows = self.rows(failures.failing_sides).selectExpr("*", f"{COMPLETING} AS completing")
+        bounds = F.min("completing.offset").alias("first"), F.max("completing.offset").alias("last")
+        for row in sorted(rows.groupBy("completing.place", "completing.partition").agg(*bounds).collect()):
             span, place = OffsetRange(row["partition"], row["first"], row["last"] + 1), row["place"]
 
             def overflows(part: OffsetRange, place: int = place) -> bool:
-                return _overflows(rows.where(f"ord.place = {place} AND {_inside(part, 'ord')}"), "failed", "blamed")
+                mine = f"completing.place = {place} AND {_inside(part, 'completing')}"
+                return _overflows(rows.where(mine), "failed", "blamed")
 
             for found in self._places(self.topics[place], [span], overflows):
                 yield from self._blamed(found)
@@ -106,8 +110,8 @@ class OverflowSearch:
     def _blamed(self, completing: Place) -> Iterator[Found]:
         """The record that overflows of the output that a record completed, the rule and its side."""
         topic, partition, offset = completing
-        mine = f"kind = 'out' AND ord.place = {self.topics.index(topic)} AND " + _inside(
-            OffsetRange(partition, offset, offset + 1), "ord"
+        mine = f"kind = 'out' AND {COMPLETING}.place = {self.topics.index(topic)} AND " + _inside(
+            OffsetRange(partition, offset, offset + 1), COMPLETING
         )
 
         def overflows(rule: Rule, side: str, sql: Callable[[str], str]) -> bool:
@@ -225,10 +229,10 @@ class _Search:
         rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
-        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "ord", "blamed", "source")
+        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "last", "blamed", "source")
         for row in found.limit(failures.MOST_FAILURES + 1).collect():
             names = [side.name for side in self.rules[row["rule"]].sides]
-            of = row["ord"] if row["blamed"] is None else row["source"][names.index(row["blamed"])]
+            of = row["source"][row["last"] if row["blamed"] is None else names.index(row["blamed"])]
             topic = self.pipeline.inputs[of["place"]].topic
             self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
 from zync_assets.errors import ZyncError
-from zync_assets.etl import account, encodability
+from zync_assets.etl import account, encodability, source_rows
 from zync_assets.etl.account import ENTRIES, Count, Labels
 from zync_assets.etl.encodability import encoding_errors, text_problems
 from zync_assets.etl.failures import MOST_FAILURES
@@ -28,17 +29,15 @@ from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.matching import LACKING
 from zync_assets.etl.rules.output_schemas import FieldPath, null_masks
 from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, RowTimes, Settled
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import ignore_release_errors, settle
+from zync_assets.spark.tasks import ignore_release_errors, settle, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records"))
-_UNMEASURED = 1_000
-"""Rows of an Arrow batch that is not measured in bytes."""
 _LOOKED_AT, _LOOKED_AT_BYTES = 20_000, 64 << 20
 """Rows, and bytes of them, that are looked at together: each look costs a millisecond."""
 
@@ -50,8 +49,7 @@ _REPEATED = (
     "kafka.partition",
     "rule",
     "schema",
-    "source.list.element.topic",
-    "source.list.element.partition",
+    *(f"source.list.element.{name}" for name in ("topic", "partition")),
 )
 """Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
 
@@ -131,6 +129,8 @@ class Written:
     counts: Sequence[Count]
     encoding_failures: Sequence[EncodingFailure]
     nullable: frozenset[tuple[str, FieldPath]]
+    times: RowTimes
+    settled: bool
 
 
 def row_sql(
@@ -170,6 +170,9 @@ class BucketWriter:
     labels: Labels
     group: int = 50_000
     """The most records of a row group. A row group also ends when the topics together reach GROUP_BYTES."""
+    held: HeldRules = NO_HELD_RULES
+    settles: bool = False
+    """Whether source rows are decided here, if all results are looked at together (``HeldRules.settled``)."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of _RESULT: account entries first, then one row with the pickled results."""
@@ -178,31 +181,38 @@ class BucketWriter:
         counted: list[Count] = []
         encoding_failures: list[EncodingFailure] = []
         nullable: set[tuple[str, FieldPath]] = set()
+        times: list[RowTimes] = []
+        settled: Settled | None = None
         try:
-            for batch in _gathered(batches):
+            for before, batch, is_whole in _gathered(batches):
                 sources = account.Sources(batch)
-                counted += account.counts(sources)
-                entries = account.entries(sources, self.labels)
-                if len(entries):
-                    yield _result(None, entries)
-                for at, outputs in self._outputs(batch):
+                each, records = self.held.report(sources, batch, before)
+                times.append(each)
+                made = list(self._outputs(batch))
+                for at, outputs in made:
                     # More of them end the batch, and none is looked at further.
                     if len(encoding_failures) <= MOST_FAILURES:
                         encoding_failures += _encoding_failures(self.topics[at], outputs, self.labels)
                     nullable |= {(self.topics[at].topic, path) for path in _null_fields(self.topics[at], outputs)}
+                decided = is_whole and self.settles and records is not None
+                settled = self.held.settled(batch, each, records, self.labels) if decided else None
+                if settled is not None and settled.changed:
+                    sources, made = account.Sources(settled.rows), list(self._outputs(settled.rows))
+                counted += account.counts(sources)
+                entries = account.entries(sources, self.labels)
+                if len(entries) or records is not None:
+                    yield _result(None, entries, records)
+                for at, outputs in made:
                     file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
                         file.write_group()
-            found: object = Written(
-                [file.closed() for file in files.values()],
-                account.summed(counted),
-                encoding_failures,
-                frozenset(nullable),
-            )
+            done, sums = [file.closed() for file in files.values()], account.summed(counted)
+            null, is_settled = frozenset(nullable), settled is not None
+            found: object = Written(done, sums, encoding_failures, null, source_rows.joined(times), is_settled)
         except ZyncError as error:
             found = error
-        yield _result(found, None)
+        yield _result(found, None, None)
 
     def _begun(self, staged: StagedTopic, outputs: pa.RecordBatch) -> _File:
         """The file of a topic whose first outputs these are."""
@@ -222,19 +232,19 @@ class BucketWriter:
             yield at, own
 
 
-def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in larger batches."""
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch, bool]]:
+    """The same rows in larger batches, each with the number of rows before, and whether there are no other rows."""
     held: list[pa.RecordBatch] = []
-    rows = size = 0
+    before = rows = size = 0
     for batch in batches:
         held.append(batch)
         # Not `nbytes`, which looks into arrays: an empty one of Spark's within a list has no offsets to look at.
         rows, size = rows + len(batch), size + batch.get_total_buffer_size()
         if rows >= _LOOKED_AT or size >= _LOOKED_AT_BYTES:
-            yield pa.concat_batches(held)
-            held, rows, size = [], 0, 0
+            yield before, pa.concat_batches(held), False
+            held, before, rows, size = [], before + rows, 0, 0
     if rows:
-        yield pa.concat_batches(held)
+        yield before, pa.concat_batches(held), not before
 
 
 def _encoding_failures(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[EncodingFailure]:
@@ -321,38 +331,49 @@ def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-_RESULT = "found binary, entries binary"
-"""Rows of tasks: what a task found (``Written``, or the error that stopped it), or some rows of ``account.ENTRIES``."""
+_RECORDS = "records binary"
+_RESULT = f"found binary, entries binary, {_RECORDS}"
+"""Rows of tasks: what a task found (``Written``, or the error that stopped it), or some rows of ``account.ENTRIES`` and the
+records of held outputs (``HeldRules.records``)."""
 
 
-def _result(found: object, entries: pa.RecordBatch | None) -> pa.RecordBatch:
-    row = [None if each is None else pickle.dumps(each) for each in (found, entries)]
-    return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], names=["found", "entries"])
+def _result(found: object, entries: pa.RecordBatch | None, records: pa.RecordBatch | None) -> pa.RecordBatch:
+    row = [None if each is None else pickle.dumps(each) for each in (found, entries, records)]
+    return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], ["found", "entries", "records"])
 
 
 class Results:
     """The results of a batch's rows. Call ``release`` at the end of the batch."""
 
     def __init__(
-        self, spark: SparkSession, rows: DataFrame, writer: BucketWriter, *, small: bool, measured: bool = False
+        self,
+        spark: SparkSession,
+        rows: DataFrame,
+        writer: BucketWriter,
+        *,
+        small: bool,
+        measured: bool = False,
+        records: Callable[[], DataFrame] | None = None,
     ) -> None:
         """Runs the batch's query. Raises what a task raised.
 
         ``rows``: arranged, with the columns of ``row_sql``; ``small``: the account is fetched at once; ``measured``: rows
-        may be so large that a thousand of them are not to be held at once.
+        may be so large that a thousand of them are not to be held at once; ``records``: a function that
+        returns the rows with the columns of ``HeldRules.records``, if ``rows`` lack them.
         """
         from pyspark import StorageLevel
 
         self._spark = spark
         self._made = rows.mapInArrow(writer.run, _RESULT)
         self._kept = not small
+        self._record_rows, self._record_task, self._cache = records, writer.held.record_task, StorageLevel.DISK_ONLY
+        self._records: DataFrame | None = None
         if self._kept:
             # Which of the entries are needed, and where, is known when all is counted.
             self._made = self._made.persist(StorageLevel.DISK_ONLY)
         try:
-            with nullcontext() if measured else _unmeasured(spark):
-                wanted = self._made if small else self._made.where("found IS NOT NULL").select("found")
-                fetched = wanted.collect()
+            with nullcontext() if measured else unmeasured(spark):
+                fetched = (self._made if small else self._made.where("found IS NOT NULL").select("found")).collect()
             tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
         except BaseException:
             self.release()
@@ -363,7 +384,12 @@ class Results:
         self.facts = [account.fact(count, writer.labels) for count in counted]
         self.encoding_failures = [one for each in tasks for one in each.encoding_failures]
         self.nullable = frozenset(one for each in tasks for one in each.nullable)
-        self._entries = _unpacked(fetched) if small else None
+        self.times = source_rows.joined([each.times for each in tasks])
+        """The source rows of the results."""
+        self.settled = len(tasks) == 1 and tasks[0].settled
+        """Whether the results follow the decision on these source rows, as far as the batch alone tells."""
+        self._fetched = fetched if small else None
+        self._entries = _unpacked(fetched, "entries", ENTRIES) if small else None
 
     def few_entries(self) -> pa.Table:
         """The rows of ``account.ENTRIES``, fetched to the driver."""
@@ -371,7 +397,17 @@ class Results:
             return self._entries
         rows = self._made.collect()
         _raise_errors(row["found"] for row in rows)
-        return _unpacked(rows)
+        return _unpacked(rows, "entries", ENTRIES)
+
+    def held_records(self, rows: source_rows.Rows, hashes: source_rows.Rows) -> pa.Table:
+        """The rows of ``HeldRules.records`` about source rows and join hashes, fetched to the driver."""
+        fetched = self._fetched or []
+        if self._fetched is None and self._record_rows is not None:
+            if self._records is None:
+                # The driver asks again and again, for more rows.
+                self._records = self._record_rows().mapInArrow(self._record_task, _RECORDS).persist(self._cache)
+            fetched = self._records.mapInArrow(partial(source_rows.about_task, rows, hashes), _RECORDS).collect()
+        return source_rows.records_about((row["records"] for row in fetched), rows, hashes)
 
     def entries(self) -> DataFrame:
         """Rows of ``account.ENTRIES``."""
@@ -381,9 +417,10 @@ class Results:
         return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
     def release(self) -> None:
-        if self._kept:
-            with ignore_release_errors():
-                self._made.unpersist()
+        for frame in (self._made if self._kept else None, self._records):
+            if frame is not None:
+                with ignore_release_errors():
+                    frame.unpersist()
 
 
 def _written(packed: bytearray) -> Written:
@@ -394,40 +431,20 @@ def _written(packed: bytearray) -> Written:
     return found
 
 
-def _unpacked(rows: Iterable[Row]) -> pa.Table:
-    return pa.Table.from_batches(
-        [pickle.loads(bytes(row["entries"])) for row in rows if row["entries"] is not None], ENTRIES
-    )
+def _unpacked(rows: Iterable[Row], name: str, schema: pa.Schema | None = None) -> pa.Table:
+    return pa.Table.from_batches([pickle.loads(bytes(row[name])) for row in rows if row[name] is not None], schema)
 
 
 def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     settle()
     for batch in batches:
-        found, entries = (column.to_pylist() for column in batch.columns)
+        found, entries, _ = (column.to_pylist() for column in batch.columns)
         _raise_errors(found)
         yield from (pickle.loads(packed) for packed in entries if packed is not None)
 
 
 def _raise_errors(found: Iterable[bytearray | None]) -> None:
-    """Raise the error of a recomputed task. Spark recomputes an evicted cache block, and a failed task has too few
-    entries."""
+    """Raise the error of a task that Spark recomputed for an evicted cache block. Such a task has too few entries."""
     for packed in found:
         if packed is not None:
             _written(packed)
-
-
-@contextmanager
-def _unmeasured(spark: SparkSession) -> Generator[None]:
-    """Limit Arrow's batches by a low number of rows alone.
-
-    With a limit in bytes, Spark would measure the batch after each row. This walk over the columns takes longer than the
-    rest of the work on the row.
-    """
-    before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
-    spark.conf.set(BATCH_BYTES, str(2**31 - 1))
-    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            spark.conf.set(name, value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.etl.hold import NO_HOLD, Place
 from zync_assets.etl.plan import EtlBatch
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.matching import RuleRecords
@@ -153,6 +154,9 @@ def _merged(rows: pa.Table) -> pa.Table:
     return pa.concat_tables(parts) if parts else kinds.empty_table()
 
 
+Rows = npt.NDArray[np.int64]
+"""Hashes of source rows (see ``source_rows``)."""
+
 LOOKUP_ENTRIES = 6_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
 
@@ -231,6 +235,8 @@ class PendingRecords:
 
     def __init__(self, batch: EtlBatch) -> None:
         self.batch = batch
+        self.hold = NO_HOLD
+        """The decision on the batch's source rows."""
         self._places: DataFrame | None = None
         """rule, topic, partition, first"""
         self._spans: dict[Side, list[OffsetRange]] | None = None
@@ -310,3 +316,94 @@ class PendingRecords:
         if self._places is not None and not self._few:
             with ignore_release_errors():
                 self._places.unpersist()
+
+
+_ROW_FIELDS = ["rule", *_PLACE, "hash", "text", "row"]
+NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _ROW_FIELDS]).empty_table()
+"""No pending records of source rows."""
+
+
+@dataclass(frozen=True)
+class _RowEntries:
+    """The contents of a ledger file. ``pending``: its pending records with a source row, sorted by it (``rows``).
+    ``completed``: the places of records that are pending no more."""
+
+    rows: Rows
+    pending: pa.Table
+    completed: pa.Table
+
+
+_rows_of: RecentCache[str, _RowEntries] = RecentCache(LOOKUP_ENTRIES)
+"""Ledger file → its entries; so many entries at the most, of some 50 bytes each."""
+
+
+def pending_in(state: StagingState, rows: Rows) -> pa.Table:
+    """The pending records of source rows in the ledger: rule, topic, partition, first, hash, text, row. LakeError for a file
+    that can't be read."""
+    wanted = np.unique(rows)
+    each = [_row_entries(state.uri(item)) for item in state.ledger_files]
+    found = [item.pending.take(pa.array(_positions(item.rows, wanted))) for item in each] if len(wanted) else []
+    pending = pa.concat_tables([NO_ENTRIES, *found])
+    if not pending.num_rows:
+        return pending
+    done = [
+        item.completed.filter(pc.is_in(item.completed["first"], pending["first"].combine_chunks())) for item in each
+    ]
+    return pending.join(pa.concat_tables(done), _PLACE, join_type="left anti").select(_ROW_FIELDS)
+
+
+def rows_before(state: StagingState, single: Rows, completed: Rows, joining: Collection[str]) -> Rows:
+    """The source rows in which pending records of earlier batches matter.
+
+    They matter to the ``single`` rows, which have a record without a counterpart. Or they wait behind a record of the
+    ``completed`` rows. ``joining``: the rules with counterparts.
+    """
+    entries = pending_in(state, np.union1d(single, completed))
+    follows = pc.invert(pc.is_in(entries["rule"], pa.array(list(joining), pa.string())))
+    return entries.filter(pc.or_(follows, pc.is_in(entries["row"], pa.array(single))))["row"].to_numpy()
+
+
+def rows_at(state: StagingState, places: Collection[Place]) -> Rows:
+    """The source rows of pending records in the ledger."""
+    offsets = pa.array(sorted({offset for _, _, offset in places}), pa.int64())
+    rows: list[int] = []
+    for item in state.ledger_files if places else ():
+        pending = _row_entries(state.uri(item)).pending
+        near = pending.filter(pc.is_in(pending["first"], offsets)).to_pylist()
+        rows += [entry["row"] for entry in near if (entry["topic"], entry["partition"], entry["first"]) in places]
+    return np.array(rows, np.int64)
+
+
+def _positions(rows: Rows, wanted: Rows) -> Rows:
+    """The positions in ``rows`` of those in ``wanted``; both are sorted."""
+    if len(rows) < len(wanted):
+        at = np.minimum(np.searchsorted(wanted, rows), len(wanted) - 1)
+        return np.flatnonzero(wanted[at] == rows)
+    low, high = np.searchsorted(rows, wanted, side="left"), np.searchsorted(rows, wanted, side="right")
+    spans = zip(low[low < high].tolist(), high[low < high].tolist(), strict=True)
+    return np.array([at for span in spans for at in range(*span)], np.int64)
+
+
+def _row_entries(uri: str) -> _RowEntries:
+    known = _rows_of.get(uri)
+    if known is None:
+        known = _read_rows(uri)
+        _rows_of.put(uri, known, 1 + len(known.rows) + known.completed.num_rows)
+    return known
+
+
+def _read_rows(uri: str) -> _RowEntries:
+    system, path = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be read"):
+        file = pq.ParquetFile(path, filesystem=system)
+        # A file of an older version has no source rows.
+        held = file.schema_arrow.field("account").type.get_field_index("row") >= 0
+        names = ["kind", *(name for name in _ROW_FIELDS if name != "row" or held)]
+        entries = file.read([f"account.{name}" for name in names]).flatten()
+    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
+    if not held:
+        entries = entries.append_column("row", pa.nulls(entries.num_rows, pa.int64()))
+    is_pending = reduce(pc.and_, [pc.equal(entries["kind"], "pending"), pc.is_valid(entries["row"])])
+    pending = entries.filter(is_pending).select(_ROW_FIELDS).sort_by("row").combine_chunks()
+    completed = entries.filter(pc.equal(entries["kind"], "completed")).select(_PLACE)
+    return _RowEntries(pending["row"].to_numpy(), pending, completed)

@@ -77,18 +77,24 @@ def arranged(
     outs: Sequence[str],
     *,
     together: bool = False,
+    held: bool = False,
+    unused: Sequence[str] = (),
 ) -> DataFrame:
     """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and for an output
     ``first``: how many outputs of its topic are in the buckets before.
 
     ``parts``: the names of the parts of ``ord``; ``outs``: for each output topic, the indexes of its rules, as a list in SQL;
-    ``together``: there is one bucket, and what comes before is made in the same task.
+    ``together``: there is one bucket, and what comes before is made in the same task; ``held``: the rows have the column
+    ``follows``; ``unused``: columns of the rows that are not in ``columns``, and would be shuffled for nothing.
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]
-    found = results.selectExpr("* EXCEPT (ord)", *order, f"{_bucket_sql(bounds, parts)} AS bucket")
+    found = results.selectExpr(
+        f"* EXCEPT ({', '.join(['ord', *unused])})", *order, f"{_bucket_sql(bounds, parts)} AS bucket"
+    )
     found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
-    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts))
+    # Spark sorts a null first: an output comes before the outputs that follow it.
+    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts), *(("follows",) if held else ()))
     # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
     if not bounds or not outs:
         return rows.selectExpr(*columns, "bucket", "0L AS first")
@@ -218,7 +224,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     for (topic, partition), count in outcome.undecoded.items():
         counts[topic, partition, "quarantined"] += count
     for row in outcome.facts:
-        name = "done" if row.kind == "out" else row.kind
+        name = "done" if row.kind in ("out", "ended") else row.kind
         counts[row.topic, row.partition, name] += row.entries
         if row.old:
             counts[row.topic, row.partition, "pending"] -= row.entries
@@ -280,6 +286,8 @@ def new_counts(found: Sequence[Fact]) -> dict[str, int]:
         if row.kind == "out":
             counts["outputs"] += row.rows
             counts["done"] += row.entries
+        elif row.kind == "ended":
+            counts["done"] += row.entries
         else:
             counts[row.kind] += row.entries
     return dict(counts)
@@ -287,7 +295,9 @@ def new_counts(found: Sequence[Fact]) -> dict[str, int]:
 
 def table_schema(state: StagingState | None, types: Mapping[str, OutputType]) -> pa.Schema:
     """The staging table's columns, old ones first, with those of the outputs widened."""
-    fields = {item.name: item for item in (state.schema if state else staging.BASE_SCHEMA)}
+    fields = {item.name: item for item in (state.schema if state else ())}
+    # Tables of older versions have an account without the hashes of source rows.
+    fields |= {item.name: item for item in staging.BASE_SCHEMA}
     for kind in types.values():
         fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
     return pa.schema(list(fields.values()))

@@ -87,6 +87,15 @@ def spans_of(parts: Sequence[ClassRange]) -> Spans:
     }
 
 
+def is_in(spans: Spans, place: tuple[str, int, int], kind: str) -> bool:
+    """Whether a record of class ``kind`` is in one of the ranges."""
+    if (*place[:2], kind) not in spans:
+        return False
+    firsts, ends = spans[*place[:2], kind]
+    at = int(np.searchsorted(firsts, place[2], side="right")) - 1
+    return at >= 0 and place[2] < int(ends[at])
+
+
 def without(rows: pa.Table, spans: Spans) -> pa.Table:
     """Ledger entries without the offsets of ``spans``, in their order; the same object where that changes nothing."""
     keep = np.ones(rows.num_rows, dtype=np.bool_)
@@ -242,7 +251,8 @@ def with_joins(
 ) -> Reopening:
     """``before``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
     _log.warning(
-        "pool %s: the join of %s changed since records began to wait for it; these records go through the rules again",
+        "pool %s: the join or the hold of %s changed since records began to wait for it; these records go through the rules"
+        " again",
         pool,
         ", ".join(sorted(rules)),
     )

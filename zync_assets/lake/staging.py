@@ -27,8 +27,12 @@ The account column:
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known; of a quarantined
                                                                   one that ETL failed on, rule and text: why
-    pending      input              one offset                    rule, hash of the join key (null: a null key)
-    completed    input              one offset that was pending   text: dropped, if it is that since (null: done)
+    pending      input              one offset                    rule, hash of the join key (null: a null key, or none),
+                                                                  row: hash of the source row, for a held output,
+                                                                  text: change, if it changes its row (null: makes it)
+    completed    input              one offset that was pending   text: dropped, if it is that since (null: done, ended: done
+                                                                  without an output)
+    ended        input              offsets that are done without an output, since their source row ended
 
 All but the first ten are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
@@ -68,6 +72,7 @@ ACCOUNT_TYPE = pa.struct(
         ("hash", pa.int64()),
         ("count", pa.int64()),
         ("text", pa.string()),
+        ("row", pa.int64()),
     ]
 )
 SOURCE_TYPE = pa.list_(pa.struct([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())]))

@@ -20,32 +20,17 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def _formats(noun: str) -> tuple[Key, ...]:
+    def of(side: str, summary: str, example: str, default: str = "as `format`") -> Key:
+        return Key(f"{side}format", "a format", summary, f"{side}format: {example}", default=default, allowed=FORMATS)
+
+    both = (
+        f"The format of keys and values {noun}. `avro` is Confluent's wire format, `connect-json` is the form of Kafka"
+        " Connect's JsonConverter."
+    )
     return (
-        Key(
-            "format",
-            "a format",
-            f"The format of keys and values {noun}. `avro` is Confluent's wire format, `connect-json` is the form of Kafka"
-            " Connect's JsonConverter.",
-            "format: avro",
-            default="avro",
-            allowed=FORMATS,
-        ),
-        Key(
-            "key-format",
-            "a format",
-            f"The format of the keys alone {noun}.",
-            "key-format: string",
-            default="as `format`",
-            allowed=FORMATS,
-        ),
-        Key(
-            "value-format",
-            "a format",
-            f"The format of the values alone {noun}.",
-            "value-format: connect-json",
-            default="as `format`",
-            allowed=FORMATS,
-        ),
+        of("", both, "avro", "avro"),
+        of("key-", f"The format of the keys alone {noun}.", "string"),
+        of("value-", f"The format of the values alone {noun}.", "connect-json"),
     )
 
 
@@ -243,6 +228,15 @@ OUTPUT: tuple[Key, ...] = (
         "Adds a header `source` for each raw record that made the output.",
         "provenance: true",
         default="false",
+        allowed=("true", "false"),
+    ),
+    Key(
+        "hold",
+        "true or false",
+        "Lets a change wait while an earlier record of its source row is pending. A delete of a pending row ends the"
+        " waiting, and nothing is emitted.",
+        "hold: false",
+        default="true if a denorm rule feeds it",
         allowed=("true", "false"),
     ),
     output_shape(),

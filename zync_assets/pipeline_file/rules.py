@@ -180,10 +180,19 @@ def read_rules(
         if found is not None:
             placed.append(found)
     _check_reach(placed, {topic: item.pool for topic, item in outputs.items() if item is not None})
-    made = tuple(_composed(placed, outputs))
+    made = _held(list(_composed(placed, outputs)), outputs)
     for item, rule in zip(placed, made, strict=True):
         _check_formats(item, rule, inputs, outputs.get(rule.out))
     return made
+
+
+def _held(rules: Sequence[Rule], outputs: Mapping[str, Output | None]) -> tuple[Rule, ...]:
+    """The rules with ``held``. An output without pending records has nothing to hold."""
+    joins = [rule for rule in rules if any(side.keys for side in rule.sides)]
+    # Only the results of this kind have the source rows of their records.
+    waiting = {rule.out for rule in joins} if all(rule.kind == "denorm" for rule in joins) else set[str]()
+    refused = {topic for topic, item in outputs.items() if item is not None and not item.hold}
+    return tuple(replace(rule, held=rule.out in waiting - refused) for rule in rules)
 
 
 def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:

@@ -214,6 +214,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         create = _create(item)
         start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
         provenance = item.flag("provenance")
+        hold = "hold" not in item or item.flag("hold")
         shape = read_record_shape(item, ("key", "value"), {"key": key.format, "value": value.format})
         subjects = _subjects(item, key, value)
         namespace = _namespace(item, key, value)
@@ -239,11 +240,8 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
             continue
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
-        outputs[topic] = (
-            Output(topic, pool or "", key, value, create, start_at or "empty", provenance, shape, *subjects, namespace)
-            if good
-            else None
-        )
+        about = create, start_at or "empty", provenance, hold, shape
+        outputs[topic] = Output(topic, pool or "", key, value, *about, *subjects, namespace) if good else None
     return outputs
 
 

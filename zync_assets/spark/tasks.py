@@ -280,3 +280,25 @@ def settle() -> None:
     if len(sys.modules) != _module_count:
         _module_count = len(sys.modules)
         gc.freeze()
+
+
+BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records"))
+_UNMEASURED = 1_000
+"""Rows of an Arrow batch that is not measured in bytes."""
+
+
+@contextmanager
+def unmeasured(spark: SparkSession) -> Generator[None]:
+    """Limit Arrow's batches by a low number of rows alone.
+
+    With a limit in bytes, Spark would measure the batch after each row. This walk over the columns takes longer than the
+    rest of the work on the row.
+    """
+    before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
+    spark.conf.set(BATCH_BYTES, str(2**31 - 1))
+    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)

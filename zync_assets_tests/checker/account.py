@@ -18,13 +18,15 @@ Place = tuple[str, int, int]
 
 @dataclass
 class Account:
-    """One input partition's ledger. ``spans``: (first, end, class, entry), sorted."""
+    """One input partition's ledger. ``spans``: (first, end, class, entry), sorted. ``ended``: the offsets of records that are
+    done without an output, since their source row was deleted."""
 
     spans: list[tuple[int, int, str, Row]] = field(default_factory=list)
     pending: dict[int, Row] = field(default_factory=dict)
     completed: Counter[int] = field(default_factory=Counter)
     became: dict[int, str] = field(default_factory=dict)
     twice: list[int] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
 
     def kind(self, offset: int) -> str | None:
         """The class of an offset now."""
@@ -33,6 +35,9 @@ class Account:
             return None
         kind = span[2]
         return self.became.get(offset, "done") if kind == "pending" and offset in self.completed else kind
+
+    def waits(self, offset: int) -> bool:
+        return offset in self.pending and offset not in self.completed
 
     def failed(self, offset: int) -> bool:
         """Whether ETL put the record into quarantine: the entry says why. It is in the raw pool like any other."""
@@ -50,7 +55,10 @@ def read_accounts(staging: Staging) -> tuple[dict[tuple[str, int], Account], lis
     strange: set[str] = set()
     for row in staging.ledger:
         account = accounts[row["topic"], row["partition"]]
-        if row["kind"] in RANGES:
+        if row["kind"] == "ended":
+            account.spans.append((row["first"], row["end"], "done", row))
+            account.ended.update(range(row["first"], row["end"]))
+        elif row["kind"] in RANGES:
             account.spans.append((row["first"], row["end"], row["kind"], row))
         elif row["kind"] == "pending":
             if row["first"] in account.pending:
@@ -59,7 +67,9 @@ def read_accounts(staging: Staging) -> tuple[dict[tuple[str, int], Account], lis
             account.spans.append((row["first"], row["end"], "pending", row))
         elif row["kind"] == "completed":
             account.completed[row["first"]] += 1
-            if row["text"] is not None:
+            if row["text"] == "ended":
+                account.ended.add(row["first"])
+            elif row["text"] is not None:
                 account.became[row["first"]] = row["text"]
         else:
             strange.add(row["kind"])
@@ -186,7 +196,7 @@ def _wrong(statement: Statement, record: Record | None, bad: bool, kind: str | N
     if record is None:
         return None
     rule = statement.rule_of(record)
-    if isinstance(rule, Pair):
+    if isinstance(rule, Pair) or (rule is not None and statement.is_held(rule)):
         expected = {"done", "pending"}
     elif rule is not None:
         expected = {"done"}

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zync_assets_tests.checker import held
 from zync_assets_tests.checker.account import Account, Place
 from zync_assets_tests.checker.evidence import OutputFile, Row, Staging
 from zync_assets_tests.checker.logs import Log
@@ -68,14 +69,15 @@ def made_once(staging: Staging, accounts: Mapping[tuple[str, int], Account]) -> 
 def made_at_all(
     staging: Staging, accounts: Mapping[tuple[str, int], Account], records: Mapping[Place, Record]
 ) -> Iterator[str]:
-    """Done records without an output."""
+    """Done records without an output, apart from those whose source row ended."""
     made = {
         place for files in staging.outputs.values() for item in files for row in item.rows for place in sources(row)
     }
     for topic, partition, offset in sorted(records):
         account = accounts.get((topic, partition))
-        if account and account.kind(offset) == "done" and (topic, partition, offset) not in made:
-            yield f"{topic}/{partition}: offset {offset} is done and in no output"
+        is_made = (topic, partition, offset) in made
+        if account and account.kind(offset) == "done" and is_made == (offset in account.ended):
+            yield f"{topic}/{partition}: offset {offset} is done and {'ended, and in an' if is_made else 'in no'} output"
 
 
 def content(
@@ -158,23 +160,38 @@ def pairs(statement: Statement, staging: Staging, records: Mapping[Place, Record
 
 
 def order(
-    staging: Staging, output: Output, place_of: Callable[[str], int], times: Mapping[Place, int]
+    staging: Staging,
+    output: Output,
+    place_of: Callable[[str], int],
+    times: Mapping[Place, int],
+    records: Mapping[Place, Record],
 ) -> Iterator[str]:
     """Check the order of outputs within a batch: by time, place, partition and offset of the completing input.
 
-    Skips outputs with an input that retention removed, because the input's time is lost.
+    A record of a held output follows the outputs of the earlier records of its source row. Skips outputs with an input that
+    retention removed, because the input's time is lost.
     """
     cuts, before = staging.cuts.get(output.topic, set()), None
+    reached: dict[held.Row, list[tuple[Place, tuple[int, int, int, int]]]] = defaultdict(list)
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]
         if offset in cuts:
             before = None
+            reached.clear()
         if any(of not in times for of in sources(row)):
             continue
-        possible = [(times[of], place_of(of[0]), of[1], of[2]) for of in sources(row)]
-        if before is not None and max(possible) < before:
-            yield f"{output.topic}: offset {offset} became possible at {max(possible)}, before the output ahead of it"
-        before = max(possible)
+        found = sources(row)
+        possible = max((times[of], place_of(of[0]), of[1], of[2]) for of in found)
+        rows = [(of, held.row_of(records[of])) for of in found if output.held and of in records]
+        if len(found) == 1:
+            earlier = [at for of, own in rows if own is not None for other, at in reached[own] if other[2] < of[2]]
+            possible = max([possible, *earlier])
+        for of, own in rows:
+            if own is not None:
+                reached[own].append((of, possible))
+        if before is not None and possible < before:
+            yield f"{output.topic}: offset {offset} became possible at {possible}, before the output ahead of it"
+        before = possible
 
 
 def published(

@@ -22,11 +22,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """An output topic; all outputs of a pipeline are staged in one pool here. ``key`` and ``value`` are formats."""
+    """An output topic; all outputs of a pipeline are staged in one pool here. ``key`` and ``value`` are formats.
+
+    ``held``: a change of a source row waits while an earlier record of the row is pending.
+    """
 
     topic: str
     key: str
     value: str
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Statement:
         """The first rule that takes a record."""
         return next((rule for rule in self.rules if record.topic in _topics(rule) and rule.where(record)), None)
 
+    def is_held(self, rule: OneToOne | Pair) -> bool:
+        """Whether the output of a rule is held."""
+        return any(item.held for item in self.outputs if item.topic == rule.out)
+
     def rule(self, name: str) -> OneToOne | Pair | None:
         return next((rule for rule in self.rules if rule.name == name), None)
 
@@ -59,7 +67,7 @@ def shop(prefix: str) -> Statement:
     return Statement(
         (Input(names.orders, "Raw", "string", "avro", drops=True), Input(names.status, "Raw", "string", "avro")),
         "Staging",
-        (Output(names.new, "avro", "avro"), Output(names.audit, "string", "avro")),
+        (Output(names.new, "avro", "avro", held=True), Output(names.audit, "string", "avro")),
         shop_rules(names),
     )
 

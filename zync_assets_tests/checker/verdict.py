@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zync_assets_tests.checker import account, outputs, raw
+from zync_assets_tests.checker import account, held, outputs, raw
 from zync_assets_tests.checker.account import Place
 from zync_assets_tests.checker.evidence import Evidence, Staging
 from zync_assets_tests.checker.findings import Report
@@ -65,6 +65,7 @@ def _judge_staging(
     report.add("account", (f"the ledger has entries {kind}, which are not known here" for kind in strange))
     report.add("account", account.problems(statement, evidence, staging, accounts, records, report.numbers))
     report.add("account", account.missed_pairs(statement, accounts, records))
+    report.add("account", held.problems(statement, accounts, records))
     report.add("sources", outputs.made_once(staging, accounts))
     report.add("sources", outputs.made_at_all(staging, accounts, records))
     report.add("sources", outputs.pairs(statement, staging, records))
@@ -77,7 +78,7 @@ def _judge_staging(
     for item in statement.outputs:
         report.add("numbering", outputs.numbering(staging, item))
         report.add("content", outputs.content(statement, staging, item, records, report.numbers))
-        report.add("order", outputs.order(staging, item, statement.place, times))
+        report.add("order", outputs.order(staging, item, statement.place, times, records))
         log = evidence.logs[item.topic].get(0)
         if log is not None:
             report.add("topic", outputs.published(staging, item, log, schemas, evidence.published, report.numbers))

@@ -23,7 +23,7 @@ from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import staging, storage, tables
 from zync_assets.lake.compaction import commit as compaction_commit
 from zync_assets.lake.compaction import rewrite
-from zync_assets.lake.head import Head
+from zync_assets.lake.head import Head, head_rows
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import time_floors
 from zync_assets.lake.staging import open_staging
@@ -130,7 +130,7 @@ def test_each_staging_pool_takes_a_record_by_its_own_rules(make: Make) -> None:
         None,
     ]
     for check in (exactly_once_done_coverage(it.pipeline, pool) for pool in ("Staging", "Copies")):
-        assert check.passed, check.description
+        assert check.passed, check.summary
     edited = it.edited(TWO_POOLS + JOIN + COPY_RULES.replace("copy, type", "copy, where: value.v = 'd', type"))
     edited.send(it.left, row(3, "d"), row(4, "e"))
     edited.ingest()
@@ -238,8 +238,8 @@ def test_the_time_in_an_expression_is_the_carried_time_wherever_batches_are_cut(
     if made_by == "an older version":
         monkeypatch.setattr(commit, "highest_times", lambda _: {})
     sent = [(row(9, op="x"), LATE), (row(1), 1000), (row(8, op="x"), 2000), (row(2), LATE + 7), (row(3), 4000)]
-    for record, time in sent:
-        it.send(it.left, record, times=[time])
+    for number, (record, time) in enumerate(sent):
+        it.send(it.left, (f"row {number}", record), times=[time])
         it.step()
     state = open_raw(it.lake, "Raw", it.left)
     assert state is not None
@@ -504,7 +504,7 @@ def test_records_that_an_older_version_hashed_otherwise_go_on_matching(
         older.setattr(denorm, "_is_collated", lambda kind: False)
         older.setattr(denorm, "_hashed_type", lambda kind: kind)
         older.setattr(batch, "_is_changed", lambda plan, records: False)
-        older.setattr(staging, "_head_rows", without_joins(staging._head_rows))
+        older.setattr(staging, "head_rows", without_joins(head_rows))
         it.send(it.left, keyed("Abc", 1), keyed("x", 2))
         it.step()
         it.send(it.right, keyed("aBC", 1))

@@ -86,6 +86,19 @@ def test_inputs_with_outputs_need_rules_and_rules_need_both(tmp_path: Path) -> N
     assert {found.key for found in problems(tmp_path, "name: empty\n")} == {"inputs", "outputs", "transforms"}
 
 
+def test_an_output_that_a_denorm_rule_feeds_is_held_unless_the_file_says_no(tmp_path: Path) -> None:
+    text = (DEMO / "invoices.yaml").read_text()
+    assert {rule.held for rule in read(tmp_path, text).rules} == {True}
+    refused = text.replace("topic: NewInvoices, pool", "topic: NewInvoices, hold: false, pool")
+    assert {rule.held for rule in read(tmp_path, refused).rules} == {False}
+    copy = """
+    inputs: [{topic: A, pool: Raw}]
+    outputs: [{topic: C, pool: Staging, hold: true}]
+    transforms: [{type: stateless, in: A, out: C, key: in.key, value: in.value}]
+    """
+    assert [rule.held for rule in read(tmp_path, copy).rules] == [False], "nothing can be pending"
+
+
 def test_the_demo_s_file() -> None:
     pipeline = load(DEMO / "invoices.yaml", {})
     assert pipeline.name == "invoices"
@@ -470,6 +483,7 @@ ERRORS = [
     ("value: null", "value: null\n    headers: {}", 21, "transforms[1].headers", "name a header"),
     ("value: null", "value: null\n    headers: value.h", 21, "transforms[1].headers", "write `in.value.h`"),
     ("C, pool: Staging", "C, pool: S, provenance: on-top", 5, "outputs[0].provenance", "must be true or false"),
+    ("C, pool: Staging", "C, pool: S, hold: maybe", 5, "outputs[0].hold", "must be true or false"),
     ("value: null", "value: null\n    zed: x", 21, "transforms[1].zed", "Spark SQL"),
     ("where: value.op = 'u'", "where: value.op = ", 16, "transforms[1].where", "does not parse"),
     ("where: value.op = 'u'", "where: in.value.op = 'u'", 16, "transforms[1].where", "write `value.op`"),

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import Emission, Kind, Ordering, RuleRecords, Target, records_sql, source_sql
+from zync_assets.etl.rules.matching import (
+    Emission,
+    Kind,
+    Ordering,
+    RuleRecords,
+    Target,
+    records_sql,
+    source_sql,
+)
 from zync_assets.etl.rules.shapes import expression_type, type_sql, wider
 from zync_assets.pipeline import Rule, Side
 from zync_assets.spark.sql import name_sql
@@ -44,7 +52,7 @@ class Denorm(Kind):
             {side: keyed(rule, side, frame, kinds) for side, frame in frames.items()},
             kinds,
             join_text(rule, kinds) if kinds else None,
-            is_hashed_as_ever(kinds),
+            is_hashed_as_ever(kinds) and not rule.held,
         )
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
@@ -136,7 +144,9 @@ def join_text(rule: Rule, kinds: Sequence[DataType]) -> str:
     """
     types = [kind.simpleString() if _is_collated(kind) else _hashed_type(kind).simpleString() for kind in kinds]
     topics = {side.name: side.topic for side in rule.sides}
-    return json.dumps({**topics, "on": _equalities(rule), "hashed": types})
+    # Entries of a rule that was not held lack the hashes of source rows.
+    held = {"held": True} if rule.held else {}
+    return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held})
 
 
 def _equalities(rule: Rule) -> list[tuple[str, str]]:
@@ -261,6 +271,7 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
     ords = {side: ordering.sql(topic, *place[side], f"{side}_") for side, topic in topics.items()}
     hashes = {side: hash_sql([f"{side}_{name}" for name in names], records.key_types) for side in sides}
     later = f"{both} AND {ordering.is_later(topics['right'], topics['left'], 'right_', 'left_')}"
+    first = f"CASE WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END"
     return (
         sides["left"]
         .join(sides["right"], F.expr(equal), "full_outer")
@@ -273,10 +284,26 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
             f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
             f"CASE WHEN {later} THEN 1 ELSE 0 END AS last",
             f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-            f"CASE WHEN {both} THEN NULL WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END AS hash",
+            f"{first if emission.held else f'CASE WHEN NOT ({both}) THEN {first} END'} AS hash",
+            *(_row_columns(names, ords, both) if emission.held else ()),
             *(f"CASE WHEN {both} THEN {sql} END AS {name_sql(name)}" for name, sql in emission.columns(rule, target)),
         )
     )
+
+
+def _row_columns(names: Sequence[str], ords: Mapping[str, str], both: str) -> list[str]:
+    """The columns ``rows``, ``ords`` and ``exact`` of a pair, or of a record without a counterpart."""
+    found = {"rows": {side: f"{side}_row" for side in ords}, "ords": ords}
+    arrays = [
+        f"CASE WHEN {both} THEN array({each['left']}, {each['right']})"
+        f" WHEN left_old IS NOT NULL THEN array({each['left']}) ELSE array({each['right']}) END AS {name}"
+        for name, each in found.items()
+    ]
+    keys = {side: ", ".join(f"{side}_{name}" for name in names) for side in ords}
+    return [
+        *arrays,
+        f"CASE WHEN left_old IS NOT NULL THEN xxhash64({keys['left']}) ELSE xxhash64({keys['right']}) END AS exact",
+    ]
 
 
 def _ranked(rule: Rule, frame: DataFrame, side: str, topic: str, ordering: Ordering) -> DataFrame:
@@ -295,16 +322,20 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
     """New records of a rule whose other side has no records at all, and so no schema yet: all of them are pending."""
     topic = next(each.topic for each in records.rule.sides if each.name == side)
     partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
+    order = emission.ordering.sql(topic, partition, offset)
+    names = ", ".join(key_names(records.rule))
+    rows = ("array(row) AS rows", f"array({order}) AS ords", f"xxhash64({names}) AS exact") if emission.held else ()
     return (
         records.frames[side]
         .where("NOT old")
         .selectExpr(
             "'pending' AS kind",
             f"{records.index} AS rule",
-            f"{emission.ordering.sql(topic, partition, offset)} AS ord",
+            f"{order} AS ord",
             f"array({source_sql(emission.places[topic], partition, offset)}) AS source",
             "0 AS last",
             "0 AS waited",
             "hash",
+            *rows,
         )
     )

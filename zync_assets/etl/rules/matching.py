@@ -1,16 +1,22 @@
 """From records to results: which rule takes a record, and what every kind of rule makes of its records.
 
-A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never runs back within a partition) and ``old``
-(false: new in this batch; true: it was pending). A result frame has one row an output, and one row a new record that
-makes none, with the columns
+A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never runs back within a partition), ``old`` (false:
+new in this batch; true: it was pending) and, where an output is held, ``row`` (see ``source_rows``). A result frame has one
+row an output, and one row a new record that makes none, with the columns
 
-    kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), or untyped (no such batch is committed)
+    kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), ended (with its source row, without an
+             output), or untyped (no such batch is committed)
     rule     index of the rule that took the record, if one did
     ord      struct of the completing input, by which outputs are ordered: see ``Ordering``
     source   array of struct(place, partition, offset) of the raw records; place: the input's, see ``etl.account``
     last     index in source of the completing input
     waited   a bit for each of source, the lowest for its first: whether it was pending
     hash     hash of the join key of a pending record, null for a null key
+    rows     where an output is held: array of struct(hash, creates) of the raw records (see ``source_rows``)
+    ords     where an output is held: array of ``ord`` of the raw records
+    exact    where an output is held: hash of the join key with its own types
+    follows  where an output is held: the number of an output among those that follow the output of ``ord``, or null
+    deletes  where an output is held: whether a record without a rule deletes its source row
     key:<topic>, value:<topic>
     headers  where a rule gives its records some
 
@@ -41,8 +47,8 @@ KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
 LACKING = "lacking"
 """The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
-FAILED = -1
-"""In place of a rule's index: an expression fails on the record."""
+FAILED, ENDED = -1, -2
+"""In place of a rule's index: an expression fails on the record, or its source row ended (``etl.hold``)."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,12 @@ class Ordering:
     offset break ties, so that two records of one partition never change places.
 
     ``places``: topic → its number in result rows, for the inputs of the pool; ``domains``: topic → its domain, for inputs with a
-    source order.
+    source order; ``held``: whether an output is held, so that records have the column ``row``.
     """
 
     places: Mapping[str, int]
     domains: Mapping[str, str] = field(default_factory=dict[str, str])
+    held: bool = False
 
     @property
     def groups(self) -> dict[str | None, list[str]]:
@@ -78,7 +85,8 @@ class Ordering:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a record carries for its order."""
-        return ("time", "order_high", "order_low") if self.domains else ("time",)
+        order, row = ("order_high", "order_low") if self.domains else (), ("row",) if self.held else ()
+        return ("time", *order, *row)
 
     def carried(self, frame: DataFrame, topic: str) -> DataFrame:
         """The records of a topic with these columns."""
@@ -97,6 +105,12 @@ class Ordering:
             "offset": offset,
         }
         return f"struct({', '.join(f'{values[name]} AS {name}' for name in self.parts)})"
+
+    def of_parts(self, prefix: str) -> str:
+        """``ord`` of its parts, which are in columns named by ``prefix`` and a number; null if the first is null."""
+        kinds = {"high": "bigint", "low": "bigint", "offset": "bigint"}
+        parts = (f"CAST({prefix}{at} AS {kinds.get(name, 'int')}) AS {name}" for at, name in enumerate(self.parts))
+        return f"CASE WHEN {prefix}0 IS NOT NULL THEN struct({', '.join(parts)}) END"
 
     def is_later(self, topic: str, other: str, prefix: str, other_prefix: str) -> str:
         """Whether a topic's record comes after the record of another topic."""
@@ -158,6 +172,8 @@ class Emission:
     columns: Columns
     ordering: Ordering
     together: bool
+    held: bool = False
+    """Whether the results have the columns ``rows``, ``ords`` and ``exact``."""
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -223,13 +239,17 @@ class Kind:
 class Assignment:
     """A topic's new records, and the conditions that choose a record's rule. The first true condition decides.
 
-    ``conditions``: (index of the rule, SQL).
+    ``conditions``: (index of the rule, SQL). ``deletes``: whether a record deletes its source row, as SQL. ``decided``: the
+    frame has the columns ``fate`` (``ended``, ``waiting`` or null), ``at`` (``ord`` of the output that the record follows, or
+    null) and ``follows``.
     """
 
     item: Input
     ordering: Ordering
     frame: DataFrame
     conditions: Sequence[tuple[int, str]]
+    deletes: str = "false"
+    decided: bool = False
 
     def choice(self, made: Mapping[int, str], other: str = "NULL", none: str = "NULL") -> str:
         """An SQL expression for a record. ``made``: index of the record's rule → SQL; ``other``: the SQL for a rule that is
@@ -247,15 +267,23 @@ class Assignment:
 
 
 def assign(
-    item: Input, ordering: Ordering, frame: DataFrame, rules: Sequence[Rule], failed: str | None = None
+    item: Input,
+    ordering: Ordering,
+    frame: DataFrame,
+    rules: Sequence[Rule],
+    failed: str | None = None,
+    *,
+    deletes: str = "false",
+    decided: bool = False,
 ) -> Assignment:
     """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
     ``failed``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
-    condition is evaluated for the record.
+    condition is evaluated for the record. ``deletes``, ``decided``: as in ``Assignment``.
     """
     known = [] if failed is None else [(FAILED, failed)]
-    return Assignment(item, ordering, frame, [*known, *conditions(item, frame, rules)])
+    known += [(ENDED, "coalesce(fate = 'ended', false)")] if decided else []
+    return Assignment(item, ordering, frame, [*known, *conditions(item, frame, rules)], deletes, decided)
 
 
 def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
@@ -308,21 +336,33 @@ def singles(
     others: Sequence[int],
     untyped: Sequence[int],
     columns_of: Columns,
+    *,
+    held: bool = False,
 ) -> DataFrame:
     """The results of a topic's new records in one pass, without the records of ``others``.
 
     ``targets``: the pool's rules of a ``single`` kind, by index; ``others``: the indexes of the rules of other kinds;
     ``untyped``: rules with unresolved types, which must take no record (kind ``untyped``). ``columns_of``: see ``Columns``.
+    ``held``: as in ``Emission``.
 
     A record without a rule is unmatched, or dropped if the pipeline file says so. A tombstone without a rule is dropped,
     since Debezium writes a tombstone after each delete.
     """
     fate = "dropped" if assignment.item.unmatched == "drop" else "unmatched"
-    kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined"}
+    kinds = dict.fromkeys(targets, "out") | dict.fromkeys(untyped, "untyped") | {FAILED: "quarantined", ENDED: "ended"}
     fates = assignment.choice(
         {index: text_sql(name) for index, name in kinds.items()},
         none=f"CASE WHEN in.value IS NULL THEN 'dropped' ELSE '{fate}' END",
     )
+    ordering, topic = assignment.ordering, assignment.item.topic
+    order = ordering.sql(topic, "kafka.partition", "kafka.offset")
+    rows = ("array(row) AS rows", f"array({order}) AS ords", "CAST(NULL AS bigint) AS exact")
+    follows = "CAST(NULL AS int)"
+    if assignment.decided:
+        fates = f"CASE WHEN {fates} = 'out' AND fate = 'waiting' THEN 'pending' ELSE {fates} END"
+        order, follows = f"coalesce(at, {order})", "follows"
+    deletes = assignment.choice({}, "false", assignment.deletes)
+    rows += (f"{follows} AS follows", f"{deletes} AS deletes")
     known = assignment.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}
     for index, target in targets.items():
@@ -331,16 +371,16 @@ def singles(
     frame = assignment.frame
     if others:
         frame = frame.where(assignment.choice(dict.fromkeys(others, "false"), "true", "true"))
-    ordering, topic = assignment.ordering, assignment.item.topic
-    names = ("kafka", "key", "value", "struct(kafka, key, value) AS in", *ordering.columns)
-    return frame.selectExpr(*names).selectExpr(
+    own = (*ordering.columns, "old", *(("fate", "at", "follows") if assignment.decided else ()))
+    return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", *own).selectExpr(
         f"{fates} AS kind",
         f"CAST({known} AS int) AS rule",
-        f"{ordering.sql(topic, 'kafka.partition', 'kafka.offset')} AS ord",
+        f"{order} AS ord",
         f"array({source_sql(ordering.places[topic], 'kafka.partition', 'kafka.offset')}) AS source",
         "0 AS last",
-        "0 AS waited",
+        "CAST(old AS int) AS waited",
         "CAST(NULL AS bigint) AS hash",
+        *(rows if held else ()),
         *(f"{assignment.choice(choice)} AS {name_sql(name)}" for name, choice in sides.items()),
     )
 

@@ -1,0 +1,266 @@
+"""Held outputs: which records of a batch wait behind an earlier record of their source row, and which follow it.
+
+A source row is an input topic and a record key. While a record of a row is pending for a held output, later records of the
+row that rules without a counterpart take are pending too. When the earlier record is completed, they follow its output. If
+one of them makes a tombstone, the row ends: the pending records and the tombstone are done, and nothing is emitted.
+
+Spark pairs the records of a batch without regard to rows. ``source_rows`` finds the few rows in which a record may have to
+wait. ``decide`` goes through the records of these rows in the order of the source. One task holds all results of a small
+batch, and changes them (``applied``). Otherwise, or if pending records of earlier batches play a part, the batch runs once more
+with the decision (``Hold``). A batch without such a row runs once, and sorts nothing.
+
+A delete that no rule takes ends its row too, and keeps its own class. A delete emits its tombstone all the same if one of the
+pending records is a change of the row: an earlier record of the row may have made an output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.etl.account import Fact
+
+Place = tuple[str, int, int]
+"""Input topic, partition, offset."""
+Order = tuple[int, ...]
+"""The place of a record among all inputs, as outputs are ordered."""
+At = tuple[Order, int]
+"""The order of the input that completes a pair, and a number among the records that follow the pair."""
+
+
+@dataclass(frozen=True)
+class HeldRecord:
+    """A record that a rule of a held output took, or a delete that no rule took (``rule`` None).
+
+    ``row``: the output and the hash of the source row, None without a key.
+
+    ``before``: the record lies below *seen*. ``order``: None for a pending record that the batch did not read. ``joins``: the
+    record needs a counterpart. ``hash`` and ``exact``: of its join key, None for a null key; ``exact`` is also None for a
+    record that the batch did not read. ``other``: the place of the record that Spark paired it with. ``ends``: its output is
+    a tombstone, or it is a delete that no rule took. ``creates``: the record makes its row, and does not change the row.
+    ``sequence``: the place of a record below *seen* among those of its row, where these are not in one partition.
+    """
+
+    place: Place
+    rule: str | None
+    row: tuple[str, int] | None
+    before: bool
+    order: Order | None
+    joins: bool
+    hash: int | None = None
+    exact: int | None = None
+    other: Place | None = None
+    ends: bool = False
+    creates: bool = True
+    sequence: Order = ()
+
+    def may_pair(self, other: HeldRecord) -> bool:
+        """Whether the join keys of two records of a rule are equal."""
+        if self.rule != other.rule or self.hash is None or self.hash != other.hash or self.place[0] == other.place[0]:
+            return False
+        return self.exact == other.exact or None in (self.exact, other.exact)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of the records of rows in which a record waits.
+
+    ``waiting``: records that are pending behind another. ``ended``: records that are done without an output. ``following``:
+    record → its place among the outputs, None for its own.
+    """
+
+    waiting: frozenset[Place] = frozenset()
+    ended: frozenset[Place] = frozenset()
+    following: Mapping[Place, At | None] = field(default_factory=dict[Place, "At | None"])
+
+
+NOTHING = Decision()
+
+
+def decide(records: Iterable[HeldRecord]) -> Decision:
+    """The decision on whole source rows. ``records``: every pending and every new record of the rows, and of the rows of the
+    records that they may pair with."""
+    each = list(records)
+    before = sorted((item for item in each if item.before), key=lambda item: item.sequence or item.place[1:])
+    new = sorted((item for item in each if not item.before), key=lambda item: item.order or ())
+    again: set[int] = set()
+    """The hashes of join keys whose records Spark pairs in another way, since a record of theirs ended."""
+    while True:
+        found = _Rows(again)
+        for item in (*before, *new):
+            found.add(item)
+        if found.ended_hashes <= again:
+            return found.decision()
+        again |= found.ended_hashes
+
+
+class _Rows:
+    """The source rows while their records come one by one."""
+
+    def __init__(self, again: set[int]) -> None:
+        self.again = again
+        self.queues: dict[object, list[HeldRecord]] = defaultdict(list)
+        """Row → its pending records, in their order."""
+        self.ended: set[Place] = set()
+        self.ended_hashes: set[int] = set()
+        self.following: dict[Place, At | None] = {}
+        self.open: dict[tuple[str | None, int], list[HeldRecord]] = defaultdict(list)
+        """(rule, hash of the join key) → records without a counterpart."""
+
+    def add(self, item: HeldRecord) -> None:
+        queue = self._queue(item)
+        if item.joins:
+            other = self._counterpart(item)
+            if other is None:
+                queue.append(item)
+                if item.hash is not None:
+                    self.open[item.rule, item.hash].append(item)
+                return
+            self.open[item.rule, other.hash or 0].remove(other)
+            behind = self._queue(other)
+            behind.remove(other)
+            last = max(each.order for each in (item, other) if each.order is not None)
+            number = 0
+            while behind and not behind[0].joins:
+                number += 1
+                self.following[behind.pop(0).place] = last, number
+        elif item.ends:
+            self._end(item, queue)
+        elif queue:
+            queue.append(item)
+        elif item.order is None:
+            # The record before it left the ledger in another way: into quarantine, or expired.
+            self.following[item.place] = None
+
+    def _end(self, item: HeldRecord, queue: list[HeldRecord]) -> None:
+        """The delete ``item`` ends its row, whose pending records are in ``queue``."""
+        self.ended |= {dead.place for dead in queue}
+        if queue and item.rule is not None and all(dead.creates for dead in queue if dead.joins):
+            self.ended.add(item.place)
+        for dead in queue:
+            if dead.joins and dead.hash is not None:
+                self.open[dead.rule, dead.hash].remove(dead)
+                self.ended_hashes.add(dead.hash)
+        queue.clear()
+
+    def decision(self) -> Decision:
+        pending = (item.place for queue in self.queues.values() for item in queue if not item.joins)
+        return Decision(frozenset(pending), frozenset(self.ended), self.following)
+
+    def _queue(self, item: HeldRecord) -> list[HeldRecord]:
+        return self.queues[item.place if item.row is None else item.row]
+
+    def _counterpart(self, item: HeldRecord) -> HeldRecord | None:
+        if item.hash is None or item.order is None:
+            return None
+        fits = [other for other in self.open[item.rule, item.hash] if item.may_pair(other)]
+        if item.hash not in self.again:
+            # Spark's own pairs: `=` decides, and the order within a join key.
+            return next((other for other in fits if other.place == item.other), None)
+        return min(fits, key=lambda other: other.place[1:], default=None)
+
+
+def applied(
+    rows: pa.RecordBatch, decision: Decision, results: Mapping[Place, int], completed: Mapping[Order | None, int]
+) -> pa.RecordBatch:
+    """A batch's result rows with a decision. ``results``: record → the index of its row; ``completed``: the order of a record
+    that completes a pair → the index of the pair's row."""
+    kinds = rows["kind"].to_pylist()
+    outputs = np.ones(len(rows), bool)
+    for kind, places in (("pending", decision.waiting), ("ended", decision.ended)):
+        for place in places:
+            kinds[results[place]] = kind
+            outputs[results[place]] = False
+    after, number = np.arange(len(rows)), np.zeros(len(rows), np.int64)
+    for place, at in decision.following.items():
+        if at is not None:
+            after[results[place]], number[results[place]] = completed[at[0]], at[1]
+    order = np.lexsort((number, after))
+    kept = pa.array(order, mask=~outputs[order])
+    columns = {
+        name: pa.array(kinds, column.type).take(pa.array(order))
+        if name == "kind"
+        else column.take(kept if name.startswith("out") else pa.array(order))
+        for name, column in zip(rows.schema.names, rows.columns, strict=True)
+    }
+    return pa.RecordBatch.from_pydict(columns)
+
+
+class DecidedRecord(NamedTuple):
+    """``fate``: ``ended``, ``waiting``, or None for a record that makes its output. ``order``, ``number``: its place among the
+    outputs, None for its own."""
+
+    partition: int
+    offset: int
+    fate: str | None
+    order: Order | None = None
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The decision on the source rows of a batch. ``rules``: pending records of earlier batches → the rules that took them."""
+
+    decision: Decision = NOTHING
+    rules: Mapping[Place, str] = field(default_factory=dict[Place, str])
+
+    def covers(self, other: Decision) -> bool:
+        """Whether another decision says nothing new."""
+        own = self.decision
+        same = all(place in own.following and own.following[place] == at for place, at in other.following.items())
+        return same and other.waiting <= own.waiting and other.ended <= own.ended
+
+    def extended(self, other: Decision, rules: Mapping[Place, str]) -> Hold:
+        """With another decision, which counts for a record of both."""
+        own = self.decision
+        ended = own.ended | other.ended
+        each = {**own.following, **other.following}
+        following = {place: at for place, at in each.items() if place not in ended}
+        waiting = (own.waiting | other.waiting) - ended - following.keys()
+        return Hold(Decision(waiting, ended, following), {**self.rules, **rules})
+
+    def concerns(self, topic: str) -> bool:
+        """Whether there is a decision on a record of a topic."""
+        each = self.decision.waiting, self.decision.ended, self.decision.following
+        return any(place[0] == topic for places in each for place in places)
+
+    def rows(self, topic: str) -> list[DecidedRecord]:
+        """The decision on a topic's records."""
+        decision = self.decision
+        fates = dict.fromkeys(decision.waiting, "waiting") | dict.fromkeys(decision.ended, "ended")
+        found = [DecidedRecord(*place[1:], fate) for place, fate in fates.items() if place[0] == topic]
+        for (name, partition, offset), at in decision.following.items():
+            if name == topic:
+                order, number = at or (None, None)
+                found.append(DecidedRecord(partition, offset, None, order, number))
+        return found
+
+    def released(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
+        """(rule, input topic) → partition and offset of the pending records of earlier batches that make their outputs now."""
+        found: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        for place, rule in sorted(self.rules.items()):
+            if place in self.decision.following:
+                found[rule, place[0]].append(place[1:])
+        return found
+
+    def ended_facts(self) -> list[Fact]:
+        """The counts of pending records of earlier batches that are done without an output."""
+        counted = Counter((self.rules[place], *place[:2]) for place in self._ended())
+        return [Fact("ended", None, *place, True, count, 0) for place, count in counted.items()]
+
+    def ended_entries(self) -> list[dict[str, object]]:
+        """The ledger rows of these records."""
+        names = ("topic", "partition", "first", "end", "rule")
+        places = ((*place, place[2] + 1, self.rules[place]) for place in self._ended())
+        return [{"kind": "completed", "text": "ended", **dict(zip(names, place, strict=True))} for place in places]
+
+    def _ended(self) -> list[Place]:
+        return sorted(self.decision.ended & self.rules.keys())
+
+
+NO_HOLD = Hold()

@@ -1,0 +1,356 @@
+"""Source rows: in which of a batch's results records may have to wait (see ``hold``), found without a join or a sort in Spark.
+
+The tasks that write the results report the hashes of source rows, as arrays. A row is in question if one of its records
+comes before the output that completes a pending record of the row, or if the ledger has pending records of the row.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.account import DROPPED, OUT, PENDING, Labels, Sources
+from zync_assets.etl.hold import HeldRecord, Place, applied, decide
+from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.spark.sql import text_sql
+from zync_assets.spark.tasks import settle
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+Rows = npt.NDArray[np.int64]
+"""Hashes of source rows (``row_sql``)."""
+Numbers = npt.NDArray[np.int64]
+"""Numbers of result rows in the order of outputs, across all buckets."""
+
+Mask = npt.NDArray[np.bool_]
+
+_NEVER = np.iinfo(np.int64).max
+_BUCKET = 40
+"""Bits of a result row's number within its bucket."""
+
+
+def row_sql(topic: str, key: DataType, value: DataType) -> str:
+    """A record's source row: struct(hash, creates). ``key``, ``value``: the types of the topic.
+
+    ``hash``: null for a record without a key. ``creates``: whether the record makes its row. Only the Debezium envelope tells:
+    an update changes the row, and an incremental snapshot repeats the row.
+    """
+    from pyspark.sql.types import NullType
+
+    hashed = "CAST(NULL AS bigint)"
+    if not isinstance(key, NullType):
+        hashed = f"CASE WHEN key IS NOT NULL THEN xxhash64({text_sql(topic)}, {_row_key_sql('key', key)}) END"
+    changes = ["value.op = 'u'"] if _has_text(value, "op") else []
+    changes += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
+    creates = f"NOT coalesce({' OR '.join(changes)}, false)" if changes else "true"
+    return f"named_struct('hash', {hashed}, 'creates', {creates})"
+
+
+def deletes_sql(value: DataType) -> str:
+    """Whether a record that no rule takes deletes its row: a tombstone, or a delete of Debezium."""
+    return "(value IS NULL OR coalesce(value.op = 'd', false))" if _has_text(value, "op") else "value IS NULL"
+
+
+def _has_text(kind: DataType, *path: str) -> bool:
+    """Whether a struct has a text at a path of its fields."""
+    from pyspark.sql.types import StringType, StructType
+
+    for name in path:
+        if not isinstance(kind, StructType) or name not in kind.names:
+            return False
+        kind = kind[name].dataType
+    return isinstance(kind, StringType)
+
+
+def _row_key_sql(sql: str, key: DataType) -> str:
+    """A record key as it is hashed. A key has the same hash after its column got a wider type."""
+    kind = _hashed_type(key)
+    # Spark hashes no map.
+    return f"to_json(struct({sql}))" if kind is None else f"CAST({sql} AS {type_sql(kind)})"
+
+
+def _hashed_type(kind: DataType) -> DataType | None:
+    """The widest integer or float in place of each; None for a type that Spark does not hash."""
+    from pyspark.sql.types import ArrayType, DoubleType, FloatType, IntegralType, LongType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        inner = [(item.name, _hashed_type(item.dataType)) for item in kind]
+        whole = [StructField(name, each) for name, each in inner if each is not None]
+        return StructType(whole) if len(whole) == len(inner) else None
+    if isinstance(kind, ArrayType):
+        each = _hashed_type(kind.elementType)
+        return None if each is None else ArrayType(each)
+    if kind.typeName() in ("map", "variant"):
+        return None
+    return LongType() if isinstance(kind, IntegralType) else DoubleType() if isinstance(kind, FloatType) else kind
+
+
+@dataclass(frozen=True)
+class RowTimes:
+    """Source rows of results, and the numbers of these results.
+
+    ``pending``, ``until``: the row of a record that needs a counterpart, and the number of the output that completes it.
+    ``single``, ``at``: the row of a record without a counterpart, or of a delete, and the number of its result.
+    ``completed``: the rows of the records that were pending before the batch.
+    """
+
+    pending: Rows
+    until: Numbers
+    single: Rows
+    at: Numbers
+    completed: Rows
+
+    def in_question(self) -> Rows:
+        """The rows with a single record before the output that completes a pending record of the row."""
+        pending, index = np.unique(self.pending, return_inverse=True)
+        if not len(pending) or not len(self.single):
+            return np.array([], np.int64)
+        until = np.full(len(pending), -1)
+        np.maximum.at(until, index, self.until)
+        place = np.minimum(np.searchsorted(pending, self.single), len(pending) - 1)
+        return np.unique(self.single[(pending[place] == self.single) & (self.at < until[place])])
+
+
+def joined(each: Sequence[RowTimes]) -> RowTimes:
+    """The rows of all tasks."""
+    names = ("pending", "until", "single", "at", "completed")
+    none = np.array([], np.int64)
+    return RowTimes(*(np.concatenate([none, *(getattr(times, name) for times in each)]) for name in names))
+
+
+class Settled(NamedTuple):
+    """Result rows. ``changed``: whether a record waits, ended or follows another."""
+
+    rows: pa.RecordBatch
+    changed: bool
+
+
+@dataclass(frozen=True)
+class HeldRules:
+    """The indexes of the rules of held outputs: ``joining`` with a counterpart, ``single`` without. False if there are none."""
+
+    joining: frozenset[int] = frozenset()
+    single: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.joining)
+
+    def report(self, found: Sources, rows: pa.RecordBatch, before: int) -> tuple[RowTimes, pa.RecordBatch | None]:
+        """The source rows and the records of result ``rows``, which come after ``before`` others of their bucket. ``found``:
+        the sources of the rows. No records if the rows lack their columns."""
+        if not self:
+            return joined([]), None
+        ends = rows["ends"].to_numpy(zero_copy_only=False)[found.row]
+        numbers = (rows["bucket"].to_numpy().astype(np.int64) << _BUCKET) + before + np.arange(len(rows))
+        deletes = (found.rule < 0) & ends
+        records = self.records(found, rows, numbers, deletes) if "ords" in rows.schema.names else None
+        return self.times(found, rows, numbers, deletes), records
+
+    def record_task(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Rows with the pickled records (``records``) of the result rows of one bucket."""
+        settle()
+        before = 0
+        for rows in batches:
+            _, records = self.report(Sources(rows), rows, before)
+            before += len(rows)
+            yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(records)], pa.binary())], ["records"])
+
+    def settled(self, rows: pa.RecordBatch, times: RowTimes, records: pa.RecordBatch, labels: Labels) -> Settled | None:
+        """All result ``rows`` of a batch, with the decision on its source rows. ``times``, ``records``: from ``report``.
+
+        None if the decision needs pending records of earlier batches, or other pairs than Spark's.
+        """
+        waits = times.in_question()
+        if not len(waits):
+            return Settled(rows, False)
+        found, _, _ = records_in_question(partial(about, pa.table(records)), waits)
+        each = list(held_records(found, self, labels, {}))
+        decision = decide(each)
+        paired = {item.place for item in each if item.joins and item.other is not None}
+        if pc.any(found["old"]).as_py() or decision.ended & paired:
+            return None
+        at = dict(zip(places(found, labels), found["result"].to_pylist(), strict=True))
+        completed = {item.order: at[item.place] for item in each if item.place in paired}
+        return Settled(applied(rows, decision, at, completed), True)
+
+    def times(self, found: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> RowTimes:
+        """The source rows of result ``rows``. ``found``: the sources of these."""
+        row, number = found.source_row.fill_null(0).to_numpy(), numbers[found.row]
+        known = found.source_row.is_valid().to_numpy(zero_copy_only=False)
+        joins = known & np.isin(found.rule, list(self.joining))
+        done, waits = joins & np.isin(found.kind, (OUT, DROPPED)), joins & (found.kind == PENDING)
+        # The record that completes a pair was never pending.
+        first = done & (found.at != rows["last"].to_numpy()[found.row])
+        single = known & (deletes | np.isin(found.rule, list(self.single)) & (found.kind == OUT))
+        return RowTimes(
+            np.concatenate([row[waits], row[first]]),
+            np.concatenate([np.full(np.count_nonzero(waits), _NEVER), number[first]]),
+            row[single],
+            number[single],
+            row[done & found.old],
+        )
+
+    def records(self, found: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> pa.RecordBatch:
+        """The records of held outputs among the sources of result ``rows``, for ``held_records``."""
+        joins = np.isin(found.rule, list(self.joining)) & np.isin(found.kind, (OUT, PENDING, DROPPED))
+        # A record without a counterpart that the output's condition drops waits for nothing.
+        singles = np.isin(found.rule, list(self.single)) & np.isin(found.kind, (OUT, PENDING))
+        wanted = np.flatnonzero(joins | singles | deletes)
+        each, result = pa.array(wanted), pa.array(found.row[wanted])
+        columns = {
+            "result": pa.array(numbers[found.row[wanted]]),
+            **{
+                name: pa.array(getattr(found, name)[wanted])
+                for name in ("place", "partition", "offset", "kind", "rule")
+            },
+            "row": found.source_row.take(each),
+            "creates": found.creates.take(each),
+            "old": pa.array(found.old[wanted]),
+            **_order(rows["ords"].flatten().take(each)),
+            **{name: rows[name].take(result) for name in ("hash", "exact", "ends")},
+        }
+        return pa.RecordBatch.from_pydict(columns)
+
+
+NO_HELD_RULES = HeldRules()
+_NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
+NO_RECORDS = pa.table(
+    {name: pa.array([], pa.int64()) for name in _NAMES}
+    | {name: pa.array([], pa.bool_()) for name in ("creates", "old", "ends")}
+)
+"""``HeldRules.records`` of no results."""
+_ORDER = "order_"
+
+
+def _order(ord: pa.StructArray) -> dict[str, pa.Array]:
+    """The parts of ``ord`` as integers; a timestamp as its microseconds."""
+    return {f"{_ORDER}{at}": part.cast(pa.int64()) for at, part in enumerate(ord.flatten())}
+
+
+def records_about(packed: Iterable[bytes | None], rows: Rows, hashes: Rows) -> pa.Table:
+    """The records of ``HeldRules.records`` of those results that have a record of the source ``rows``, or of the join
+    ``hashes``. ``packed``: some tables of records each, pickled."""
+    found = [about(pa.table(pickle.loads(each)), rows, hashes) for each in packed if each is not None]
+    return pa.concat_tables(found) if found else NO_RECORDS
+
+
+def about(records: pa.Table, rows: Rows, hashes: Rows) -> pa.Table:
+    """The ``records_about`` source rows and join hashes."""
+    near = pc.or_(pc.is_in(records["row"], pa.array(rows)), pc.is_in(records["hash"], pa.array(hashes)))
+    return records.filter(pc.is_in(records["result"], pc.unique(records.filter(near)["result"])))
+
+
+def about_task(rows: Rows, hashes: Rows, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Rows of ``record_task``, with the records of ``records_about`` alone."""
+    settle()
+    for batch in batches:
+        near = [pickle.dumps(records_about([each], rows, hashes)) for each in batch["records"].to_pylist()]
+        yield pa.RecordBatch.from_arrays([pa.array(near, pa.binary())], ["records"])
+
+
+Fetch = Callable[[Rows, Rows], pa.Table]
+"""Source rows and join hashes → the records of the batch's results ``about`` them."""
+
+
+def records_in_question(fetch: Fetch, rows: Rows) -> tuple[pa.Table, Rows, Rows]:
+    """The records that the decision on source ``rows`` needs, the rows of these records, and the join hashes of which a record
+    may pair in another way."""
+    hashes = np.array([], np.int64)
+    while True:
+        records = fetch(rows, hashes)
+        # A row that ends frees the counterparts of its pending records. They pair with others, and complete them.
+        ending = pc.is_in(records["row"], pc.unique(pc.drop_null(records.filter(records["ends"])["row"])))
+        freed = np.union1d(hashes, pc.drop_null(records.filter(ending)["hash"]).to_numpy())
+        more = np.union1d(rows, pc.drop_null(records["row"]).to_numpy())
+        if len(more) == len(rows) and len(freed) == len(hashes):
+            return records, rows, hashes
+        rows, hashes = more, freed
+
+
+def plainly_waiting(
+    records: pa.Table, entries: pa.Table, freed: Rows, rules: HeldRules, labels: Labels
+) -> tuple[Mask, Mask]:
+    """Masks of ``records``: those of rows that only wait, and those of them that wait behind another record.
+
+    Nothing of such a row is completed or deleted in the batch. There may be millions, so that no object is made for them.
+    ``records``, ``freed``: as in ``records_in_question``; ``entries``: the rows' pending records in the ledger.
+    """
+    names = sorted(set(labels.outs))
+    out_of = np.array([names.index(out) for out in labels.outs])
+    kind, rule, result = (records[name].to_numpy() for name in ("kind", "rule", "result"))
+    joins = np.isin(rule, list(rules.joining))
+    own = pc.is_in(records["hash"], pa.array(freed)).to_numpy()
+    plain = np.where(
+        joins,
+        (kind == PENDING) & ~own,
+        np.isin(rule, list(rules.single)) & (kind == OUT) & ~records["ends"].to_numpy(),
+    )
+    plain &= records["row"].is_valid().to_numpy()
+    old_rule = pc.index_in(entries["rule"], pa.array(labels.rules)).fill_null(-1).to_numpy()
+    old_plain = np.isin(old_rule, list(rules.joining)) & ~pc.is_in(entries["hash"], pa.array(freed)).to_numpy()
+    each = np.concatenate([records["row"].fill_null(0).to_numpy(), entries["row"].to_numpy()])
+    _, row = np.unique(each, return_inverse=True)
+    of, old = row[: len(records)], row[len(records) :]
+    out = out_of[np.concatenate([rule, old_rule])]
+    least, most, first = (np.full(len(each), number) for number in (len(names), -1, _NEVER))
+    np.minimum.at(least, row, out)
+    np.maximum.at(most, row, out)
+    good = least == most
+    good[of[~plain]] = False
+    good[old[~old_plain]] = False
+    np.minimum.at(first, of[joins], result[joins])
+    first[old] = -1
+    return good[of], good[of] & ~joins & (result > first[of])
+
+
+def places(records: pa.Table, labels: Labels) -> Iterator[Place]:
+    """The places of records."""
+    topics = [labels.topics[int(place)] for place in records["place"].to_pylist()]
+    offsets: list[int] = records["offset"].to_pylist()
+    partitions: list[int] = records["partition"].to_pylist()
+    return iter(zip(topics, partitions, offsets, strict=True))
+
+
+def held_records(
+    records: pa.Table, rules: HeldRules, labels: Labels, seen: Mapping[tuple[str, int], int]
+) -> Iterator[HeldRecord]:
+    """The records as ``hold.decide`` needs them. ``seen``: (input topic, partition) → the first offset that no earlier batch
+    looked at."""
+    names = [name for name in records.column_names if name.startswith(_ORDER)]
+    each: list[dict[str, Any]] = records.to_pylist()
+    pairs: dict[int, list[Place]] = defaultdict(list)
+    outs = sorted({labels.outs[rule] for rule in rules.joining})
+    for item in each:
+        item["at"] = labels.topics[item["place"]], item["partition"], item["offset"]
+        if item["kind"] != PENDING:
+            pairs[item["result"]].append(item["at"])
+    for item in each:
+        place, rule = item["at"], int(item["rule"])
+        joins, order = rule in rules.joining, tuple(item[name] for name in names)
+        if rule < 0:
+            for out in outs:
+                yield HeldRecord(place, None, (out, item["row"]), False, order, False, ends=True)
+            continue
+        yield HeldRecord(
+            place=place,
+            rule=labels.rules[rule],
+            row=None if item["row"] is None else (labels.outs[rule], item["row"]),
+            before=place[2] < seen.get(place[:2], 0),
+            order=order,
+            joins=joins,
+            hash=item["hash"] if joins else None,
+            exact=item["exact"],
+            other=next((other for other in pairs[item["result"]] if other != place), None),
+            ends=item["ends"],
+            creates=item["creates"],
+        )
