@@ -120,6 +120,14 @@ class Worker:
         config = {"name": name, "tasks.max": "1", **settings, **self._converters(formats)}
         self._ask("PUT", f"/connectors/{name}/config", config)
 
+    def wait(self, what: str, holds: Callable[[], bool], seconds: float = 180.0) -> None:
+        """Wait until ``holds`` is true. A task that failed, and the time limit, end the wait with an error."""
+        give_up = time.monotonic() + seconds
+        while not holds():
+            assert not self.failures(), "\n".join(self.failures())
+            assert time.monotonic() < give_up, what
+            time.sleep(0.2)
+
     def failures(self) -> list[str]:
         """The stack traces of the tasks that failed."""
         found = self._ask("GET", "/connectors?expand=status").values()
@@ -146,6 +154,42 @@ class Worker:
         except urllib.error.HTTPError as error:
             error.add_note(error.read().decode())
             raise
+
+
+def source_settings(server: Postgres, database: str, tables: str, prefix: str, slot: str) -> dict[str, str]:
+    """Debezium's source. ``tables``: with their schema, separated by commas; ``prefix``: of the topics."""
+    return {
+        "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
+        "database.hostname": "127.0.0.1",
+        "database.port": str(server.port),
+        "database.user": "postgres",
+        "database.password": "",
+        "database.dbname": database,
+        "plugin.name": "pgoutput",
+        "slot.name": slot,
+        "publication.name": slot,
+        "table.include.list": tables,
+        "topic.prefix": prefix,
+        "schema.name.adjustment.mode": "avro",
+        "topic.creation.default.replication.factor": "1",
+        "topic.creation.default.partitions": "1",
+    }
+
+
+def sink_settings(server: Postgres, database: str, table: str, topic: str) -> dict[str, str]:
+    """Debezium's JDBC sink. It makes the table and its columns where they are missing."""
+    return {
+        "connector.class": "io.debezium.connector.jdbc.JdbcSinkConnector",
+        "topics": topic,
+        "connection.url": server.url(database),
+        "connection.username": "postgres",
+        "connection.password": "",
+        "collection.name.format": table,
+        "schema.evolution": "basic",
+        "insert.mode": "upsert",
+        "delete.enabled": "true",
+        "primary.key.mode": "record_key",
+    }
 
 
 @contextmanager

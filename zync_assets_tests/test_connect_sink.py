@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import pytest
 
 from zync_assets.kafka.topics import survey
 from zync_assets.local.services import Services
-from zync_assets_tests.connect import Postgres, Worker, postgres, worker
+from zync_assets_tests.connect import Postgres, postgres, sink_settings, source_settings, worker
 from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
@@ -158,26 +157,7 @@ class Chain:
 
 def sink(server: Postgres, database: str, topic: str) -> dict[str, str]:
     server.run("postgres", f'CREATE DATABASE "{database}"')
-    return {
-        "connector.class": "io.debezium.connector.jdbc.JdbcSinkConnector",
-        "topics": topic,
-        "connection.url": server.url(database),
-        "connection.username": "postgres",
-        "connection.password": "",
-        "collection.name.format": "items",
-        "schema.evolution": "basic",
-        "insert.mode": "upsert",
-        "delete.enabled": "true",
-        "primary.key.mode": "record_key",
-    }
-
-
-def until(what: str, holds: Callable[[], bool], connect: Worker) -> None:
-    give_up = time.monotonic() + 180
-    while not holds():
-        assert not connect.failures(), "\n".join(connect.failures())
-        assert time.monotonic() < give_up, what
-        time.sleep(0.2)
+    return sink_settings(server, database, "items", topic)
 
 
 def settled(found: Target) -> bool:
@@ -194,29 +174,15 @@ def chain(services: Services, spark: SparkSession, tmp_path_factory: pytest.Temp
         server.run("source", TABLE, ROWS)
         topics = {given: Template(source(given)).substitute(left=it.left) for given in FORMATS}
         for given, topic in topics.items():
-            settings = {
-                "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
-                "database.hostname": "127.0.0.1",
-                "database.port": str(server.port),
-                "database.user": "postgres",
-                "database.password": "",
-                "database.dbname": "source",
-                "plugin.name": "pgoutput",
-                "slot.name": given.replace("-", "_"),
-                "publication.name": given.replace("-", "_"),
-                "table.include.list": "public.items",
-                "topic.prefix": topic.removesuffix(".public.items"),
-                "schema.name.adjustment.mode": "avro",
-                "column.propagate.source.type": ".+",
-                "topic.creation.default.replication.factor": "1",
-                "topic.creation.default.partitions": "1",
-            }
+            prefix, slot = topic.removesuffix(".public.items"), given.replace("-", "_")
+            settings = source_settings(server, "source", "public.items", prefix, slot)
+            settings |= {"column.propagate.source.type": ".+"}
             connect.start(f"source-{given}", settings, given)
         for topic in topics.values():
-            until(f"the snapshot in {topic}", lambda topic=topic: end(it, topic) == 3, connect)
+            connect.wait(f"the snapshot in {topic}", lambda topic=topic: end(it, topic) == 3)
         server.run("source", *CHANGES)
         for given, topic in topics.items():
-            until(f"the changes in {topic}", lambda topic=topic: end(it, topic) == RECORDS, connect)
+            connect.wait(f"the changes in {topic}", lambda topic=topic: end(it, topic) == RECORDS)
             connect.start(f"control-{given}", sink(server, f"control-{given}", topic), given)
         it.ingest()
         for pool in it.pipeline.staging_pools:
@@ -227,7 +193,7 @@ def chain(services: Services, spark: SparkSession, tmp_path_factory: pytest.Temp
             connect.start(name, sink(server, name, f"{it.out}-{name}"), made)
         found = Chain(server)
         for name in [*(f"control-{given}" for given in FORMATS), *("-".join(case[:3]) for case in CASES)]:
-            until(f"all changes in {name}", lambda name=name: settled(found.target(name)), connect)
+            connect.wait(f"all changes in {name}", lambda name=name: settled(found.target(name)))
         yield found
 
 
