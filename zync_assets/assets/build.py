@@ -36,6 +36,9 @@ from zync_assets.assets.sensor import build_sensor
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, pool_path
 
+# Dagster keeps the variables of the function that makes the first Definitions of a process. Here there are none.
+Definitions()
+
 _builds: list[ref[Names]] = []
 """The pipelines of this process, the last build of each file. Definitions that nobody holds any more do not count."""
 
