@@ -103,8 +103,8 @@ def test_imports_form_no_circle() -> None:
 
 
 CHAIN = {
-    "chain", "connect_chain", "connect_sink", "connect_types", "exactly_once", "evolution", "field_names", "edits",
-    "topics_as_they_are", "two_writers", "writers_side_by_side", "kills", "outage", "lake_faults", "replication",
+    "chain", "connect_chain", "connect_order", "connect_sink", "connect_types", "exactly_once", "evolution", "field_names",
+    "edits", "topics_as_they_are", "two_writers", "writers_side_by_side", "kills", "outage", "lake_faults", "replication",
     "s3", "secrets", "upgrades", "cluster_spark", "remedies", "readme", "packages", "public_api", "layers",
     "style", "checker", "torture",
 }  # fmt: skip
