@@ -6,7 +6,8 @@ Two batches. Of 14 records of Invoices and 7 of InvoiceStatus, each partition's 
     Invoices 1    c4 c(null) bytes tombstone d1 | c6 c7 c8
     Status 0      s1 s2 s5 | s4 x3 x7      the x are of a newer writer schema; s3 and s6 to s8 are missing
 
-so that 1, 2, 5 and, in the second batch, 4, 3 and 7 are joined; c6, c8, the second c5 and the null key wait.
+so that 1, 2, 5 and, in the second batch, 4, 3 and 7 are joined; c6, c8, the second c5 and the null key wait. The delete
+d1 comes before s1, and is emitted all the same: the output is not held.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ inputs:
   - {topic: $invoices, pool: Raw, key-format: string, value-format: avro}
   - {topic: $status, pool: Raw, key-format: string, value-format: avro}
 outputs:
-  - {topic: $new, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
+  - {topic: $new, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}, hold: false}
 transforms:
   - name: new-invoice
     type: denorm
