@@ -95,16 +95,17 @@ def test_every_allowed_value_loads_and_the_default_is_what_a_file_without_the_ke
     for value in key.allowed:
         part: dict[str, Any] = {key.name: {"true": True, "false": False}.get(value, value)}
         same = loaded(tmp_path, with_part(place, part)) == loaded(tmp_path, base())
-        assert same == (value == (key.default if key.default in key.allowed else KEYS_OF_BOTH[key.name]))
+        assert same == (value == (key.default if key.default in key.allowed else DEFAULTS[key.name]))
 
 
-KEYS_OF_BOTH = {
+DEFAULTS = {
+    "hold": "true",
     "key-format": "avro",
     "value-format": "avro",
     "key-subject-name-strategy": "topic",
     "value-subject-name-strategy": "topic",
 }
-"""Keys of one side → the default of the key for both sides."""
+"""Keys whose default depends on another key or section → the default in the file of these tests."""
 
 
 def test_defaults_that_are_numbers_and_texts_are_what_a_file_without_the_key_means(tmp_path: Path) -> None:
