@@ -38,7 +38,7 @@ TRANSACTIONS = Key(
         Key(
             "limit",
             "a time: a number with s, m, h, d or w",
-            "The time after which an incomplete transaction no longer holds its domain back. `zync status` and the check"
+            "The time after which an incomplete transaction no longer holds its domain back. The status and the check"
             " `source_order` count such transactions.",
             "transactions: {topic: shop.transaction, limit: 1h}",
             default="10m",
