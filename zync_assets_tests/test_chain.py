@@ -75,7 +75,8 @@ def assert_equals_model(shop: Shop, model: Model) -> None:
 @pytest.mark.parametrize(
     ("orders", "native", "sticky"),
     [
-        pytest.param(5_800, True, True, id="20,000 records"),
+        pytest.param(1_500, True, True, id="5,000 records"),
+        pytest.param(5_800, True, True, id="20,000 records", marks=pytest.mark.slow),
         pytest.param(28_500, True, False, id="100,000 records", marks=pytest.mark.slow),
         pytest.param(1_500, False, True, id="fastavro alone", marks=pytest.mark.slow),
     ],

@@ -165,7 +165,9 @@ STORY = [
 
 
 @pytest.mark.usefixtures("of_each_size")
-@pytest.mark.parametrize("cuts", [(), (2, 5, 7, 11, 20, 25)], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "cuts", [(), pytest.param((2, 5, 7, 11, 20, 25), marks=pytest.mark.slow)], ids=["whole", "cut"]
+)
 def test_a_change_waits_behind_the_pending_creation_of_its_row(make: Make, cuts: tuple[int, ...]) -> None:
     it = make("story")
     model, offsets = the_model(it), defaultdict[str, int](int)
@@ -282,6 +284,7 @@ def test_pending_and_trace_show_which_record_waits_behind_which_until_hold_is_of
     assert exactly_once_done_coverage(free.pipeline, "Staging").passed
 
 
+@pytest.mark.parametrize("of_each_size", ["small", pytest.param("large", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.usefixtures("of_each_size")
 def test_records_that_an_older_version_left_pending_hold_their_rows_from_the_first_batch_on(make: Make) -> None:
     """Earlier versions kept no hashes of source rows. An edit of the file to ``hold: true`` has the same result."""

@@ -12,12 +12,10 @@ from deltalake import DeltaTable
 
 from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import staging, storage
+from zync_assets.lake.head import Head, OutputPosition, Position
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import (
     BASE_SCHEMA,
-    Head,
-    OutputPosition,
-    Position,
     StagingState,
     commit_batch,
     open_staging,
