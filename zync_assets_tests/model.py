@@ -5,9 +5,10 @@ order of partition and offset of the pending records. A batch's outputs are orde
 of the completing input.
 
 A held output takes its records one by one, in that order. A record of a stateless rule is pending while a record of the same
-source row (topic and key) is. It follows the output that completes the record before it. A tombstone ends the waiting: the
-row's pending records and the tombstone are done, and nothing is emitted. But a tombstone is emitted if one of the pending
-records is an update: its row may be in the target. A delete that no rule takes ends the waiting too.
+source row (topic and key) is. It follows the output that completes the record before it, at its own time if that is later.
+A tombstone ends the waiting: the row's pending records and the tombstone are done, and nothing is emitted. But a tombstone is
+emitted if one of the pending records is an update: its row may be in the target. A delete that no rule takes ends the waiting
+too.
 """
 
 from __future__ import annotations
@@ -125,13 +126,12 @@ class Model:
                 for out in self.held:
                     self._end(self._rows[_row(out, record)])
                 continue
-            at, outs = self._offered(rule, record)
-            made += [(at, rule.out, out) for out in outs]
+            made += [(at, rule.out, out) for at, out in self._offered(rule, record)]
         for _, topic, out in sorted(made, key=lambda item: item[0]):
             self.outputs[topic].append(out)
 
-    def _offered(self, rule: OneToOne | Pair, record: Record) -> tuple[tuple[int, int, int, int], list[Out]]:
-        """The outputs that a record of a held output completes, in their order, and their place among the batch's outputs."""
+    def _offered(self, rule: OneToOne | Pair, record: Record) -> list[tuple[tuple[int, int, int, int], Out]]:
+        """The outputs that a record of a held output completes, each with its place among the batch's outputs."""
         row, at = self._rows[_row(rule.out, record)], self._order(record)
         if isinstance(rule, Pair):
             own = rule.join(record)
@@ -140,7 +140,7 @@ class Model:
                 self._waiting[rule.name].append(record)
                 row.append((rule, record))
                 self._settle(record, "pending")
-                return at, []
+                return []
             other = min(others, key=lambda one: (one.partition, one.offset))
             self._waiting[rule.name].remove(other)
             left, right = (record, other) if record.topic == rule.left else (other, record)
@@ -148,20 +148,22 @@ class Model:
             behind.remove((rule, other))
             self._settle(other, "done")
             self._settle(record, "done")
-            made = [Out(rule.name, rule.key(left, right), rule.value(left, right), (left.place, right.place))]
+            at = max(at, self._order(other))
+            made = [(at, Out(rule.name, rule.key(left, right), rule.value(left, right), (left.place, right.place)))]
             while behind and isinstance(behind[0][0], OneToOne):
-                made.append(self._single(*behind.pop(0)))
-            return max(at, self._order(other)), made
+                at = max(at, self._order(behind[0][1]))
+                made.append((at, self._single(*behind.pop(0))))
+            return made
         if rule.value(record) is None:
             emitted = not row or any(isinstance(each, Pair) and op_of(pending) == "u" for each, pending in row)
             self._end(row)
             self._settle(record, "done")
-            return at, [self._single(rule, record)] if emitted else []
+            return [(at, self._single(rule, record))] if emitted else []
         if not row:
-            return at, [self._single(rule, record)]
+            return [(at, self._single(rule, record))]
         row.append((rule, record))
         self._settle(record, "pending")
-        return at, []
+        return []
 
     def _end(self, row: list[tuple[OneToOne | Pair, Record]]) -> None:
         for rule, dead in row:

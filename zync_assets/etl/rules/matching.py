@@ -360,7 +360,8 @@ def singles(
     follows = "CAST(NULL AS int)"
     if assignment.decided:
         fates = f"CASE WHEN {fates} = 'out' AND fate = 'waiting' THEN 'pending' ELSE {fates} END"
-        order, follows = f"coalesce(at, {order})", "follows"
+        # A pending record of an earlier batch may have a later time than both sides of a pair that came late.
+        order, follows = f"greatest(at, {order})", "follows"
     deletes = assignment.choice({}, "false", assignment.deletes)
     rows += (f"{follows} AS follows", f"{deletes} AS deletes")
     known = assignment.choice({index: str(index) for index in (*targets, *untyped)})
