@@ -16,6 +16,7 @@ from confluent_kafka import Consumer, TopicPartition
 from dagster import AssetKey, DagsterInstance
 from deltalake import DeltaTable
 
+from zync_assets.assets import build
 from zync_assets.cli.main import main
 from zync_assets.kafka.topics import topic_state
 from zync_assets.local.services import Services, down, up
@@ -73,6 +74,8 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         services = up(tmp_path)
         for name, value in environment(services, tmp_path / "dagster").items():
             monkeypatch.setenv(name, value)
+        # The pipelines of all versions have one name, as in processes of their own.
+        monkeypatch.setattr(build, "_builds", [])
         yield Shop(tmp_path, services)
     finally:
         down(tmp_path)
