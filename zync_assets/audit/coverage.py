@@ -275,10 +275,10 @@ class _InputPartition:
             existing = distinct(np.concatenate([raw_offsets.between(first, end), quarantined]))
             present += len(existing)
             if end <= retention_start:
-                # Retention removed the records. The outputs' sources show which records existed.
-                existing = distinct(
-                    np.concatenate([existing, self.marks.between(self.topic, self.partition, first, end)])
-                )
+                # Retention removed the records. The outputs' sources, and the ended records, show which records existed.
+                ended = self.facts.ended[(self.facts.ended >= first) & (self.facts.ended < end)]
+                marks = self.marks.between(self.topic, self.partition, first, end)
+                existing = distinct(np.concatenate([existing, marks, ended]))
             classes = self.facts.classes(existing)
             counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
             for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):

@@ -169,18 +169,21 @@ def order(
     """Check the order of outputs within a batch: by time, place, partition and offset of the completing input.
 
     A record of a held output follows the outputs of the earlier records of its source row. Skips outputs with an input that
-    retention removed, because the input's time is lost.
+    retention removed, because the input's time is lost, and the records of a batch that may follow such an output.
     """
-    cuts, before = staging.cuts.get(output.topic, set()), None
+    cuts, before, lost = staging.cuts.get(output.topic, set()), None, False
     reached: dict[held.Row, list[tuple[Place, tuple[int, int, int, int]]]] = defaultdict(list)
     for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
         offset = row["kafka"]["offset"]
         if offset in cuts:
-            before = None
+            before, lost = None, False
             reached.clear()
-        if any(of not in times for of in sources(row)):
-            continue
         found = sources(row)
+        if any(of not in times for of in found):
+            lost = output.held
+            continue
+        if lost and len(found) == 1:
+            continue
         possible = max((times[of], place_of(of[0]), of[1], of[2]) for of in found)
         rows = [(of, held.row_of(records[of])) for of in found if output.held and of in records]
         if len(found) == 1:
