@@ -229,6 +229,53 @@ class Side:
 
 
 @dataclass(frozen=True)
+class ViewTable:
+    """One table of a view: the latest rows of an input's records, by key.
+
+    ``key``, ``row`` and ``deleted``: over the record's columns ``kafka``, ``key`` and ``value``. None as ``row``: ``value.after``
+    of a Debezium envelope, else ``value``. None as ``deleted``: a tombstone, or ``value.op = 'd'`` of an envelope.
+    """
+
+    alias: str
+    topic: str
+    key: Shape = "key"
+    row: str | None = None
+    deleted: str | None = None
+
+
+@dataclass(frozen=True)
+class ViewJoin:
+    """One join of a view: the table that it adds, and what it compares.
+
+    ``on``: pairs of an expression over an alias that was joined before, and of an expression over ``alias``. An alias
+    qualifies each column: ``("o.customer_id", "c.id")``.
+    """
+
+    kind: Literal["inner", "left"]
+    alias: str
+    on: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """The query of a view. ``key``, ``value``, ``headers`` and ``out`` are those of its rule.
+
+    ``root``: the first alias of ``from:``. ``on_duplicate_key``: the expression that is greatest for the result row to keep
+    among those of one key. None: result rows with one key are an error.
+    """
+
+    tables: tuple[ViewTable, ...]
+    root: str
+    joins: tuple[ViewJoin, ...] = ()
+    where: str | None = None
+    on_duplicate_key: str | None = None
+
+    def table(self, alias: str) -> ViewTable:
+        """The table of an alias; KeyError if there is none."""
+        return {table.alias: table for table in self.tables}[alias]
+
+
+@dataclass(frozen=True)
 class Rule:
     """A rule of any kind, as the pipeline file has it. ``etl.rules`` has the kinds.
 
@@ -246,6 +293,8 @@ class Rule:
     """The output's own condition: an output for which the condition does not hold is dropped."""
     held: bool = False
     """Whether the output is held: a record of the rule waits while an earlier record of its source row is pending."""
+    view: View | None = None
+    """The query of a rule of kind ``view``, which has one side for each topic of its tables."""
 
     @property
     def topics(self) -> tuple[str, ...]:
