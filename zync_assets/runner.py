@@ -155,14 +155,14 @@ def _ingest_to(
             troubles.append(error)
 
 
-def read_ends(pipeline: Pipeline, patience: float | None = None) -> Survey:
+def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
     """Read the ends of all inputs together, before any of them is ingested, and keep them in the lake.
 
-    Raises BrokerUnavailable and TrustError.
+    ``snapshot``: the raw tables, where they are open. Raises BrokerUnavailable and TrustError.
     """
     began = time.time()
     found = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
-    keep_ends(Snapshot(pipeline), found, began, time.time())
+    keep_ends(snapshot or Snapshot(pipeline), found, began, time.time())
     return found
 
 
@@ -188,7 +188,8 @@ def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | 
     Returns the later ends, None if nothing was read. When the inputs are ingested up to the later ends, ETL transforms every
     record below the earlier ends. Without a source order, or with one stream alone, there is nothing to read.
     """
-    tables = _ordered_tables(Snapshot(pipeline))
+    snapshot = Snapshot(pipeline)
+    tables = _ordered_tables(snapshot)
     states = [state for own in tables.values() for state in own.values()]
     streams = sum(1 if state is None else len(state.next) for state in states)
     if streams < 2 or all(state is None or state.domain is None for state in states):
@@ -198,7 +199,7 @@ def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | 
         return None
     since = time.time() - max((found[-1].ended for found in kept if found), default=0.0)
     time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
-    return read_ends(pipeline, patience)
+    return read_ends(pipeline, patience, snapshot)
 
 
 def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:

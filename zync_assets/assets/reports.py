@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from dagster import (
     AssetKey,
     AssetMaterialization,
@@ -159,9 +158,7 @@ def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
 
 
 def _count_inside(place: str, part: OffsetRange) -> int:
-    system, path = storage.filesystem(place)
-    table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"]).flatten()
-    offsets = table["kafka.offset"].to_numpy()
+    offsets = storage.read_file(place, ["kafka.offset"]).flatten()["kafka.offset"].to_numpy()
     return int(((offsets >= part.first) & (offsets < part.end)).sum())
 
 

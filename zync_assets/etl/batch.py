@@ -147,13 +147,17 @@ def held_rules(rules: Sequence[Rule]) -> HeldRules:
     """The rules of held outputs."""
     joins = {index: bool(rule.sides[0].keys) for index, rule in enumerate(rules) if rule.held}
     joining, single = (frozenset(index for index, each in joins.items() if each is kind) for kind in (True, False))
-    return HeldRules(joining, single)
+    return HeldRules(joining, single, frozenset(topic for index in joins for topic in rules[index].topics))
 
 
 def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
     """The column ``row`` of a record frame, where an output is held."""
+    if not held:
+        return []
     types = frames.record_types(state)
-    return [f"{source_rows.row_sql(topic, types['key'].dataType, types['value'].dataType)} AS row"] if held else []
+    known = topic in held.topics
+    row = source_rows.row_sql(topic, types["key"].dataType, types["value"].dataType) if known else source_rows.NO_ROW
+    return [f"{row} AS row"]
 
 
 def result_rows(transform: Transform, pending: PendingRecords, failures: Failures, columns: Columns) -> ResultRows:

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
@@ -154,6 +152,8 @@ def _merged(rows: pa.Table) -> pa.Table:
     return pa.concat_tables(parts) if parts else kinds.empty_table()
 
 
+Hashes = npt.NDArray[np.int64]
+"""Hashes of join keys."""
 Rows = npt.NDArray[np.int64]
 """Hashes of source rows (see ``source_rows``)."""
 
@@ -161,21 +161,88 @@ LOOKUP_ENTRIES = 6_000_000
 """Entries of a ledger that is looked up here; they take some 50 bytes each."""
 
 _PLACE = ["topic", "partition", "first"]
-_PENDING = pa.schema([staging.ACCOUNT_TYPE.field(name) for name in ("rule", *_PLACE, "hash")])
+_FIELDS = ["rule", *_PLACE, "hash", "text", "row"]
+NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _FIELDS]).empty_table()
+"""No pending records."""
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
 """What is looked up."""
-_known: RecentCache[str, dict[str, _Waiting]] = RecentCache(LOOKUP_ENTRIES)
-"""Place of a staging table → its ledger files' paths → what they say."""
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """What one ledger file says: ``pending`` (rule, topic, partition, first, hash), sorted by the hash, and ``completed``
-    (topic, partition, first)."""
+class _Index:
+    """The pending records of a ledger file that have a hash of one kind. ``places``: their places in the file, in the order of
+    ``hashes``, which is sorted."""
 
-    hashes: npt.NDArray[np.int64]
+    hashes: Hashes
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> _Index:
+        places = np.flatnonzero(pc.is_valid(column).to_numpy())
+        hashes = column.drop_null().to_numpy()
+        order = np.argsort(hashes, kind="stable")
+        return cls(hashes[order], places[order])
+
+    def find(self, wanted: Hashes) -> pa.Array:
+        """The places of the records with some hashes. ``wanted`` is sorted, each hash once."""
+        if len(self.hashes) < len(wanted):
+            at = np.minimum(np.searchsorted(wanted, self.hashes), len(wanted) - 1)
+            return pa.array(self.places[wanted[at] == self.hashes])
+        low, high = (np.searchsorted(self.hashes, wanted, side=side) for side in ("left", "right"))
+        spans = zip(low[low < high].tolist(), high[low < high].tolist(), strict=True)
+        return pa.array(self.places[[at for span in spans for at in range(*span)]], pa.int64())
+
+
+@dataclass(frozen=True)
+class _LedgerFile:
+    """The entries of a ledger file that tell which records wait. A ledger file never changes.
+
+    ``pending``: the fields of ``NO_ENTRIES``. ``completed``: the places (topic, partition, first) of records that wait no
+    more. ``keys``: the pending records by the hash of the join key. ``rows``: by the source row.
+    """
+
     pending: pa.Table
     completed: pa.Table
+    keys: _Index
+    rows: _Index
+
+    @property
+    def weight(self) -> int:
+        return 1 + self.pending.num_rows + self.completed.num_rows
+
+
+_files: RecentCache[str, _LedgerFile] = RecentCache(LOOKUP_ENTRIES)
+"""Ledger file → its entries."""
+
+
+def _ledger_files(state: StagingState) -> list[_LedgerFile]:
+    """The entries of every ledger file; LakeError for a file that can't be read."""
+    uris = [state.uri(item) for item in state.ledger_files]
+    return [_files.load(uri, lambda uri=uri: _read(uri), lambda item: item.weight) for uri in uris]
+
+
+def _read(uri: str) -> _LedgerFile:
+    names = ["kind", *_FIELDS]
+    entries = storage.read_file(uri, [f"account.{name}" for name in names]).flatten()
+    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
+    if "row" not in entries.column_names:
+        # A file of an older version has no source rows.
+        entries = entries.append_column("row", pa.nulls(entries.num_rows, pa.int64()))
+    pending = entries.filter(pc.equal(entries["kind"], "pending")).select(_FIELDS).cast(NO_ENTRIES.schema)
+    pending = pending.combine_chunks()
+    completed = entries.filter(pc.equal(entries["kind"], "completed")).select(_PLACE)
+    completed = completed.cast(NO_ENTRIES.select(_PLACE).schema)
+    return _LedgerFile(pending, completed, _Index.of(pending["hash"]), _Index.of(pending["row"]))
+
+
+def _waiting(entries: Sequence[pa.Table], files: Sequence[_LedgerFile]) -> pa.Table:
+    """Those of the pending entries that no file of the ledger completes."""
+    found = pa.concat_tables([NO_ENTRIES, *entries])
+    if not found.num_rows:
+        return found
+    firsts = found["first"].combine_chunks()
+    done = [item.completed.filter(pc.is_in(item.completed["first"], firsts)) for item in files]
+    return found.join(pa.concat_tables(done), _PLACE, join_type="left anti").select(_FIELDS)
 
 
 def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
@@ -183,42 +250,42 @@ def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
 
     None where the ledger is too long for this. LakeError for a file that can't be read.
     """
-    files = state.ledger_files
-    entries = sum(item.records for item in files)
-    if entries > LOOKUP_ENTRIES:
-        _known.remove(state.table.uri)
+    if sum(item.records for item in state.ledger_files) > LOOKUP_ENTRIES:
         return None
-    before = _known.get(state.table.uri) or {}
-    each = {item.path: before.get(item.path) or _read(state.uri(item)) for item in files}
-    _known.put(state.table.uri, each, entries)
-    hashes = np.unique(wanted["hash"].to_numpy())
-    found = pa.concat_tables([_with_hashes(item, hashes) for item in each.values()] or [_PENDING.empty_table()])
-    found = found.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(["rule", *_PLACE])
-    if not found.num_rows:
-        return found
-    firsts = found["first"]
-    done = [item.completed.filter(pc.is_in(item.completed["first"], firsts)) for item in each.values()]
-    return found.join(pa.concat_tables(done), _PLACE, join_type="left anti").select(["rule", *_PLACE])
+    files, hashes = _ledger_files(state), np.unique(wanted["hash"].to_numpy())
+    found = [item.pending.take(item.keys.find(hashes)) for item in files] if len(hashes) else []
+    found = [each.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(_FIELDS) for each in found]
+    return _waiting(found, files).select(["rule", *_PLACE])
 
 
-def _with_hashes(item: _Waiting, hashes: npt.NDArray[np.int64]) -> pa.Table:
-    low, high = (np.searchsorted(item.hashes, hashes, side=side) for side in ("left", "right"))
-    present = low < high
-    spans = zip(low[present].tolist(), high[present].tolist(), strict=True)
-    return item.pending.take(pa.array([at for span in spans for at in range(*span)], pa.int64()))
+def pending_in(state: StagingState, rows: Rows) -> pa.Table:
+    """The pending records of source rows in the ledger: rule, topic, partition, first, hash, text, row. LakeError for a file
+    that can't be read."""
+    files, wanted = _ledger_files(state), np.unique(rows)
+    found = [item.pending.take(item.rows.find(wanted)) for item in files] if len(wanted) else []
+    return _waiting(found, files)
 
 
-def _read(uri: str) -> _Waiting:
-    system, path = storage.filesystem(uri)
-    names = ["kind", "topic", "partition", "first", "rule", "hash"]
-    with storage.access_errors(uri, "can't be read"):
-        entries = pq.ParquetFile(path, filesystem=system).read([f"account.{name}" for name in names]).flatten()
-    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
-    is_kind = [pc.equal(entries["kind"], kind) for kind in ("pending", "completed")]
-    pending = entries.filter(reduce(pc.and_, [is_kind[0], pc.is_valid(entries["hash"])])).select(_PENDING.names)
-    pending = pending.cast(_PENDING).sort_by("hash").combine_chunks()
-    completed = entries.filter(is_kind[1]).select(_PLACE).cast(pa.schema([_PENDING.field(name) for name in _PLACE]))
-    return _Waiting(pending["hash"].to_numpy(), pending, completed)
+def rows_before(state: StagingState, single: Rows, completed: Rows, joining: Collection[str]) -> Rows:
+    """The source rows in which pending records of earlier batches matter.
+
+    They matter to the ``single`` rows, which have a record without a counterpart. Or they wait behind a record of the
+    ``completed`` rows. ``joining``: the rules with counterparts.
+    """
+    entries = pending_in(state, np.union1d(single, completed))
+    follows = pc.invert(pc.is_in(entries["rule"], pa.array(list(joining), pa.string())))
+    return entries.filter(pc.or_(follows, pc.is_in(entries["row"], pa.array(single))))["row"].to_numpy()
+
+
+def rows_at(state: StagingState, places: Collection[Place]) -> Rows:
+    """The source rows of pending records in the ledger."""
+    offsets = pa.array(sorted({offset for _, _, offset in places}), pa.int64())
+    rows: list[int] = []
+    for item in _ledger_files(state) if places else ():
+        near = item.pending.filter(pc.is_in(item.pending["first"], offsets)).to_pylist()
+        known = [entry for entry in near if entry["row"] is not None]
+        rows += [entry["row"] for entry in known if (entry["topic"], entry["partition"], entry["first"]) in places]
+    return np.array(rows, np.int64)
 
 
 MOST_MATCHES = 20_000
@@ -316,94 +383,3 @@ class PendingRecords:
         if self._places is not None and not self._few:
             with ignore_release_errors():
                 self._places.unpersist()
-
-
-_ROW_FIELDS = ["rule", *_PLACE, "hash", "text", "row"]
-NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _ROW_FIELDS]).empty_table()
-"""No pending records of source rows."""
-
-
-@dataclass(frozen=True)
-class _RowEntries:
-    """The contents of a ledger file. ``pending``: its pending records with a source row, sorted by it (``rows``).
-    ``completed``: the places of records that are pending no more."""
-
-    rows: Rows
-    pending: pa.Table
-    completed: pa.Table
-
-
-_rows_of: RecentCache[str, _RowEntries] = RecentCache(LOOKUP_ENTRIES)
-"""Ledger file → its entries; so many entries at the most, of some 50 bytes each."""
-
-
-def pending_in(state: StagingState, rows: Rows) -> pa.Table:
-    """The pending records of source rows in the ledger: rule, topic, partition, first, hash, text, row. LakeError for a file
-    that can't be read."""
-    wanted = np.unique(rows)
-    each = [_row_entries(state.uri(item)) for item in state.ledger_files]
-    found = [item.pending.take(pa.array(_positions(item.rows, wanted))) for item in each] if len(wanted) else []
-    pending = pa.concat_tables([NO_ENTRIES, *found])
-    if not pending.num_rows:
-        return pending
-    done = [
-        item.completed.filter(pc.is_in(item.completed["first"], pending["first"].combine_chunks())) for item in each
-    ]
-    return pending.join(pa.concat_tables(done), _PLACE, join_type="left anti").select(_ROW_FIELDS)
-
-
-def rows_before(state: StagingState, single: Rows, completed: Rows, joining: Collection[str]) -> Rows:
-    """The source rows in which pending records of earlier batches matter.
-
-    They matter to the ``single`` rows, which have a record without a counterpart. Or they wait behind a record of the
-    ``completed`` rows. ``joining``: the rules with counterparts.
-    """
-    entries = pending_in(state, np.union1d(single, completed))
-    follows = pc.invert(pc.is_in(entries["rule"], pa.array(list(joining), pa.string())))
-    return entries.filter(pc.or_(follows, pc.is_in(entries["row"], pa.array(single))))["row"].to_numpy()
-
-
-def rows_at(state: StagingState, places: Collection[Place]) -> Rows:
-    """The source rows of pending records in the ledger."""
-    offsets = pa.array(sorted({offset for _, _, offset in places}), pa.int64())
-    rows: list[int] = []
-    for item in state.ledger_files if places else ():
-        pending = _row_entries(state.uri(item)).pending
-        near = pending.filter(pc.is_in(pending["first"], offsets)).to_pylist()
-        rows += [entry["row"] for entry in near if (entry["topic"], entry["partition"], entry["first"]) in places]
-    return np.array(rows, np.int64)
-
-
-def _positions(rows: Rows, wanted: Rows) -> Rows:
-    """The positions in ``rows`` of those in ``wanted``; both are sorted."""
-    if len(rows) < len(wanted):
-        at = np.minimum(np.searchsorted(wanted, rows), len(wanted) - 1)
-        return np.flatnonzero(wanted[at] == rows)
-    low, high = np.searchsorted(rows, wanted, side="left"), np.searchsorted(rows, wanted, side="right")
-    spans = zip(low[low < high].tolist(), high[low < high].tolist(), strict=True)
-    return np.array([at for span in spans for at in range(*span)], np.int64)
-
-
-def _row_entries(uri: str) -> _RowEntries:
-    known = _rows_of.get(uri)
-    if known is None:
-        known = _read_rows(uri)
-        _rows_of.put(uri, known, 1 + len(known.rows) + known.completed.num_rows)
-    return known
-
-
-def _read_rows(uri: str) -> _RowEntries:
-    system, path = storage.filesystem(uri)
-    with storage.access_errors(uri, "can't be read"):
-        file = pq.ParquetFile(path, filesystem=system)
-        # A file of an older version has no source rows.
-        held = file.schema_arrow.field("account").type.get_field_index("row") >= 0
-        names = ["kind", *(name for name in _ROW_FIELDS if name != "row" or held)]
-        entries = file.read([f"account.{name}" for name in names]).flatten()
-    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
-    if not held:
-        entries = entries.append_column("row", pa.nulls(entries.num_rows, pa.int64()))
-    is_pending = reduce(pc.and_, [pc.equal(entries["kind"], "pending"), pc.is_valid(entries["row"])])
-    pending = entries.filter(is_pending).select(_ROW_FIELDS).sort_by("row").combine_chunks()
-    completed = entries.filter(pc.equal(entries["kind"], "completed")).select(_PLACE)
-    return _RowEntries(pending["row"].to_numpy(), pending, completed)

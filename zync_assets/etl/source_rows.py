@@ -39,6 +39,10 @@ _BUCKET = 40
 """Bits of a result row's number within its bucket."""
 
 
+NO_ROW = "named_struct('hash', CAST(NULL AS bigint), 'creates', true)"
+"""The source row of records that no rule of a held output takes: hashing a key takes time."""
+
+
 def row_sql(topic: str, key: DataType, value: DataType) -> str:
     """A record's source row: struct(hash, creates). ``key``, ``value``: the types of the topic.
 
@@ -137,10 +141,14 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldRules:
-    """The indexes of the rules of held outputs: ``joining`` with a counterpart, ``single`` without. False if there are none."""
+    """The indexes of the rules of held outputs: ``joining`` with a counterpart, ``single`` without. ``topics``: their inputs.
+
+    False if there are none.
+    """
 
     joining: frozenset[int] = frozenset()
     single: frozenset[int] = frozenset()
+    topics: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.joining)

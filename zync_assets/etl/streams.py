@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl.frontier import (
@@ -229,9 +228,7 @@ def _orders_of(states: States, stream: Stream, item: File) -> Orders:
     known = _orders.get(uri)
     if known is not None:
         return known
-    system, path = storage.filesystem(uri)
-    with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-        table = file.read(columns=["kafka.offset", ORDER])
+    table = storage.read_file(uri, ["kafka.offset", ORDER])
     offsets = pc.struct_field(table["kafka"].combine_chunks(), "offset").to_numpy(zero_copy_only=False)
     columns = [np.full(len(offsets), part) for part in LOWEST]
     if ORDER in table.column_names:

@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl.frontier import END, File, Frontier, Key, ReadOrders, Stream, frontier
@@ -160,7 +159,7 @@ def _bad_offsets(snapshot: Snapshot, stream: Stream) -> Longs:
         side = snapshot.quarantine(stream.topic)
         for item in quarantine.quarantine_files(state, side):
             if side is not None and item.partition == stream.partition:
-                kafka = _read(storage.join(side.uri, item.path), ["kafka.offset"])["kafka"].combine_chunks()
+                kafka = storage.read_file(storage.join(side.uri, item.path), ["kafka.offset"])["kafka"].combine_chunks()
                 found.append(pc.struct_field(kafka, "offset").to_numpy(zero_copy_only=False))
     return np.concatenate(found)
 
@@ -173,7 +172,7 @@ def _events_of(states: Mapping[str, RawState | None], read: ReadOrders, stream: 
     if known is not None:
         return known
     orders = read(stream, item)
-    table = _read(uri, ["value.op", f"value.transaction.{_ID}", f"value.transaction.{_NUMBER}"])
+    table = storage.read_file(uri, ["value.op", f"value.transaction.{_ID}", f"value.transaction.{_NUMBER}"])
     count = len(orders.offsets)
     value = table["value"].combine_chunks() if "value" in table.column_names else pa.nulls(count)
     transaction = _field(value, "transaction", count)
@@ -204,7 +203,7 @@ def _ends_in(state: RawState, item: DataFile) -> Ends | None:
     uri = storage.join(state.table.uri, item.path)
     known = _ends.get(uri)
     if known is None:
-        table = _read(uri, ["value.status", "value.id", "value.data_collections"])
+        table = storage.read_file(uri, ["value.status", "value.id", "value.data_collections"])
         if "value" not in table.column_names:
             return None
         known = _parsed(table["value"].combine_chunks())
@@ -242,9 +241,3 @@ def _parsed(value: pa.Array) -> Ends:
         _field(each, "data_collection", len(each)).cast(pa.string()),
         pc.fill_null(_field(each, "event_count", len(each)).cast(pa.int64()), 0).to_numpy(zero_copy_only=False),
     )
-
-
-def _read(uri: str, columns: Sequence[str]) -> pa.Table:
-    system, path = storage.filesystem(uri)
-    with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-        return file.read(columns=list(columns))

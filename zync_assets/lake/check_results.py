@@ -243,10 +243,7 @@ def _write(uri: str, look: Look, summary: str) -> DataFile:
 
 @lru_cache(1024)
 def _read(uri: str, path: str) -> Block:
-    place = storage.join(uri, path)
-    system, full = storage.filesystem(place)
-    with storage.access_errors(place, "can't be read"):
-        [row] = pq.ParquetFile(full, filesystem=system).read().to_pylist()
+    [row] = storage.read_file(storage.join(uri, path)).to_pylist()
     ranges: dict[str, list[OffsetRange]] = {}
     for part in row["ranges"]:
         ranges.setdefault(part["topic"], []).append(OffsetRange(part["partition"], part["first"], part["end"]))

@@ -28,10 +28,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.errors import BadRecords, CommitConflict, LakeError, TableDamaged
+from zync_assets.errors import BadRecords, CommitConflict, TableDamaged
 from zync_assets.lake import raw, staging, storage, tables, tampering
 from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.raw import RawState
@@ -155,12 +154,7 @@ def entries(state: RawState, side: LakeTable | None, columns: Sequence[str] = ()
     parts = [empty]
     for item in quarantine_files(state, side):
         assert side is not None
-        place = storage.join(side.uri, item.path)
-        system, path = storage.filesystem(place)
-        try:
-            table = pq.ParquetFile(path, filesystem=system).read(columns=all_columns)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise LakeError(f"file {place} can't be read: {error}. Restore it from a copy.") from error
+        table = storage.read_file(storage.join(side.uri, item.path), all_columns)
         parts.append(table.select(all_columns).cast(empty.schema))
     rows = pa.concat_tables(parts)
     rows = rows.filter(pc.invert(pc.is_in(rows["stage"], pa.array(RANGE_STAGES))))

@@ -43,10 +43,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.errors import CommitConflict
 from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.log import DataFile, LakeTable, Order
 from zync_assets.offsets import OffsetRange, normalize
@@ -271,12 +270,7 @@ def runs(partition: int, offsets: npt.NDArray[np.int64]) -> list[OffsetRange]:
 
 
 def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
-    uri = storage.join(state.table.uri, item.path)
-    system, path = storage.filesystem(uri)
-    try:
-        table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset"])
-    except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
+    table = storage.read_file(storage.join(state.table.uri, item.path), ["kafka.offset"])
     return table.flatten().column(0).to_numpy()
 
 

@@ -382,9 +382,7 @@ def orders_before(state: RawState, partition: int, offsets: npt.NDArray[np.int64
         if files[place].max_order is None:
             continue  # the file has no orders: LOWEST
         uri = storage.join(state.table.uri, files[place].path)
-        system, path = storage.filesystem(uri)
-        with storage.access_errors(uri, "can't be read"):
-            table = pq.ParquetFile(path, filesystem=system).read(columns=["kafka.offset", ORDER]).flatten().flatten()
+        table = storage.read_file(uri, ["kafka.offset", ORDER]).flatten().flatten()
         at = places == place
         last = np.searchsorted(table["kafka.offset"].to_numpy(), offsets[at]) - 1
         for side, name in enumerate(_ORDER_COLUMNS):

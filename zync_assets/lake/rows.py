@@ -7,7 +7,7 @@ the files and row groups that can hold a row are read. ``RecentCache`` keeps wha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -189,6 +189,14 @@ class RecentCache(Generic[K, V]):
             self._weight += weight
             while self._weight > self._most and len(self._values) > 1:
                 self._remove(next(iter(self._values)))
+
+    def load(self, key: K, make: Callable[[], V], weight: Callable[[V], int]) -> V:
+        """The value of a key; ``make`` makes a missing value. Two threads may make the same value."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value, weight(value))
+        return value
 
     def remove(self, key: K) -> None:
         with self._lock:

@@ -213,6 +213,16 @@ def file_size(uri: str) -> int:
     return int(info.size or 0)
 
 
+def read_file(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """A Parquet file, or some leaf columns (dotted paths) of it. A column that the file lacks is left out.
+
+    LakeError if the file can't be read.
+    """
+    system, path = filesystem(uri)
+    with access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
 def read_batches(
     file: pq.ParquetFile, most: int, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
 ) -> Iterator[pa.RecordBatch]:

@@ -15,10 +15,10 @@ import pytest
 from zync_assets.checks.output_checks import run_all, source_order
 from zync_assets.errors import SchemaError
 from zync_assets.etl import plan as etl_plan
-from zync_assets.etl import transaction_records
 from zync_assets.etl.plan import plan_etl
 from zync_assets.etl.transactions import OpenTransaction
 from zync_assets.kafka.topics import create_topic
+from zync_assets.lake import storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER, RawAdvance
@@ -270,11 +270,11 @@ def test_a_tick_without_new_records_reads_no_transactions(source: Source, monkey
     source.changes(1, ("left", "c", 1, "a"))
     source.commit(1)
     source.run()
-    monkeypatch.setattr(transaction_records.pq, "ParquetFile", None)
+    monkeypatch.setattr(storage, "read_file", None)
     assert plan_etl(source.it.pipeline, "Staging").nothing_to_do
     source.changes(2, ("left", "u", 1, "b"))
     source.it.ingest(source.it.left)
     monkeypatch.undo()
     plan_etl(source.it.pipeline, "Staging")
-    monkeypatch.setattr(transaction_records.pq, "ParquetFile", None)
+    monkeypatch.setattr(storage, "read_file", None)
     assert plan_etl(source.it.pipeline, "Staging").nothing_to_do, "the files were read already"
