@@ -94,17 +94,27 @@ class Cluster:
         self.await_state(topic, assignment[0][0], len(assignment[0]))
 
     def await_state(self, topic: str, leader: int | None, in_sync: int) -> None:
-        """Wait until partition 0 has that leader (None: any) and as many replicas in sync."""
-        client = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        """Wait until partition 0 has that leader (None: any) and as many replicas in sync.
+
+        Every broker that runs must say so: a broker that stood still knows only the state before.
+        """
         give_up = time.monotonic() + 60
         while True:
-            found = client.list_topics(topic, timeout=20).topics[topic].partitions.get(0)
-            if found is not None and leader in (None, found.leader) and len(found.isrs) == in_sync:
+            found = [self._state(topic, node) for node in BROKERS if self._answers(node)]
+            if all(leader in (None, first) and len(replicas) == in_sync for first, replicas in found):
                 return
-            assert time.monotonic() < give_up, (
-                f"{topic}: {found and (found.leader, found.isrs)}, not {(leader, in_sync)}"
-            )
+            assert time.monotonic() < give_up, f"{topic}: {found}, not {(leader, in_sync)}"
             time.sleep(0.1)
+
+    def _answers(self, node: int) -> bool:
+        process = self.running[node]
+        return process.is_running() and process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+
+    def _state(self, topic: str, node: int) -> tuple[int, Sequence[int]]:
+        """The leader of partition 0 and its replicas in sync, as a broker knows them; -1 for a topic that it does not know."""
+        client = AdminClient({"bootstrap.servers": f"127.0.0.1:{self.ports[node]}", "log_level": 0})
+        found = client.list_topics(topic, timeout=20).topics[topic].partitions.get(0)
+        return (-1, []) if found is None else (found.leader, found.isrs)
 
     def close(self) -> None:
         for process in self.running.values():
