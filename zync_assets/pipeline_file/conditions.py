@@ -49,41 +49,49 @@ def split_join(sql: str, left_root: str = "left", right_root: str = "right") -> 
     expression = parse(sql)
     pairs: list[JoinPair] = []
     try:
-        for conjunct in _conjuncts(expression.tokens, expression):
+        for conjunct in conjuncts(expression.tokens, expression):
             pairs.append(_pair(conjunct, expression, left_root, right_root))
     except SqlProblem as problem:
         return (), [str(problem)]
     return tuple(pairs), []
 
 
-def _conjuncts(tokens: Sequence[Token], whole: Expression) -> list[Sequence[Token]]:
+def conjuncts(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) -> list[Sequence[Token]]:
+    """The conditions that AND joins. ``form``: the correct form, in words. SqlProblem for OR."""
     tokens = _unwrap(tokens)
-    tree = parse(_text(tokens, whole)).tree
+    tree = parse(text_of(tokens, whole)).tree
     if isinstance(tree, exp.Or):
-        raise SqlProblem(f"{_SHAPE}; OR is not supported: write a rule for each")
+        raise SqlProblem(f"{form}; OR is not supported: write a rule for each")
     if not isinstance(tree, exp.And):
         return [tokens]
     pieces = _split(tokens, TokenType.AND)
     if len(pieces) < 2 or not all(pieces):
-        raise SqlProblem(_SHAPE)
-    return [conjunct for piece in pieces for conjunct in _conjuncts(piece, whole)]
+        raise SqlProblem(form)
+    return [conjunct for piece in pieces for conjunct in conjuncts(piece, whole, form)]
 
 
-def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root: str) -> JoinPair:
-    text = _text(tokens, whole)
+def equality(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) -> JoinPair:
+    """The two sides of an equality as the file spells them. SqlProblem for another condition."""
+    text = text_of(tokens, whole)
     tree = parse(text).tree
     if isinstance(tree, exp.NullSafeEQ):
         raise SqlProblem(f"`{text}`: use `=`; a null join key matches nothing")
     sides = _split(tokens, TokenType.EQ)
     if not isinstance(tree, exp.EQ) or len(sides) != 2 or not all(sides):
-        raise SqlProblem(f"`{text}` is no equality of the two sides; {_SHAPE}")
-    texts = [_text(side, whole) for side in sides]
+        raise SqlProblem(f"`{text}` is no equality of the two sides; {form}")
+    texts = [text_of(side, whole) for side in sides]
     trees = [parse(side).tree for side in texts]
     # Spark and sqlglot bind `a between 1 and 2 = b` differently; parentheses leave no doubt.
     doubtful = any(isinstance(side, exp.Predicate | exp.Not | exp.RegexpLike) for side in trees)
     if doubtful or (tree.this, tree.expression) != tuple(trees):
         raise SqlProblem(f"`{text}` can be read in two ways; put each side in parentheses")
-    root_sets = [roots(side) for side in trees]
+    return texts[0], texts[1]
+
+
+def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root: str) -> JoinPair:
+    text = text_of(tokens, whole)
+    texts = equality(tokens, whole)
+    root_sets = [roots(parse(side).tree) for side in texts]
     if root_sets == [{left_root}, {right_root}]:
         return texts[0], texts[1]
     if root_sets == [{right_root}, {left_root}]:
@@ -134,7 +142,8 @@ def _split(tokens: Sequence[Token], separator: TokenType) -> list[Sequence[Token
     return [*pieces, tokens[begin:]]
 
 
-def _text(tokens: Sequence[Token], whole: Expression) -> str:
+def text_of(tokens: Sequence[Token], whole: Expression) -> str:
+    """The tokens as the file spells them."""
     return whole.sql[tokens[0].start : tokens[-1].end + 1]
 
 
@@ -278,7 +287,7 @@ def with_nulls(expression: Expression, places: Iterable[Span]) -> str:
 def null_spans(expression: Expression, places: Iterable[Span]) -> set[Span]:
     """The parts of an expression that NULL replaces if some of its columns are null; none of them is in another."""
     tokens = expression.tokens
-    closings = _closings(tokens)
+    closings = closing_places(tokens)
     spans = {_null_span(tokens, closings, *place) for place in places}
     return {
         (start, end)
@@ -341,7 +350,7 @@ def _kind(tokens: Sequence[Token], at: int) -> TokenType | None:
     return tokens[at].token_type if 0 <= at < len(tokens) else None
 
 
-def _closings(tokens: Sequence[Token]) -> dict[int, int]:
+def closing_places(tokens: Sequence[Token]) -> dict[int, int]:
     """The place of each opening parenthesis or bracket → the place of the closing one."""
     closings: dict[int, int] = {}
     openings: list[int] = []

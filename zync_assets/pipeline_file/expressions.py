@@ -14,8 +14,8 @@ case-insensitive, as in Spark.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sqlglot import exp
 from sqlglot.dialects.spark import Spark
@@ -146,6 +146,35 @@ _NOT_FUNCTIONS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What an expression sees beyond the functions of one record: the aggregates that it may use, and the cures for the rest."""
+
+    query: str = "it sees one record only"
+    window: str = "it sees one record only"
+    window_call: str = "an expression sees one record only"
+    generator: str = "a rule makes one output of what it takes"
+    clock: str = "use what the record holds, such as kafka.time"
+    aggregate: str = "an expression sees one record only"
+    aggregates: frozenset[str] = frozenset()
+    cures: Mapping[str, str] = field(default_factory=lambda: _ARRAY_CURES)
+    """Aggregate → what to use in its place."""
+
+    def aggregate_cure(self, name: str) -> str:
+        return f"{self.aggregate}{f' ({self.cures[name]})' if name in self.cures else ''}"
+
+
+_ARRAY_CURES = {
+    "max": "of an array: array_max or greatest",
+    "min": "of an array: array_min or least",
+    "sum": "of an array: aggregate",
+    "count": "of an array: size",
+    "first": "of an array: element_at",
+}
+RECORD = Scope()
+"""One record, or the named records of a rule."""
+
+
 class SqlProblem(ValueError):
     """A text that is no expression. The message names the place and the reason."""
 
@@ -159,29 +188,34 @@ class Expression:
     tree: exp.Expr
 
 
-def parse(sql: str) -> Expression:
-    """One expression. Raises SqlProblem, also for a query, an alias, a star or a comment."""
+def tokenize(sql: str) -> list[Token]:
+    """The tokens of an expression. Raises SqlProblem, also for a comment and a statement."""
     if len(sql) > MAX_LENGTH:
         raise SqlProblem(f"is longer than {MAX_LENGTH} characters")
     try:
         tokens = Spark().tokenize(sql)
-        _check_tokens(tokens)
-        trees = Spark().parser().parse(tokens, sql)
     except TokenError:
         raise SqlProblem("does not parse: a quote or a comment is not closed") from None
+    _check_tokens(tokens)
+    return tokens
+
+
+def parse(sql: str, scope: Scope = RECORD) -> Expression:
+    """One expression. Raises SqlProblem, also for a query, an alias, a star or a comment."""
+    tokens = tokenize(sql)
+    try:
+        trees = Spark().parser().parse(tokens, sql)
     except ParseError as error:
         raise SqlProblem(_parse_problem(error)) from None
     except RecursionError:
         raise SqlProblem("does not parse: nested too deep") from None
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        if isinstance(error, SqlProblem):
-            raise
+    except (ValueError, TypeError, AttributeError, LookupError):
         # Some malformed texts get past the parser's own checks.
         raise SqlProblem("does not parse") from None
     tree = trees[0] if len(trees) == 1 else None
     if tree is None:
         raise SqlProblem("must be one expression")
-    _check_tree(tree)
+    _check_tree(tree, scope)
     return Expression(sql, tuple(tokens), tree)
 
 
@@ -191,7 +225,7 @@ def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
         expression = parse(sql)
     except SqlProblem as problem:
         return [str(problem)]
-    problems = list(_function_problems(expression.tokens))
+    problems = list(function_problems(expression.tokens))
     if not problems:
         # A function without parentheses looks like a column; one problem for it is enough.
         problems.extend(_column_problems(expression.tree, allowed_roots))
@@ -279,8 +313,8 @@ _STATEMENTS = frozenset(
 )
 
 _FORBIDDEN: tuple[tuple[type[exp.Expr], str], ...] = (
-    (exp.Query, "must not hold a query; it sees one record only"),
-    (exp.Window, "must not hold a window function; it sees one record only"),
+    (exp.Query, "must not hold a query; {query}"),
+    (exp.Window, "must not hold a window function; {window}"),
     (exp.Star, "must not hold `*`; name the fields"),
     (exp.Placeholder, "must not hold a parameter marker"),
     (exp.Parameter, "must not hold a parameter marker"),
@@ -288,19 +322,21 @@ _FORBIDDEN: tuple[tuple[type[exp.Expr], str], ...] = (
 )
 
 
-def _check_tree(tree: exp.Expr) -> None:
+def _check_tree(tree: exp.Expr, scope: Scope) -> None:
     if isinstance(tree, exp.Alias | exp.Aliases):
         raise SqlProblem("must not have an alias; the name is the mapping's key")
     for node in tree.walk():
         for forbidden, message in _FORBIDDEN:
-            if isinstance(node, forbidden):
-                raise SqlProblem(message)
+            is_count = isinstance(node, exp.Star) and isinstance(node.parent, exp.Count) and "count" in scope.aggregates
+            if isinstance(node, forbidden) and not is_count:
+                raise SqlProblem(message.format(query=scope.query, window=scope.window))
     # Aggregates with their clauses pass here: they are refused by name, which makes the better message.
     if not isinstance(tree, exp.Condition | exp.Interval | exp.Tuple | exp.Filter | exp.WithinGroup | exp.IgnoreNulls):
         raise SqlProblem("must be one expression, not a statement or a list")
 
 
-def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
+def function_problems(tokens: Sequence[Token], scope: Scope = RECORD) -> Iterator[str]:
+    """The functions that an expression may not call, each with its cure."""
     for index, token in enumerate(tokens):
         is_quoted = token.token_type == TokenType.IDENTIFIER
         name = token.text.lower()
@@ -311,41 +347,31 @@ def _function_problems(tokens: Sequence[Token]) -> Iterator[str]:
         if after is None or after.token_type != TokenType.L_PAREN:
             is_field = after is not None and after.token_type == TokenType.DOT
             if name in WITHOUT_PARENTHESES and not is_quoted and not is_field and token.token_type not in _STRINGS:
-                yield _not_deterministic(name)
+                yield _not_deterministic(name, scope)
             continue
         if token.token_type in _STRINGS or (
             before is not None and before.text.lower() in _PATTERN_WORDS and name in ("any", "some", "all")
         ):
             continue
         if name in NON_DETERMINISTIC:
-            yield _not_deterministic(f"{name}()")
+            yield _not_deterministic(f"{name}()", scope)
         elif name in NEEDED_ARGUMENTS:
             if _arguments(tokens, index + 1) < NEEDED_ARGUMENTS[name]:
                 minimum = NEEDED_ARGUMENTS[name]
                 yield f"`{name}()` is not deterministic with fewer than {minimum} argument{'s' * (minimum > 1)}"
         elif name in AGGREGATES:
-            yield f"`{name}()` is an aggregate; an expression sees one record only{_array_cure(name)}"
+            if name not in scope.aggregates:
+                yield f"`{name}()` is an aggregate; {scope.aggregate_cure(name)}"
         elif name in GENERATORS:
-            yield f"`{name}()` makes rows; a rule makes one output of what it takes"
+            yield f"`{name}()` makes rows; {scope.generator}"
         elif name in WINDOWS:
-            yield f"`{name}()` is a window function; an expression sees one record only"
+            yield f"`{name}()` is a window function; {scope.window_call}"
         elif (token.token_type == TokenType.VAR or is_quoted) and name not in ALL and name not in _NOT_FUNCTIONS:
             yield f"Spark has no function `{name}`{suggestion(name, RECORD_FUNCTIONS)}"
 
 
-def _array_cure(name: str) -> str:
-    cures = {
-        "max": "array_max or greatest",
-        "min": "array_min or least",
-        "sum": "aggregate",
-        "count": "size",
-        "first": "element_at",
-    }
-    return f" (of an array: {cures[name]})" if name in cures else ""
-
-
-def _not_deterministic(name: str) -> str:
-    return f"`{name}` is not deterministic; use what the record holds, such as kafka.time"
+def _not_deterministic(name: str, scope: Scope = RECORD) -> str:
+    return f"`{name}` is not deterministic; {scope.clock}"
 
 
 def _arguments(tokens: Sequence[Token], opening: int) -> int:
@@ -372,7 +398,7 @@ def _column_problems(tree: exp.Expr, root_names: Sequence[str]) -> Iterator[str]
             continue
         record = parts if root in RECORD_ROOTS else parts[1:]
         if record and record[0].lower() not in RECORD_ROOTS:
-            fields = ", ".join(f"{root}.{field}" for field in RECORD_ROOTS)
+            fields = ", ".join(f"{root}.{part}" for part in RECORD_ROOTS)
             yield f"`{name}` is not known; a record has {fields}{suggestion(record[0], RECORD_ROOTS)}"
         elif len(record) > 1 and record[0].lower() == "kafka" and record[1].lower() not in KAFKA_FIELDS:
             yield f"`{name}` is not known; kafka has {', '.join(KAFKA_FIELDS)}{suggestion(record[1], KAFKA_FIELDS)}"
@@ -386,9 +412,7 @@ def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str])
             path = ".".join(parts[1:])
             return f"write `{path}`" if path else "`where` sees kafka, key and value of one record"
         return f"write {' or '.join(f'`{side}`' for side in root_names)} in place of `{root}`"
-    names = (
-        root_names if "value" in root_names else [f"{side}.{field}" for side in root_names for field in RECORD_ROOTS]
-    )
+    names = root_names if "value" in root_names else [f"{side}.{part}" for side in root_names for part in RECORD_ROOTS]
     quotes = f" (text is written '{name}')" if len(parts) == 1 else ""
     return f"known here: {', '.join(names)}{quotes}{suggestion(root, root_names)}"
 

@@ -137,7 +137,7 @@ def _shape(roots: str) -> tuple[Key, ...]:
 class Section:
     """The section of one kind of rule in the grammar.
 
-    ``text``: the kind in one sentence. ``sides``: the keys that name a topic each; expressions see a record of the topic
+    ``text``: the kind in a clause. ``sides``: the keys that name a topic each; expressions see a record of the topic
     under the same name. ``keys``: all keys of the kind alone. ``where``: the keys of ``where`` as a mapping, for a kind with
     several sides. ``join``: the key of the join key, where the kind has one. ``read_join``: reads the join key, as side →
     parts.
@@ -160,9 +160,11 @@ def _read_join_on(fields: Fields) -> Mapping[str, tuple[str, ...]]:
     return {"left": tuple(pair[0] for pair in pairs), "right": tuple(pair[1] for pair in pairs)}
 
 
+_TABLE = "type: view\ntables: {{o: {{{}}}}}\nfrom: o\nkey: {{ID: o.ID}}\nvalue: {{customer: o.customer}}"
+
 STATELESS = Section(
     "stateless",
-    "`stateless` makes an output of one record.",
+    "`stateless` makes an output of one record",
     sides=("in",),
     keys=(
         Key(
@@ -176,7 +178,7 @@ STATELESS = Section(
 
 DENORM = Section(
     "denorm",
-    "`denorm` makes an output of two records with the same join key.",
+    "`denorm` makes an output of two records with the same join key",
     sides=("left", "right"),
     keys=(
         Key(
@@ -219,7 +221,68 @@ DENORM = Section(
     read_join=_read_join_on,
 )
 
-SECTIONS = {section.kind: section for section in (STATELESS, DENORM)}
+VIEW = Section(
+    "view",
+    "`view` keeps its topic equal to a query over the latest rows of tables",
+    sides=(),
+    keys=(
+        Key(
+            "tables",
+            "a mapping of aliases to topics, or to mappings",
+            "The tables of a view, each with its alias and its topic. Expressions see the latest row of each key by alias.",
+            "type: view\ntables: {o: Invoices, s: {topic: InvoiceStatus, row: value}}\n"
+            "from: o JOIN s ON o.ID = s.InvoiceID\nkey: o.ID\nvalue: {status: s.status}",
+            keys=(
+                Key(
+                    "topic",
+                    "a topic of `inputs`",
+                    "The input with the changes of the table. Several aliases and views may use one input.",
+                    f"{_TABLE.format('topic: Invoices')}",
+                ),
+                Key(
+                    "key",
+                    "an expression, or a mapping of names to expressions",
+                    "The key of a row, by `kafka`, `key` and `value` of the record. The last record of a key has its latest row.",
+                    f"{_TABLE.format('topic: Invoices, key: key.ID')}",
+                    default="the record's key",
+                ),
+                Key(
+                    "row",
+                    "an expression in Spark SQL",
+                    "The row of a record.",
+                    f"{_TABLE.format('topic: Invoices, row: value')}",
+                    default="`value.after` of a Debezium envelope, else `value`",
+                ),
+                Key(
+                    "deleted",
+                    "a condition in Spark SQL",
+                    "The records that delete their row.",
+                    f"{_TABLE.format('topic: Invoices, deleted: value IS NULL OR value.gone')}",
+                    default="a tombstone, or `op = 'd'` of a Debezium envelope",
+                ),
+            ),
+            open=True,
+        ),
+        Key(
+            "from",
+            "aliases joined by equalities",
+            "The joins of a view: JOIN and LEFT JOIN on equalities. Each join compares a table with one table before it. A null"
+            " join key matches nothing.",
+            "type: view\ntables: {o: Invoices, s: InvoiceStatus}\nfrom: o LEFT JOIN s ON s.InvoiceID = o.ID\n"
+            "key: {ID: o.ID}\nvalue: {status: s.status}",
+        ),
+        Key(
+            "on-duplicate-key",
+            "an expression in Spark SQL",
+            "The choice among several rows of one key of a view: the greatest stays.",
+            "type: view\ntables: {s: InvoiceStatus}\nfrom: s\nkey: {ID: s.InvoiceID}\nvalue: {status: s.status}\n"
+            "on-duplicate-key: s.ID",
+            default="several are an error",
+        ),
+    ),
+)
+
+SECTIONS = {section.kind: section for section in (STATELESS, DENORM, VIEW)}
 """``type`` of a rule → its section."""
 
 
@@ -243,7 +306,7 @@ def rule_keys() -> tuple[Key, ...]:
         Key(
             "type",
             "one of the allowed values",
-            " ".join(["The kind of rule.", *(section.text for section in kinds)]),
+            f"The kind of rule. {'; '.join(section.text for section in kinds)}.",
             "type: denorm",
             required=True,
             allowed=sorted(SECTIONS),
@@ -251,8 +314,8 @@ def rule_keys() -> tuple[Key, ...]:
         Key(
             "where",
             "a condition in Spark SQL, or for a denorm rule a mapping of `left` and `right`",
-            "The records that the rule takes, by `kafka`, `key` and `value`. A rule without `where` takes every record but"
-            " tombstones. The first rule of a staging pool that names the topic and whose `where` holds gets the record.",
+            "The records that the rule takes, by `kafka`, `key` and `value`. The first rule of a staging pool that names the"
+            " topic and whose `where` holds gets the record. For a view, `where` is a condition on the joined rows.",
             "where: value.op IN ('c', 'r')",
             default="all records but tombstones",
             keys=tuple(key for section in kinds for key in section.where),
@@ -276,7 +339,7 @@ def rule_keys() -> tuple[Key, ...]:
             "value",
             "an expression, a mapping of names to expressions, or null",
             "The value of the output; null makes a tombstone. A field that the mapping does not name is left out, a field that"
-            " it sets to `NULL` is erased.",
+            " it sets to `NULL` is erased. An aggregate in the value of a view groups by `key`.",
             "value: {ID: left.value.after.ID, status: right.value.after.status}",
             required=True,
         ),

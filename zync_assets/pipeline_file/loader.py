@@ -212,6 +212,7 @@ DEFAULT_ORDER_DELAY = 1.0
 
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
+_TYPES = "type: denorm, type: stateless or type: view"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
@@ -389,12 +390,10 @@ def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, O
     node = fields.node("transforms")
     if node is None:
         alone = "" if "transforms" in fields else _ALONE
-        fields.problem(
-            "transforms", f"is missing; write a list of rules, each with type: denorm or type: stateless{alone}"
-        )
+        fields.problem("transforms", f"is missing; write a list of rules, each with {_TYPES}{alone}")
         return ()
     if not isinstance(node, Items) or not node.items:
         fault = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
-        fields.problem("transforms", f"{fault}; write at least one rule, with type: denorm or type: stateless")
+        fields.problem("transforms", f"{fault}; write at least one rule, with {_TYPES}")
         return ()
     return read_rules(tables(node, "transforms", fields.problems), inputs, outputs, fields.problems)

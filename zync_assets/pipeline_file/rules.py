@@ -19,9 +19,10 @@ from zync_assets.pipeline import Input, Output, RecordShape, Rule, Shape, Side, 
 from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
-from zync_assets.pipeline_file.keys import SECTIONS, Section, known_names, rule_keys
+from zync_assets.pipeline_file.keys import SECTIONS, VIEW, Section, known_names, rule_keys
 from zync_assets.pipeline_file.source import Table
-from zync_assets.pipeline_file.topics import read_condition, read_headers, read_shape
+from zync_assets.pipeline_file.topics import Check, over, read_condition, read_headers, read_shape
+from zync_assets.pipeline_file.views import check_pools, read_query, read_view
 from zync_assets.spark.sql import shape_sql
 
 
@@ -179,7 +180,9 @@ def read_rules(
         names.setdefault(name, fields.line_of("name"))
         if found is not None:
             placed.append(found)
-    _check_reach(placed, {topic: item.pool for topic, item in outputs.items() if item is not None})
+    pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
+    _check_reach(placed, pools)
+    check_pools([(item.rule, item.fields) for item in placed], pools)
     made = _held(list(_composed(placed, outputs)), outputs)
     for item, rule in zip(placed, made, strict=True):
         _check_formats(item, rule, inputs, outputs.get(rule.out))
@@ -200,7 +203,12 @@ def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -
     made: dict[str, list[tuple[_Placed, Rule]]] = {}
     for item in placed:
         output, rule = outputs.get(item.rule.out), item.rule
-        if output is not None and output.shape is not None:
+        if output is not None and output.shape is not None and rule.view is not None:
+            message = (
+                f"`{rule.out}` has a shape; put it into `where:`, `key:` and `value:` of the view, and remove it there"
+            )
+            item.fields.problem("out", message)
+        elif output is not None and output.shape is not None:
             try:
                 rule = composed(rule, output.shape)
             except Missing as error:
@@ -225,7 +233,9 @@ def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | Non
     """Problems of keys and values whose type is plain to see, and that the output's format has no form for."""
     if output is None:
         return
-    known = {side.name: item for side in rule.sides if (item := inputs.get(side.topic)) is not None}
+    # An alias of a view is a row, not a record.
+    sides = () if rule.view is not None else rule.sides
+    known = {side.name: item for side in sides if (item := inputs.get(side.topic)) is not None}
     for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
         if isinstance(shape, str) and form in ("string", "bytes"):
             # Here: few files need it, and it loads the codecs.
@@ -245,10 +255,20 @@ def _read_rule(
     name = (fields.text("name") if "name" in fields else None) or f"{position}-{section.kind}"
     out = _topic(fields, "out", outputs, inputs, "output", "input")
     output = outputs.get(out) if out is not None else None
-    key = _shape_of(fields, "key", section.sides, _MISSING_KEY, output.key if output else None)
-    value = _shape_of(fields, "value", section.sides, _MISSING_VALUE, output.value if output else None)
-    headers = read_headers(fields, section.sides, output is not None and output.provenance)
+    query = None
+    if section is VIEW:
+        query = read_query(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
+    check = over(section.sides) if query is None else query.check()
+    checks = check if query is None else query.check(aggregates=True)
+    key = _shape_of(fields, "key", check, _MISSING_KEY, output.key if output else None)
+    value = _shape_of(fields, "value", checks, _MISSING_VALUE, output.value if output else None)
+    headers = read_headers(fields, checks, output is not None and output.provenance)
     _refuse_others(fields, section)
+    if query is not None:
+        rule = read_view(fields, name, out or "", query, key, value, headers)
+        return (
+            _Placed(rule, fields) if rule is not None and out is not None and len(fields.problems) == before else None
+        )
     topics = {side: _topic(fields, side, inputs, outputs, "input", "output") for side in section.sides}
     first: dict[str, str] = {}
     for side, topic in topics.items():
@@ -277,13 +297,13 @@ def _section(fields: Fields) -> Section | None:
 
 def _refuse_others(fields: Fields, section: Section) -> None:
     """A problem for each key that only another kind of rule has."""
-    sides = " and ".join(f"`{side}`" for side in section.sides)
+    own = " and ".join(f"`{name}`" for name in section.sides or known_names(section.keys))
     known = set(known_names(section.keys))
     for other in SECTIONS.values():
         for key in known_names(other.keys):
             if key in fields and key not in known:
                 known.add(key)
-                fields.problem(key, f"belongs to a rule of type {other.kind}; a {section.kind} rule has {sides}")
+                fields.problem(key, f"belongs to a rule of type {other.kind}; a {section.kind} rule has {own}")
 
 
 def _topic(
@@ -304,7 +324,7 @@ def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
     """Side → its condition. One expression is the condition of every side."""
     node = fields.node("where")
     if not isinstance(node, Table):
-        return dict.fromkeys(section.sides, read_condition(fields, "where"))
+        return dict.fromkeys(section.sides, read_condition(fields, "where", over()))
     if not section.where:
         others = (
             f"only a {other.kind} rule has a {' and a '.join(other.sides)}"
@@ -317,10 +337,10 @@ def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
     if not node.entries:
         each = " and ".join(f"{side}:" for side in section.sides)
         fields.problem("where", f"is empty; write an expression, or {each} with one each")
-    return {side: read_condition(sides, side) for side in section.sides}
+    return {side: read_condition(sides, side, over()) for side in section.sides}
 
 
-def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side: SideFormat | None) -> Shape:
+def _shape_of(fields: Fields, key: str, check: Check, cure: str, side: SideFormat | None) -> Shape:
     node = fields.node(key)
     if node is None:
         fields.problem(key, f"is missing; {cure}")
@@ -328,7 +348,7 @@ def _shape_of(fields: Fields, key: str, roots: tuple[str, ...], cure: str, side:
     if isinstance(node, Table) and side is not None and side.format in ("string", "bytes"):
         message = f"must be one expression, not a mapping: the output's {key} format is {side.format}"
         fields.problem(key, message)
-    return read_shape(node, fields.key(key), fields.line_of(key), roots, fields.problems)
+    return read_shape(node, fields.key(key), fields.line_of(key), check, fields.problems)
 
 
 def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
@@ -350,4 +370,5 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
 
 
 def _conditions(rule: Rule) -> dict[str, str | None]:
-    return {side.topic: side.where for side in rule.sides}
+    """Topic → the condition on its records; nothing for a view, which takes no record from other rules."""
+    return {} if rule.view is not None else {side.topic: side.where for side in rule.sides}

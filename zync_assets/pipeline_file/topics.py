@@ -6,9 +6,9 @@ The ``inputs`` and ``outputs`` of a pipeline file: topics, pools, formats, and h
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from zync_assets.errors import Problem, SchemaError
 from zync_assets.pipeline import (
@@ -35,9 +35,17 @@ from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUT
 from zync_assets.pipeline_file.keys import input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, Table
 
+Check: TypeAlias = Callable[[str], Iterable[str]]
+"""The problems of an expression."""
 
-def read_condition(fields: Fields, key: str, roots: tuple[str, ...] = RECORD_ROOTS) -> str | None:
-    """A condition on one record; None where the key is missing or wrong."""
+
+def over(roots: tuple[str, ...] = RECORD_ROOTS) -> Check:
+    """The check of expressions over one record, or over named records."""
+    return lambda sql: check_expression(sql, roots)
+
+
+def read_condition(fields: Fields, key: str, check: Check) -> str | None:
+    """A condition; None where the key is missing or wrong."""
     node = fields.node(key)
     # `where: true` is a condition too.
     if isinstance(node, Scalar) and isinstance(node.value, bool):
@@ -45,12 +53,12 @@ def read_condition(fields: Fields, key: str, roots: tuple[str, ...] = RECORD_ROO
     sql = fields.text(key)
     if sql is None:
         return None
-    for message in check_expression(sql, roots):
+    for message in check(sql):
         fields.problem(key, message)
     return sql
 
 
-def read_shape(node: Node, path: str, line: int, roots: tuple[str, ...], problems: list[Problem]) -> Shape:
+def read_shape(node: Node, path: str, line: int, check: Check, problems: list[Problem]) -> Shape:
     """One expression, a mapping of names to such, or null."""
     if isinstance(node, Table):
         if not node.entries:
@@ -60,23 +68,23 @@ def read_shape(node: Node, path: str, line: int, roots: tuple[str, ...], problem
             inner = f"{path}.{entry.key}"
             if not entry.key.strip():
                 problems.append(Problem(entry.line, inner, "a field needs a name"))
-            shape[entry.key] = read_shape(entry.node, inner, entry.line, roots, problems)
+            shape[entry.key] = read_shape(entry.node, inner, entry.line, check, problems)
         return shape
     if not isinstance(node, Scalar):
         problems.append(Problem(line, path, f"must be an expression, a mapping or null, not {kind(node)}"))
         return None
     if node.value is None:
         return None
-    problems.extend(Problem(line, path, message) for message in check_expression(node.text, roots))
+    problems.extend(Problem(line, path, message) for message in check(node.text))
     return node.text
 
 
-def read_headers(fields: Fields, roots: tuple[str, ...], provenance: bool) -> Headers | None:
+def read_headers(fields: Fields, check: Check, provenance: bool) -> Headers | None:
     """The headers of a rule's records; ``provenance``: whether its output adds some of its own."""
     node = fields.node("headers")
     if not isinstance(node, Table):
         sql = fields.text("headers", "write a mapping of names to expressions, or leave the key out") if node else None
-        for message in check_expression(sql, roots) if sql is not None else ():
+        for message in check(sql) if sql is not None else ():
             fields.problem("headers", message)
         return sql
     if not node.entries:
@@ -93,9 +101,7 @@ def read_headers(fields: Fields, roots: tuple[str, ...], provenance: bool) -> He
             found = kind(entry.node)
             fields.problems.append(Problem(entry.line, path, f"must be one expression, not {found}"))
             continue
-        fields.problems.extend(
-            Problem(entry.line, path, message) for message in check_expression(entry.node.text, roots)
-        )
+        fields.problems.extend(Problem(entry.line, path, message) for message in check(entry.node.text))
         headers[entry.key] = entry.node.text
     return headers
 
@@ -121,8 +127,8 @@ def read_record_shape(
         form = (formats or {}).get(side)
         if isinstance(node, Table) and form in ("string", "bytes"):
             fields.problem(side, f"must be one expression, not a mapping: the output's {side} format is {form}")
-        sides[side] = read_shape(node, fields.key(side), fields.line_of(side), roots, item.problems)
-    return RecordShape(read_condition(fields, "where", roots), sides)
+        sides[side] = read_shape(node, fields.key(side), fields.line_of(side), over(roots), item.problems)
+    return RecordShape(read_condition(fields, "where", over(roots)), sides)
 
 
 _POOL = re.compile(r"[A-Za-z0-9_]+")

@@ -56,7 +56,7 @@ def with_part(place: str, part: dict[str, Any]) -> dict[str, Any]:
         if "output" in part:
             del file["outputs"]
         return file | part
-    if part.get("type") == "stateless":
+    if part.get("type") in ("stateless", "view"):
         file[section] = [{"out": "NewInvoices", **part}]
     else:
         file[section][0] |= part

@@ -14,10 +14,11 @@ from zync_assets.etl.rules.denorm import Denorm
 from zync_assets.etl.rules.matching import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.etl.rules.stateless import Stateless
+from zync_assets.etl.rules.view import ViewKind, plan_text, query_sql
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule
 from zync_assets.spark.sql import name_sql, shape_sql
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (Stateless(), Denorm())}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (Stateless(), Denorm(), ViewKind())}
 """``type`` of a rule → its kind. ``pipeline_file.keys.SECTIONS`` has the same kinds; Spark's workers load no parser for it."""
 
 
@@ -28,10 +29,10 @@ def kind_of(rule: Rule) -> Kind:
 
 @dataclass(frozen=True)
 class Statement:
-    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, or the ``rule`` of that name; ``pool``:
-    the staging pool of an assignment or a rule."""
+    """One SQL statement. ``kind``: ``shape`` or ``assignment`` of the input ``name``, the ``rule`` of that name, or the ``plan``
+    that keeps a view, in comments; ``pool``: the staging pool of an assignment, a rule or a plan."""
 
-    kind: Literal["shape", "assignment", "rule"]
+    kind: Literal["shape", "assignment", "rule", "plan"]
     name: str
     sql: str
     pool: str | None = None
@@ -41,7 +42,7 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
     """The SQL statements of a pipeline, in the file's order.
 
     An input with a shape has one statement. An input of a staging pool has one statement that chooses the pool's rule for a
-    record. The statement of a rule makes the rule's outputs.
+    record. The statement of a rule makes the rule's outputs. A view has its query and its plan.
     """
     found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
     for pool in pipeline.staging_pools:
@@ -49,9 +50,15 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
         found += [
             Statement("assignment", item.topic, _assignment(item, pool, rules), pool)
             for item in pipeline.inputs_of(pool)
+            if any(rule.view is None and item.topic in rule.topics for rule in rules)
         ]
     for rule in pipeline.rules:
-        found.append(Statement("rule", rule.name, _outputs(rule), pipeline.output(rule.out).pool))
+        pool, kind = pipeline.output(rule.out).pool, kind_of(rule)
+        if isinstance(kind, ViewKind):
+            found.append(Statement("rule", rule.name, query_sql(rule, kind, pipeline), pool))
+            found.append(Statement("plan", rule.name, plan_text(rule), pool))
+        else:
+            found.append(Statement("rule", rule.name, _outputs(rule), pool))
     return found
 
 

@@ -1,0 +1,134 @@
+"""The kind ``view``: a topic that always equals a query over the latest rows of tables. The query as SQL, and how it is kept.
+
+``etl.views`` keeps the result. A view takes no single records, so that the kind makes no results itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zync_assets.etl.rules.matching import Kind
+from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
+from zync_assets.pipeline_file.view_expressions import aliases_of, grouped, has_aggregates, ordered
+from zync_assets.spark.sql import leaves, name_sql, shape_sql
+
+
+class ViewKind(Kind):
+    """A view in lists of rules."""
+
+    name = "view"
+    summary = "the result of the query over the latest rows of the tables"
+
+    def from_sql(self, rule: Rule) -> str:
+        view = _view(rule)
+        lines = [view.root]
+        for join in view.joins:
+            equal = " AND ".join(f"({before}) = ({own})" for before, own in join.on)
+            lines.append(f"{'LEFT ' if join.kind == 'left' else ''}JOIN {join.alias} ON {equal}")
+        return "\n".join(lines)
+
+
+def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
+    """A view's query as one SQL statement over the raw tables.
+
+    The row of a default table is ``value.after``. For records that are no envelopes of Debezium, it is ``value``.
+    """
+    view = _view(rule)
+    tables = ",\n".join(f"{item.alias} AS ({_latest_sql(item, pipeline)})" for item in view.tables)
+    value = _sorted(rule.value)
+    headers = "" if rule.headers is None else f", {ordered(headers_sql(rule.headers))} AS headers"
+    lines = [
+        f"-- {rule.name}: {kind.summary}",
+        f"WITH {tables}",
+        f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(value)} AS value{headers}",
+        f"FROM {kind.from_sql(rule)}",
+        *([] if view.where is None else [f"WHERE {view.where}"]),
+    ]
+    if any(has_aggregates(sql) for _, sql in leaves(rule.value, "value")):
+        groups = [sql for _, sql in leaves(rule.key, "key")]
+        groups += [name for _, sql in leaves(rule.value, "value") for name in grouped(sql)]
+        lines.append(f"GROUP BY {', '.join(dict.fromkeys(groups))}")
+    if view.on_duplicate_key is not None:
+        lines.append(f"-- of several rows with one key, the row with the greatest {view.on_duplicate_key}")
+    return "\n".join(lines)
+
+
+def plan_text(rule: Rule) -> str:
+    """The maintenance plan of a view: for each table, the keys that a change of the table touches, and how they are found."""
+    view = _view(rule)
+    anchors = {alias for _, sql in leaves(rule.key, "key") for alias in _spelled(view, sql)}
+    lines = [f"-- {rule.name}: how a batch keeps the view"]
+    for item in view.tables:
+        steps = _steps(view, item.alias, anchors)
+        lines.append(f"-- a change of {item.alias} ({item.topic}) touches the keys {_shown(rule.key)} of")
+        lines.append(f"--   the changed rows {item.alias}, as they were before the batch and as they are after it")
+        lines += [
+            f"--   with the rows {far} that have {_equal(pairs)}: a semi join of {near} with the state of {far}"
+            for far, near, pairs in steps
+        ]
+    lines.append(
+        "-- The query then runs over the rows of these keys, before and after. The differences are the outputs."
+    )
+    return "\n".join(lines)
+
+
+def _steps(view: View, start: str, anchors: set[str]) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """The joins that lead from a table to the tables of the view's key: (the table found, the table before it, pairs)."""
+    edges: dict[str, dict[str, list[tuple[str, str]]]] = {item.alias: {} for item in view.tables}
+    for join in view.joins:
+        partner = next(iter(_spelled(view, join.on[0][0])), view.root)
+        edges[partner][join.alias] = [(own, before) for before, own in join.on]
+        edges[join.alias][partner] = list(join.on)
+    paths: dict[str, list[str]] = {start: [start]}
+    queue = [start]
+    while queue:
+        near = queue.pop(0)
+        for far in edges[near]:
+            if far not in paths:
+                paths[far] = [*paths[near], far]
+                queue.append(far)
+    done: set[str] = set()
+    for anchor in sorted(anchors, key=lambda alias: len(paths[alias])):
+        for near, far in zip(paths[anchor], paths[anchor][1:], strict=False):
+            if far not in done:
+                done.add(far)
+                yield far, near, edges[near][far]
+
+
+def _equal(pairs: list[tuple[str, str]]) -> str:
+    return " and ".join(f"{found} = {given}" for found, given in pairs)
+
+
+def _shown(shape: Shape) -> str:
+    if isinstance(shape, Mapping):
+        return f"{{{', '.join(f'{name}: {_shown(part)}' for name, part in shape.items())}}}"
+    return shape or "NULL"
+
+
+def _sorted(shape: Shape) -> Shape:
+    """The shape with sorted collections: Spark collects in no order."""
+    if isinstance(shape, str):
+        return ordered(shape)
+    return None if shape is None else {name: _sorted(part) for name, part in shape.items()}
+
+
+def _latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
+    """The latest rows of a table, each under the table's alias."""
+    row = item.row or "value.after"
+    deleted = item.deleted or ("value IS NULL" if item.row else "value IS NULL OR coalesce(value.op = 'd', false)")
+    name = f"{pipeline.input(item.topic).pool}.{name_sql(item.topic)}"
+    latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, kafka.offset) AS latest"
+    inner = f"SELECT {latest} FROM {name} GROUP BY {shape_sql(item.key)}"
+    return f"SELECT latest.row AS {item.alias} FROM ({inner}) WHERE latest IS NOT NULL"
+
+
+def _spelled(view: View, sql: str) -> list[str]:
+    """The aliases of an expression, in the order of the view's tables."""
+    names = aliases_of(sql)
+    return [item.alias for item in view.tables if item.alias.lower() in names]
+
+
+def _view(rule: Rule) -> View:
+    assert rule.view is not None
+    return rule.view

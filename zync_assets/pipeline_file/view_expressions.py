@@ -1,0 +1,189 @@
+"""Expressions of views: rows under their aliases, with aggregates where they may stand.
+
+A view is computed anew for the keys that a change touches. Therefore an expression of a view may use every deterministic
+function of one row, and the aggregates of ``AGGREGATES``. It may not look at rows of other keys, as queries and window
+functions do.
+
+A collection has no order of its own. ``ordered`` sorts each collection by its elements: structs by their first field, then by
+the second field and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from sqlglot import exp
+from sqlglot.tokenizer_core import TokenType
+
+from zync_assets.pipeline_file.conditions import closing_places
+from zync_assets.pipeline_file.expressions import (
+    RECORD_ROOTS,
+    Expression,
+    Scope,
+    SqlProblem,
+    columns,
+    function_problems,
+    parse,
+)
+from zync_assets.pipeline_file.fields import suggestion, word_list
+
+COLLECTIONS = ("collect_list", "collect_set", "array_agg")
+AGGREGATES = ("count", "sum", "min", "max", "avg", "bool_and", "bool_or", *COLLECTIONS)
+"""The aggregates of a view."""
+
+_CURES = {
+    "any": "use bool_or",
+    "every": "use bool_and",
+    "some": "use bool_or",
+    "mean": "use avg",
+    "count_if": "use count(*) FILTER (WHERE …)",
+    "first": "use min or max",
+    "first_value": "use min or max",
+    "last": "use min or max",
+    "last_value": "use min or max",
+    "any_value": "use min or max",
+    "max_by": "use max(struct(y, x)).x",
+    "min_by": "use min(struct(y, x)).x",
+    "listagg": "use array_join(collect_list(…), ',')",
+    "string_agg": "use array_join(collect_list(…), ',')",
+    "try_sum": "use sum of a wider type",
+    "try_avg": "use avg of a wider type",
+}
+_MAINTENANCE = "a view can't be maintained with it; aggregate by the view's `key:`"
+ROWS = Scope(
+    query="a view joins its tables in `from:`",
+    window=_MAINTENANCE,
+    window_call=_MAINTENANCE,
+    generator="a view has a row for each joined row of its tables; keep the array as it is",
+    clock="use a column of a table",
+    aggregate="only the `value:` of a view aggregates",
+    cures={},
+)
+"""The row of each alias."""
+GROUPS = Scope(
+    query=ROWS.query,
+    window=ROWS.window,
+    window_call=ROWS.window_call,
+    generator=ROWS.generator,
+    clock=ROWS.clock,
+    aggregate=f"the aggregates of a view are {word_list(AGGREGATES)}",
+    aggregates=frozenset(AGGREGATES),
+    cures=_CURES,
+)
+"""The rows of one key of the view, under their aliases."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An aggregate in an expression: the characters of the call, and of the call with its FILTER clause."""
+
+    name: str
+    start: int
+    end: int
+
+    def holds(self, place: int) -> bool:
+        return self.start <= place < self.end
+
+
+def check_rows(sql: str, aliases: Mapping[str, bool], scope: Scope = ROWS) -> list[str]:
+    """The problems of an expression over the rows of ``aliases``; empty if it has none.
+
+    ``aliases``: name in lower case → whether the alias has the default row, which is no whole record.
+    """
+    try:
+        expression = parse(sql, scope)
+    except SqlProblem as problem:
+        return [str(problem)]
+    problems = list(function_problems(expression.tokens, scope)) or [
+        *_column_problems(expression.tree, aliases),
+        *_aggregate_problems(expression),
+    ]
+    return list(dict.fromkeys(problems))
+
+
+def calls(expression: Expression) -> tuple[Call, ...]:
+    """The aggregates of an expression."""
+    found: list[Call] = []
+    tokens, closings = expression.tokens, closing_places(expression.tokens)
+    for opening, closing in closings.items():
+        name = tokens[opening - 1].text.lower() if opening else ""
+        is_field = opening > 1 and tokens[opening - 2].token_type == TokenType.DOT
+        if name not in AGGREGATES or is_field:
+            continue
+        is_filtered = closing + 2 < len(tokens) and tokens[closing + 1].token_type == TokenType.FILTER
+        end = closings.get(closing + 2, closing) if is_filtered else closing
+        found.append(Call(name, tokens[opening - 1].start, tokens[end].end + 1))
+    return tuple(sorted(found, key=lambda call: call.start))
+
+
+def has_aggregates(sql: str) -> bool:
+    """Whether an expression of a view aggregates."""
+    return any(name in sql.lower() for name in AGGREGATES) and bool(calls(parse(sql, GROUPS)))
+
+
+def grouped(sql: str) -> tuple[str, ...]:
+    """What an expression of a view groups by, beside the view's key: itself if it does not aggregate, else the columns that
+    stand outside its aggregates. Nothing if it names no column there."""
+    expression = parse(sql, GROUPS)
+    inside = calls(expression)
+    found: list[str] = []
+    for column in expression.tree.find_all(exp.Column):
+        start = int(column.parts[0].meta["start"])
+        if next(columns(column), None) is not None and not any(call.holds(start) for call in inside):
+            found.append(sql[start : int(column.parts[-1].meta["end"]) + 1])
+    if not inside:
+        return (sql,) if found else ()
+    return tuple(dict.fromkeys(found))
+
+
+def ordered(sql: str) -> str:
+    """The expression with each of its collections sorted.
+
+    >>> ordered("collect_list(struct(l.position, l.sku))")
+    'sort_array(collect_list(struct(l.position, l.sku)))'
+    """
+    for call in reversed(calls(parse(sql, GROUPS))):
+        if call.name in COLLECTIONS:
+            sql = f"{sql[: call.start]}sort_array({sql[call.start : call.end]}){sql[call.end :]}"
+    return sql
+
+
+def aliases_of(sql: str) -> frozenset[str]:
+    """The aliases that an expression names, in lower case."""
+    return frozenset(parts[0].lower() for parts in columns(parse(sql, GROUPS).tree))
+
+
+def _aggregate_problems(expression: Expression) -> Iterator[str]:
+    found = calls(expression)
+    for call in found:
+        if any(other is not call and other.holds(call.start) for other in found):
+            yield f"`{call.name}()` stands in another aggregate; an aggregate sees the rows of one key"
+    for token in expression.tokens:
+        if token.token_type == TokenType.ORDER_BY:
+            yield "must not hold ORDER BY; a collection is ordered by its elements: put the field to order by first"
+
+
+def _column_problems(tree: exp.Expr, aliases: Mapping[str, bool]) -> Iterator[str]:
+    for parts in columns(tree):
+        name, alias = ".".join(parts), parts[0].lower()
+        if alias not in aliases:
+            yield f"`{name}` is not known here; {_cure(parts, aliases)}"
+        elif aliases[alias] and len(parts) > 2 and [part.lower() for part in parts[1:3]] == ["value", "after"]:
+            path = ".".join([parts[0], *parts[3:]])
+            yield f"`{name}` is not known; `{parts[0]}` is a row of the table already: write `{path}`"
+
+
+def _cure(parts: tuple[str, ...], aliases: Collection[str]) -> str:
+    field = parts[-1]
+    if parts[0].lower() in RECORD_ROOTS:
+        return f"a view sees rows, not records: write {_fields(field, aliases)}"
+    if len(parts) == 1:
+        return f"write {_fields(field, aliases)} (text is written '{field}')"
+    return (
+        f"no table of the view has the alias `{parts[0]}`; aliases: {word_list(aliases)}{suggestion(parts[0], aliases)}"
+    )
+
+
+def _fields(field: str, aliases: Collection[str]) -> str:
+    return " or ".join(f"`{alias}.{field}`" for alias in aliases) or "an alias of `tables:` before it"

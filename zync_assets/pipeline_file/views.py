@@ -1,0 +1,205 @@
+"""The section of a view: its tables, its joins, and what makes a view one that can be maintained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlglot.dialects.spark import Spark
+from sqlglot.tokenizer_core import TokenType
+
+from zync_assets.pipeline import Headers, Rule, Shape, Side, View, ViewTable
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem
+from zync_assets.pipeline_file.fields import Fields, kind, word_list
+from zync_assets.pipeline_file.joins import JoinTree, read_from
+from zync_assets.pipeline_file.keys import VIEW, known_names
+from zync_assets.pipeline_file.source import Scalar, Table, parse
+from zync_assets.pipeline_file.topics import Check, over, read_condition, read_shape
+from zync_assets.pipeline_file.view_expressions import GROUPS, ROWS, aliases_of, check_rows, has_aggregates
+from zync_assets.spark.sql import leaves
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FORM = "write {o: shop.orders}, or {o: {topic: shop.orders}}"
+_TABLE_KEYS = next(key.keys for key in VIEW.keys if key.name == "tables")
+
+
+@dataclass(frozen=True)
+class Query:
+    """The tables and joins of a view. ``rows``: alias → whether it has the default row; None: not known, for want of tables."""
+
+    tables: tuple[ViewTable, ...]
+    tree: JoinTree | None
+    rows: Mapping[str, bool] | None
+
+    def check(self, aggregates: bool = False) -> Check:
+        """The check of an expression over the joined rows. ``aggregates``: whether it may aggregate."""
+        if self.rows is None:
+            return lambda sql: ()
+        rows = {alias.lower(): default for alias, default in self.rows.items()}
+        return lambda sql: check_rows(sql, rows, GROUPS if aggregates else ROWS)
+
+
+def read_query(fields: Fields, topic: Callable[[Fields, str], str | None]) -> Query:
+    """The ``tables`` and the ``from`` of a view. ``topic``: reads the name of an input."""
+    tables, rows = _tables(fields, topic)
+    sql = fields.text("from", "name the joined aliases, such as o JOIN c ON o.customer_id = c.id")
+    if sql is None or rows is None:
+        return Query(tables, None, rows)
+    tree, problems = read_from(sql, rows)
+    for message in problems:
+        fields.problem("from", message)
+    if tree is not None:
+        for alias in rows:
+            if alias not in tree.aliases:
+                fields.problem("tables", f"`{alias}` is not joined; join it in `from:`, or remove it")
+    return Query(tables, tree, rows)
+
+
+def read_view(
+    fields: Fields, name: str, out: str, query: Query, key: Shape, value: Shape, headers: Headers | None
+) -> Rule | None:
+    """The rule of a view; None if a part of the query is not known. Reads ``where`` and ``on-duplicate-key``.
+
+    The rule has a side for each topic, under the first alias of the topic.
+    """
+    where = read_condition(fields, "where", query.check()) if _is_condition(fields) else None
+    choice = fields.text("on-duplicate-key")
+    if choice is not None:
+        for message in query.check(aggregates=_aggregates(value))(choice):
+            fields.problem("on-duplicate-key", message)
+    if value is None and isinstance(node := fields.node("value"), Scalar) and node.value is None:
+        fields.problem("value", "must not be null; a view makes its tombstones itself: name the fields of a row")
+    if query.tree is None:
+        return None
+    try:
+        _check_key(fields, key, query.tree)
+        view = View(query.tables, query.tree.root, query.tree.joins, where, choice)
+        aliases = {table.topic: table.alias for table in reversed(query.tables)}
+        topics = dict.fromkeys(table.topic for table in query.tables)
+        sides = tuple(Side(aliases[topic], topic) for topic in topics)
+        return Rule("view", name, sides, out, key, value, headers, view=view)
+    except SqlProblem:
+        # An expression with problems is reported already.
+        return None
+
+
+def check_pools(rules: Sequence[tuple[Rule, Fields]], pools: Mapping[str, str]) -> None:
+    """A problem for each topic that is both a table and an event input of a staging pool, and for each output of a view that
+    another rule has too. ``pools``: output topic → staging pool."""
+    for at, (rule, fields) in enumerate(rules):
+        for earlier, place in rules[:at]:
+            if rule.out == earlier.out and (rule.view or earlier.view):
+                owner = f"view `{earlier.name}`" if earlier.view else f"rule `{earlier.name}`"
+                fields.problem(
+                    "out",
+                    f"`{rule.out}` is the topic of {owner} (line {place.line}); a view has a topic of its own: name another",
+                )
+            if pools.get(rule.out) != pools.get(earlier.out) or (rule.view is None) == (earlier.view is None):
+                continue
+            for side in rule.sides:
+                if side.topic in earlier.topics:
+                    uses = "a table of view", "an event input of rule"
+                    used = uses[earlier.view is None]
+                    fields.problem(
+                        "tables" if rule.view else side.name,
+                        f"`{side.topic}` is {used} `{earlier.name}` (line {place.line}) in the pool {pools.get(rule.out)}; a"
+                        " topic is a table or an event input of a pool: use two pools, one for views, one for other rules",
+                    )
+
+
+def _is_condition(fields: Fields) -> bool:
+    if isinstance(fields.node("where"), Table):
+        fields.problem(
+            "where", "must be one expression over the rows of the view's tables, such as o.status <> 'draft'"
+        )
+        return False
+    return True
+
+
+def _aggregates(value: Shape) -> bool:
+    try:
+        return any(has_aggregates(sql) for _, sql in leaves(value, "value"))
+    except SqlProblem:
+        return True
+
+
+def _check_key(fields: Fields, key: Shape, tree: JoinTree) -> None:
+    used: set[str] = set()
+    for path, sql in leaves(key, "key"):
+        names = aliases_of(sql)
+        used |= names
+        for alias in sorted(names & tree.optional):
+            fields.problem(
+                "key",
+                f"`{path}` needs `{alias}`, whose row a LEFT JOIN may lack; use the columns of other tables, or JOIN `{alias}`",
+            )
+    if not used:
+        fields.problem("key", "names no column; a view needs a key that tells its rows apart, such as {id: o.id}")
+
+
+def _tables(
+    fields: Fields, topic: Callable[[Fields, str], str | None]
+) -> tuple[tuple[ViewTable, ...], Mapping[str, bool] | None]:
+    """The tables, and the aliases of all entries, those with problems included."""
+    node = fields.node("tables")
+    if node is None:
+        fields.problem("tables", f"is missing; {_FORM}")
+        return (), None
+    if not isinstance(node, Table) or not node.entries:
+        fault = "is empty" if isinstance(node, Table) else f"must be a mapping of aliases, not {kind(node)}"
+        fields.problem("tables", f"{fault}; {_FORM}")
+        return (), None
+    section = Fields(node, fields.key("tables"), fields.problems, None)
+    tables: list[ViewTable] = []
+    rows: dict[str, bool] = {}
+    for alias, entry in section.entries.items():
+        if message := _alias_problem(alias, list(rows)):
+            section.problem(alias, message)
+        item = entry.node
+        if isinstance(item, Table):
+            table = _table(Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS)), alias, topic)
+        else:
+            name = topic(section, alias)
+            table = None if name is None else ViewTable(alias, name)
+        rows[alias] = not (isinstance(item, Table) and any(entry.key == "row" for entry in item.entries))
+        if table is not None:
+            tables.append(table)
+    return tuple(tables), rows
+
+
+def _table(item: Fields, alias: str, topic: Callable[[Fields, str], str | None]) -> ViewTable | None:
+    name = topic(item, "topic")
+    key: Shape = "key"
+    if "key" in item:
+        key = _key(item)
+    row = item.text("row")
+    for message in over()(row) if row is not None else ():
+        item.problem("row", message)
+    deleted = read_condition(item, "deleted", over())
+    return None if name is None else ViewTable(alias, name, key, row, deleted)
+
+
+def _key(item: Fields) -> Shape:
+    """The key of a table; text in braces is a mapping too."""
+    node = item.node("key")
+    assert node is not None
+    if isinstance(node, Scalar) and node.text.strip().startswith("{"):
+        inner, problems = parse(node.text, {})
+        if isinstance(inner, Table) and not problems:
+            node = inner
+    if isinstance(node, Scalar) and node.value is None:
+        item.problem("key", "must not be null; a row needs a key")
+        return "key"
+    return read_shape(node, item.key("key"), item.line_of("key"), over(), item.problems)
+
+
+def _alias_problem(alias: str, others: Sequence[str]) -> str | None:
+    if not _NAME.fullmatch(alias):
+        return "is no alias; write letters, digits and `_`, such as o"
+    if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:
+        return "is a word of its own in expressions; choose another alias, such as o"
+    if tokens[0].token_type != TokenType.VAR:
+        return "is a word of SQL; choose another alias, such as o"
+    twins = [other for other in others if other.lower() == alias.lower()]
+    return f"differs from `{word_list(twins)}` in case only; choose another alias" if twins else None
