@@ -1,7 +1,8 @@
 """PostgreSQL → Debezium → ``zync run`` → JDBC sink → PostgreSQL, all at once: the target is the source's join, row by row.
 
 Two sessions change three tables in transactions that overlap. The changes come in bursts, which Debezium sends with one
-timestamp. The connector starts in the middle of a burst, so that its snapshot runs beside the changes.
+timestamp. The connector starts in the middle of a burst, so that its snapshot runs beside the changes. With transaction metadata,
+every staging commit also shows a state that the source had.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
 from zync_assets.kafka.topics import survey
-from zync_assets.lake.staging import Head, open_staging
+from zync_assets.lake.head import Head
+from zync_assets.lake.staging import open_staging, staging_state
+from zync_assets.lake.storage import staging_uri
+from zync_assets.lake.tables import open_table
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all, ingest_all, publish_all
@@ -74,6 +78,7 @@ inputs:
   - {topic: $prefix.public.orders, pool: Raw$order}
   - {topic: $prefix.public.order_status, pool: Raw$order}
   - {topic: $prefix.public.shipments, pool: Raw$order}
+$metadata
 outputs:
   - {topic: $out, pool: Staging, create: {replication-factor: 1}}
 transforms:
@@ -127,6 +132,10 @@ transforms:
     value: {id: in.value.after.order_id, carrier: in.value.after.carrier}
 """
 """Orders come first. Among records of one time, the deletion of an order is therefore before the status that completes it."""
+METADATA = """
+  - {topic: $prefix.transaction, pool: Raw}
+transactions: {topic: $prefix.transaction}
+"""
 
 BURSTS, BURST = 40, 100
 """The least number of bursts, and the changes of each."""
@@ -278,9 +287,11 @@ class Workload:
         return sum(session.changes for session in self.sessions)
 
 
-def make_pipeline(services: Services, folder: Path, name: str, prefix: str, order: str) -> Pipeline:
-    """A pipeline with a lake and an output topic of its own. ``order``: of its inputs."""
-    text = Template(PIPELINE).substitute(
+def make_pipeline(
+    services: Services, folder: Path, name: str, prefix: str, order: str = "", *, whole: bool = False
+) -> Pipeline:
+    """A pipeline with a lake and an output topic of its own. ``order``: of its inputs. ``whole``: with whole transactions."""
+    text = Template(PIPELINE.replace("$metadata", METADATA if whole else "")).substitute(
         name=name,
         servers=services.bootstrap_servers,
         registry=services.registry_url,
@@ -390,19 +401,56 @@ def is_fed(pipeline: Pipeline) -> bool:
         reader.close()
 
 
+def seen_by_commit(pipeline: Pipeline) -> list[dict[tuple[str, int], int]]:
+    """For each staging commit: (input topic, partition) → the first offset that ETL has not looked at."""
+    uri = staging_uri(pipeline.lake, "Staging")
+    found: list[dict[tuple[str, int], int]] = []
+    for version in range(DeltaTable(uri).version() + 1):
+        state = staging_state(open_table(uri, version))
+        if state is not None:
+            found.append({place: position.seen for place, position in state.head.inputs.items()})
+    return found
+
+
+def transactions(pipeline: Pipeline) -> dict[str, set[tuple[str, int, int]]]:
+    """Transaction → the topics, partitions and offsets of its changes, without those of the snapshot."""
+    found: dict[str, set[tuple[str, int, int]]] = {}
+    for topic in [item.topic for item in pipeline.inputs if item.topic.rpartition(".")[2] != "transaction"]:
+        table = DeltaTable(f"{pipeline.lake}/Raw/{topic}").to_pyarrow_table(columns=["kafka", "value"])
+        for kafka, value in zip(table["kafka"].to_pylist(), table["value"].to_pylist(), strict=True):
+            if value is not None and value["transaction"] is not None:
+                place = topic, kafka["partition"], kafka["offset"]
+                found.setdefault(value["transaction"]["id"].partition(":")[0], set()).add(place)
+    return found
+
+
+def torn_transactions(pipeline: Pipeline) -> list[str]:
+    """The transactions of which a staging commit has some changes and not the others."""
+    each = transactions(pipeline)
+    torn: list[str] = []
+    for seen in seen_by_commit(pipeline):
+        below = {name: {offset < seen.get((topic, part), 0) for topic, part, offset in at} for name, at in each.items()}
+        torn += [name for name, sides in below.items() if len(sides) == 2]
+    return torn
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("whole", [False, True], ids=["records", "transactions"])
 def test_the_target_of_a_running_chain_is_the_source_s_join(
     services: Services,
     spark: SparkSession,
     tmp_path: Path,
     unique: str,
     record_property: Callable[[str, object], None],
+    *,
+    whole: bool,
 ) -> None:
     prefix = f"{unique}.shop"
-    shop = make_pipeline(services, tmp_path, "shop", prefix, "")
-    at_once = make_pipeline(services, tmp_path, "at-once", prefix, "")
+    shop = make_pipeline(services, tmp_path, "shop", prefix, whole=whole)
+    at_once = make_pipeline(services, tmp_path, "at-once", prefix, whole=whole)
     by_time = make_pipeline(services, tmp_path, "by-time", prefix, ", order: time")
-    inputs = [item.topic for item in shop.inputs]
+    inputs = [item.topic for item in by_time.inputs]
     with postgres() as server, worker(services, tmp_path, "America/New_York") as connect:
         server.run("postgres", "CREATE DATABASE source")
         server.run("source", *SOURCE)
@@ -410,7 +458,7 @@ def test_the_target_of_a_running_chain_is_the_source_s_join(
         load.burst()
         tables = ",".join(topic.removeprefix(f"{prefix}.") for topic in inputs)
         settings = source_settings(server, "source", tables, prefix, "shop")
-        settings["topic.creation.default.partitions"] = "2"
+        settings |= {"topic.creation.default.partitions": "2", "provide.transaction.metadata": str(whole).lower()}
         load.burst(half_way=partial(connect.start, "source", settings, "avro"))
         load.bursts_until(lambda: len(ends(shop, *inputs)) == len(inputs))
         with zync_run(shop, tmp_path / "run.log") as process:
@@ -425,7 +473,7 @@ def test_the_target_of_a_running_chain_is_the_source_s_join(
             ended = time.monotonic()
             cpu = cpu_seconds(process)
         for pipeline in (at_once, by_time):
-            list(ingest_all(pipeline, lambda: spark, inputs))
+            list(ingest_all(pipeline, lambda: spark, [item.topic for item in pipeline.inputs]))
             list(etl_all(pipeline, lambda: spark))
         list(publish_all(by_time, lambda: spark, [by_time.outputs[0].topic]))
         start_sink(server, connect, by_time)
@@ -448,3 +496,10 @@ def test_the_target_of_a_running_chain_is_the_source_s_join(
     assert wrong == {}
     assert head(shop).late == {}
     assert outputs(shop) == outputs(at_once)
+    if whole:
+        torn = torn_transactions(shop)
+        record_property(
+            "table: PostgreSQL to PostgreSQL in the order of the source",
+            f"transactions, and torn ones|{len(transactions(shop))}|{len(torn)}",
+        )
+        assert torn == []
