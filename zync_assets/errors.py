@@ -27,6 +27,10 @@
     │   ├── CommitConflict         another writer committed first
     │   ├── TableDamaged           another program took or changed what the table's log says; a finding of a check
     │   └── TableUnsupported       the table asks for a feature that is not known here
+    ├── SinkError              the target database of a sink, or a table in it
+    │   ├── TargetUnavailable      no answer, a deadlock or a timeout; trying again may help
+    │   ├── TargetRefused          the target refused a record: a constraint, or a value out of range
+    │   └── TableUnfit             a table lacks a column, a type or a key, and the sink may not or can't change it
     ├── BadRecords             records that the pipeline file does not let into quarantine, or too many of them
     ├── EtlError               a batch that can't be transformed
     ├── RangeUnknown           a partition key of Dagster that is no range of the asset
@@ -319,6 +323,42 @@ class TableUnsupported(LakeError):
 
     >>> from zync_assets import LakeError, TableUnsupported
     >>> issubclass(TableUnsupported, LakeError)
+    True
+    """
+
+
+class SinkError(ZyncError):
+    """The target database of a sink, or a table in it.
+
+    >>> from zync_assets import SinkError, ZyncError
+    >>> issubclass(SinkError, ZyncError)
+    True
+    """
+
+
+class TargetUnavailable(SinkError):
+    """The target did not answer, or ended a transaction for a reason that passes: a deadlock, a lock or a timeout.
+
+    >>> from zync_assets import SinkError, TargetUnavailable
+    >>> issubclass(TargetUnavailable, SinkError)
+    True
+    """
+
+
+class TargetRefused(SinkError):
+    """The target refused what it was given. The message is the target's own.
+
+    >>> from zync_assets import SinkError, TargetRefused
+    >>> issubclass(TargetRefused, SinkError)
+    True
+    """
+
+
+class TableUnfit(SinkError):
+    """A table of the target can't hold the records of its source. The message has the DDL that makes it fit, if there is any.
+
+    >>> from zync_assets import SinkError, TableUnfit
+    >>> issubclass(TableUnfit, SinkError)
     True
     """
 

@@ -310,6 +310,55 @@ class Rule:
 
 
 MissingField: TypeAlias = Literal["null", "fail"]
+SinkMode: TypeAlias = Literal["upsert", "insert"]
+Evolve: TypeAlias = Literal["none", "add", "widen"]
+
+
+@dataclass(frozen=True)
+class SinkTable:
+    """A source of a sink, and the table that the source goes into. ``staged``: an output topic; else an input's raw table."""
+
+    pool: str
+    topic: str
+    name: str
+    staged: bool
+
+    @property
+    def source(self) -> str:
+        """The source as positions, messages and ``zync query`` name it: ``Staging.orders``."""
+        return table_name(self.pool, self.topic)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A target database and the tables that are kept in it.
+
+    ``kind``: the ``type`` of the pipeline file, such as ``sqlite``, or ``package.module:Class``. ``url`` may hold a password
+    and is in no repr. ``key``: the names of the key columns; empty: the fields of the record's key. ``include``: the columns
+    to write; None: all. ``rename``: column's name in the source → its name in the table. ``where`` and ``added``: SQL over
+    ``kafka``, ``key`` and ``value``. ``before``: a function over an Arrow batch, as ``package.module:function``.
+    """
+
+    name: str
+    kind: str
+    url: str = field(repr=False)
+    tables: tuple[SinkTable, ...] = ()
+    mode: SinkMode = "upsert"
+    key: tuple[str, ...] = ()
+    include: tuple[str, ...] | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    where: str | None = None
+    added: Mapping[str, str] = field(default_factory=dict)
+    before: str | None = None
+    create: bool = True
+    evolve: Evolve = "none"
+    delete: bool = True
+    on_bad_record: OnBadRecord = "quarantine"
+    max_bad_records: int | None = None
+
+    def table(self, name: str) -> SinkTable:
+        """The table of that name; KeyError if there is none."""
+        return {item.name: item for item in self.tables}[name]
 
 
 @dataclass(frozen=True)
@@ -345,6 +394,8 @@ class Pipeline:
     """Seconds that a producer may take to send a record after records that come later in the source's order."""
     transactions: Transactions | None = None
     """The topic of the source's transactions. None: a staging commit may end within a transaction."""
+    sinks: tuple[Sink, ...] = ()
+    """The target databases that the pipeline writes to itself."""
 
     def command(self, name: str, *options: str) -> str:
         """A ``zync`` command for this pipeline, whole, so that it works when pasted into a shell.
@@ -360,6 +411,10 @@ class Pipeline:
     def output(self, topic: str) -> Output:
         """The output of that name; KeyError if there is none."""
         return {item.topic: item for item in self.outputs}[topic]
+
+    def sink(self, name: str) -> Sink:
+        """The sink of that name; KeyError if there is none."""
+        return {item.name: item for item in self.sinks}[name]
 
     @property
     def staging_pools(self) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from zync_assets.errors import (
     SetupError,
     SparkLost,
     SparkUnavailable,
+    TargetRefused,
+    TargetUnavailable,
     TrustError,
     ZyncError,
 )
@@ -42,6 +44,8 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
+from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
+from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, layout, plan_sink, read_source
 from zync_assets.spark.session import Session
 
 Log = Callable[[str], object]
@@ -51,13 +55,16 @@ Progress = Callable[[str, int, int], None]
 CONFLICTS = 5
 """The most commit conflicts in a row before a step gives up."""
 
+OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds to wait before a sink tries again, outage by outage. Then the step ends, and `run` waits on."""
+
 LOSSES = 5
 """The most losses in a row to Kafka's retention before ingest gives up. A loss: records vanish during the read."""
 
 EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
 """Errors that every topic and every pool would have."""
 
-PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost)
+PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost, TargetUnavailable)
 """Errors that may pass by themselves: the command ``run`` waits them out."""
 
 T = TypeVar("T")
@@ -393,3 +400,68 @@ def publish_once(
         return None if batch.plan.nothing_to_do else publish(pipeline, batch, progress)
 
     return retried(read, commit, first=first, log=log)
+
+
+def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) -> Iterator[SinkCommit]:
+    """Write every table of the sinks up to the source's end at the start of the table, a commit a batch.
+
+    ``sinks``: their names; none: all. A table's error holds back no other table: it is raised when the others are done.
+    """
+    troubles: list[ZyncError] = []
+    for sink in pipeline.sinks:
+        for table in sink.tables if not sinks or sink.name in sinks else ():
+            try:
+                yield from sink_table(pipeline, session, sink.name, table.name)
+            except EVERYWHERE:
+                raise
+            except ZyncError as error:
+                troubles.append(error)
+    _raise_first(troubles)
+
+
+def sink_table(pipeline: Pipeline, session: Session, sink: str, table: str) -> Iterator[SinkCommit]:
+    """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while."""
+    limit, outages = BATCH_OFFSETS, 0
+    while True:
+        try:
+            made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit))
+        except TargetRefused:
+            # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
+            limit = max(SEARCH_OFFSETS, limit // 8)
+            continue
+        except TargetUnavailable as error:
+            if outages == len(OUTAGES):
+                raise
+            _log.warning("sink %s, table %s: %s; trying again in %s s", sink, table, error, OUTAGES[outages])
+            time.sleep(OUTAGES[outages])
+            outages += 1
+            continue
+        if made is None:
+            return
+        limit, outages = min(BATCH_OFFSETS, limit * 8), 0
+        yield made
+
+
+def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:
+    """The next batch of a target table. The batch is lazy and starts no session."""
+    found = pipeline.sink(sink)
+    return read_source(session, plan_sink(pipeline, found, found.table(table), limit))
+
+
+def sink_once(
+    pipeline: Pipeline, read: Callable[[], SinkBatch], first: SinkBatch | None = None, log: Log = _log.warning
+) -> SinkCommit | None:
+    """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
+
+    def commit(batch: SinkBatch) -> SinkCommit | None:
+        return None if batch.plan.nothing_to_do else commit_sink(batch)
+
+    return retried(read, commit, first=first, log=log)
+
+
+def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> None:
+    """Empty a table of a sink and forget its position."""
+    found = pipeline.sink(sink)
+    plan = plan_sink(pipeline, found, found.table(table), check=False)
+    if plan.ends:
+        reset_table(plan, layout(plan, session))

@@ -16,7 +16,7 @@ PACKAGE = Path(zync_assets.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MOST_MODULES = 144
+MOST_MODULES = 154
 MOST_LINES = 450
 
 LAYERS = {
@@ -25,7 +25,7 @@ LAYERS = {
     "cli": 11, "assets": 11,
     "runner": 10, "checks": 10,
     "quarantine": 9,
-    "etl": 8,
+    "etl": 8, "sinks": 8,
     "ingest": 7, "publish": 7,
     "etl.rules": 6,
     "audit": 5, "upkeep": 5, "pipeline_file": 5,

@@ -1,4 +1,4 @@
-"""``zync from-kafka``, ``etl``, ``to-kafka`` and ``run``: the steps without Dagster."""
+"""``zync from-kafka``, ``etl``, ``to-kafka``, ``sink`` and ``run``: the steps without Dagster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.commit import PublishCommit
-from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all
+from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all, reset_sink, sink_all
+from zync_assets.sinks.commit import SinkCommit
 from zync_assets.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ MAX_BACK_OFF = 30.0
 MOST_LOSSES = 5
 """How often in a row Spark may end in the middle of a step: then the step itself ends it."""
 
-Commit: TypeAlias = RawCommit | EtlCommit | PublishCommit
+Commit: TypeAlias = RawCommit | EtlCommit | PublishCommit | SinkCommit
 
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 
@@ -124,11 +125,34 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
 
 @click.command()
 @_pipeline
+@click.option("--sink", "names", metavar="SINK", multiple=True, help="Only this sink; may be given again.")
+@click.option("--reset", metavar="TABLE", help="Empty this table first, and load it again from the start.")
+@format_option
+def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, fmt: Format) -> None:
+    """Write the sources of the sinks of PIPELINE to their tables, up to the present ends of the sources."""
+    model = load(pipeline)
+    known = [item.name for item in model.sinks]
+    for name in names:
+        if name not in known:
+            raise ZyncError(f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(known) or 'none'}.")
+    if reset is not None:
+        found = [item.name for item in model.sinks for table in item.tables if table.name == reset]
+        chosen = [name for name in found if not names or name in names]
+        if len(chosen) != 1:
+            tables = ", ".join(f"{item.name}: {table.name}" for item in model.sinks for table in item.tables)
+            cure = "name its sink with --sink" if chosen else f"there are {tables or 'no tables'}"
+            raise ZyncError(f"--reset {excerpt(reset)}: {cure}.")
+        reset_sink(model, _session(model), chosen[0], reset)
+    _report(sink_all(model, _session(model), names), fmt)
+
+
+@click.command()
+@_pipeline
 @click.option("--until-idle", is_flag=True, help="Stop when nothing is left to do.")
 @click.option("--exit-after", type=DURATION, metavar="TIME", help="Stop after this time, such as 60s, 5m or 1h.")
 @format_option
 def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format) -> None:
-    """All three steps of PIPELINE in one process with one Spark session, again and again.
+    """All steps of PIPELINE in one process with one Spark session, again and again: the three steps, and its sinks.
 
     Ctrl-C and SIGTERM end it after the commit that is under way.
     """
@@ -147,6 +171,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
             lambda: ingest_all(model, session, inputs, patience=patience, again=until_idle),
             lambda: etl_all(model, session),
             lambda: publish_all(model, session, outputs, patience=patience),
+            lambda: sink_all(model, session),
         ):
             try:
                 for commit in step():
@@ -214,6 +239,15 @@ def _row(commit: Commit) -> dict[str, object]:
             "records": commit.counts.get("outputs", 0),
             "pending": commit.counts.get("pending", 0),
             "quarantined": commit.counts.get("quarantined", 0),
+            "seconds": round(commit.seconds, 2),
+        }
+    if isinstance(commit, SinkCommit):
+        return {
+            "step": "sink",
+            "target": f"{commit.sink}/{commit.table}",
+            "offsets": " ".join(str(part) for part in commit.ranges),
+            "records": commit.records,
+            "quarantined": commit.quarantined,
             "seconds": round(commit.seconds, 2),
         }
     return {

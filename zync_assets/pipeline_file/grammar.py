@@ -14,6 +14,7 @@ from zync_assets.pipeline import (
     Unmatched,
 )
 from zync_assets.pipeline_file.keys import Key, input_shape, output_shape, paths, rule_keys
+from zync_assets.pipeline_file.sinks import SINKS
 from zync_assets.pipeline_file.transactions import TRANSACTIONS
 
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -438,6 +439,7 @@ FILE: tuple[Key, ...] = (
         "transforms: [{type: stateless, in: Invoices, out: NewInvoices, key: in.key, value: in.value}]",
         keys=rule_keys(),
     ),
+    SINKS,
 )
 
 KEYS = dict(paths(FILE))

@@ -40,6 +40,7 @@ from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, w
 from zync_assets.pipeline_file.grammar import FILE
 from zync_assets.pipeline_file.keys import known_names
 from zync_assets.pipeline_file.rules import read_rules
+from zync_assets.pipeline_file.sinks import read_sinks
 from zync_assets.pipeline_file.source import Items, Scalar, Table, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
 from zync_assets.pipeline_file.transactions import read_transactions, with_transaction_topic
@@ -267,6 +268,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     transactions = read_transactions(fields, inputs, outputs, rules)
     if transactions is not None:
         good_inputs = with_transaction_topic(good_inputs, *transactions)
+    sinks = read_sinks(fields, inputs, outputs, path)
     sides = [side for item in (*good_inputs, *good_outputs) for side in (item.key, item.value)]
     registry = _registry(fields, env, has_avro=any(side.format == "avro" for side in sides))
     return Pipeline(
@@ -285,6 +287,7 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         missing_field=_missing_field(fields),
         order_delay=DEFAULT_ORDER_DELAY if order_delay is None else order_delay,
         transactions=None if transactions is None else transactions[0],
+        sinks=sinks,
     )
 
 

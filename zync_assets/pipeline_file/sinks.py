@@ -1,0 +1,352 @@
+"""The key ``sinks`` of a pipeline file: target databases, and the tables that are kept in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import get_args
+
+from zync_assets.errors import Problem
+from zync_assets.pipeline import KAFKA, Evolve, Input, OnBadRecord, Output, Sink, SinkMode, SinkTable
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
+from zync_assets.pipeline_file.keys import Key, known_names
+from zync_assets.pipeline_file.source import Items, Scalar, Table
+
+SCHEMES: Mapping[str, tuple[str, ...]] = {
+    "sqlite": ("sqlite:///",),
+    "postgres": ("postgresql://", "postgres://"),
+}
+"""Type of a sink → how its URL begins. A path of a file is a URL of SQLite too."""
+
+_NAME = re.compile(r"[A-Za-z0-9_]+")
+_CLASS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
+_PLACE = re.compile(r"\{([^{}]*)\}")
+
+_COLUMNS = (
+    Key(
+        "include",
+        "a list of columns",
+        "The columns to write. The key columns are written in any case.",
+        "columns: {include: [ID, customer]}",
+        default="all columns",
+    ),
+    Key(
+        "rename",
+        "a mapping of columns to columns",
+        "The names that columns of the source have in the table.",
+        "columns: {rename: {customer: customer_name}}",
+        default="none",
+        open=True,
+    ),
+)
+_BEFORE = (
+    Key(
+        "where",
+        "a condition in Spark SQL",
+        "The records to write; null counts as no. It sees `kafka`, `key` and `value`.",
+        "before: {where: value.ID > 0}",
+        default="all records",
+    ),
+    Key(
+        "set",
+        "a mapping of columns to expressions",
+        "Columns that are made, or replaced, by an expression in Spark SQL.",
+        "before: {set: {origin: kafka.topic}}",
+        default="none",
+        open=True,
+    ),
+    Key(
+        "function",
+        "package.module:function",
+        "A Python function from an Arrow batch of the columns to an Arrow batch of as many rows.",
+        "before: {function: 'shop.sinks:clean'}",
+        default="none",
+    ),
+)
+SINK = (
+    Key("name", "letters, digits and _", "The name of the sink.", "name: warehouse", required=True),
+    Key(
+        "type",
+        "a type of target, or package.module:Class",
+        "The kind of the target database. A class of one's own extends `zync_assets.sinks.target.Target`.",
+        "type: sqlite",
+        required=True,
+    ),
+    Key(
+        "url",
+        "a URL",
+        "The address of the target database. It may hold a password, and is in no log and no error.",
+        "url: shop.db",
+        required=True,
+    ),
+    Key(
+        "from",
+        "a list of `Pool.Topic`",
+        "The sources: staged topics, or raw tables as they are. `*` stands for any characters.",
+        "from: [Staging.*]",
+        required=True,
+    ),
+    Key(
+        "table",
+        "a name with {topic} in it",
+        "The table of a source. `{topic}` is the last part of the topic's name, `{whole-topic}` the whole name with _ for each"
+        " dot.",
+        "table: 'shop.{topic}'",
+        default="{topic}",
+    ),
+    Key(
+        "mode",
+        "one of the allowed values",
+        "`upsert` keeps one row per key. `insert` appends every record with its topic, partition and offset.",
+        "mode: insert",
+        default="upsert",
+        allowed=get_args(SinkMode),
+    ),
+    Key(
+        "key",
+        "a list of columns",
+        "The key columns: fields of the record's key, else of its value, or `kafka.topic`, `kafka.partition`, `kafka.offset`. One"
+        " name also names a key that is a single value.",
+        "key: [ID]",
+        default="the fields of the record's key; with `insert` the coordinates in Kafka",
+    ),
+    Key(
+        "columns",
+        "a mapping",
+        "The columns to write, and their names in the table.",
+        "columns: {include: [ID, customer], rename: {customer: customer_name}}",
+        default="all columns, under their own names",
+        keys=_COLUMNS,
+    ),
+    Key(
+        "before",
+        "a mapping",
+        "Filters and changes the records before they are written.",
+        "before: {where: value.ID > 0, set: {origin: kafka.topic}}",
+        default="none",
+        keys=_BEFORE,
+    ),
+    Key(
+        "create",
+        "true or false",
+        "Makes a table that is missing, with a primary key and comments.",
+        "create: false",
+        default="true",
+        allowed=("true", "false"),
+    ),
+    Key(
+        "evolve",
+        "one of the allowed values",
+        "The changes of a table that the sink may make. `add` adds columns, and `widen` also widens the types of columns.",
+        "evolve: add",
+        default="none",
+        allowed=get_args(Evolve),
+    ),
+    Key(
+        "delete",
+        "true or false",
+        "Whether tombstones, and Debezium's deletes, delete rows. If not, they are left out.",
+        "delete: false",
+        default="true",
+        allowed=("true", "false"),
+    ),
+    Key(
+        "on-bad-record",
+        "one of the allowed values",
+        "The effect of a record that the target refuses. `quarantine` notes it with the target's message, `fail` stops.",
+        "on-bad-record: fail",
+        default="quarantine",
+        allowed=get_args(OnBadRecord),
+    ),
+    Key(
+        "max-bad-records",
+        "a whole number",
+        "The highest number of records of a source in the sink's quarantine. The table stops before one more.",
+        "max-bad-records: 100",
+        default="no limit",
+    ),
+)
+SINKS = Key(
+    "sinks",
+    "a list of mappings",
+    "The target databases that zync writes to itself, exactly once, with the tables that it keeps there.",
+    "sinks: [{name: warehouse, type: sqlite, url: shop.db, from: [Staging.NewInvoices]}]",
+    default="none",
+    keys=SINK,
+)
+
+
+def read_sinks(
+    fields: Fields, inputs: Mapping[str, Input | None], outputs: Mapping[str, Output | None], path: Path
+) -> tuple[Sink, ...]:
+    """The sinks of a file. ``inputs`` and ``outputs``: by topic; ``path``: the file's, where paths of databases begin."""
+    node = fields.node("sinks")
+    if node is None:
+        return ()
+    if not isinstance(node, Items | Table):
+        fields.problem("sinks", f"must be a list, not {kind(node)}; write a list of {{name: ..., type: ..., url: ...}}")
+        return ()
+    sources = [SinkTable(item.pool, item.topic, "", staged=False) for item in inputs.values() if item is not None]
+    sources += [SinkTable(item.pool, item.topic, "", staged=True) for item in outputs.values() if item is not None]
+    # A source with a problem of its own is not known here, and the file is refused anyway.
+    is_whole = all(item is not None for item in (*inputs.values(), *outputs.values()))
+    sinks: dict[str, Sink] = {}
+    for place, table in tables(node, "sinks", fields.problems):
+        item = Fields(table, place, fields.problems, known_names(SINK))
+        sink = _sink(item, sources, path, is_whole=is_whole)
+        if sink.name in sinks:
+            item.problem("name", f"`{sink.name}` is the name of another sink; give each sink a name of its own")
+        if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
+            item.problem("name", f"`{sink.name}` is the name of a pool; the assets of a sink need a name of their own")
+        sinks[sink.name] = sink
+    return tuple(sinks.values())
+
+
+def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool) -> Sink:
+    name = item.text("name", "write a name for the sink") or ""
+    if name and not _NAME.fullmatch(name):
+        item.problem("name", "must consist of letters, digits and _")
+    sink_type = _type(item)
+    mode = item.choice("mode", get_args(SinkMode)) or "upsert"
+    columns, before = _inner(item, "columns", _COLUMNS), _inner(item, "before", _BEFORE)
+    include = _names(columns, "include") if columns is not None and "include" in columns else None
+    limit = item.integer("max-bad-records", 0, 2**53) if "max-bad-records" in item else None
+    on_bad_record = item.choice("on-bad-record", get_args(OnBadRecord)) or "quarantine"
+    if limit is not None and on_bad_record == "fail":
+        item.problem("max-bad-records", "has no effect, because on-bad-record: fail stops before the first; remove it")
+    return Sink(
+        name,
+        sink_type,
+        _url(item, sink_type, path),
+        _tables(item, sources, is_whole=is_whole),
+        mode,
+        tuple(_names(item, "key")),
+        None if include is None else tuple(include),
+        {} if columns is None else _rename(columns),
+        None if before is None else _condition(before),
+        {} if before is None else _added(before),
+        None if before is None else _function(before),
+        create=item.flag("create") if "create" in item else True,
+        evolve=item.choice("evolve", get_args(Evolve)) or "none",
+        delete=item.flag("delete") if "delete" in item else True,
+        on_bad_record=on_bad_record,
+        max_bad_records=limit,
+    )
+
+
+def _type(item: Fields) -> str:
+    text = item.text("type", f"write one of {word_list(SCHEMES)}") or ""
+    if text and text not in SCHEMES and not _CLASS.fullmatch(text):
+        item.problem(
+            "type",
+            f"must be one of {word_list(SCHEMES)}, or a class as package.module:Class{suggestion(text, SCHEMES)}",
+        )
+    return text
+
+
+def _url(item: Fields, sink_type: str, path: Path) -> str:
+    """The URL, never repeated in a message: it may hold a password."""
+    url = item.text("url", "write the address of the target database") or ""
+    if sink_type == "sqlite" and "://" not in url:
+        return f"sqlite:///{(path.absolute().parent / Path(url).expanduser()).resolve()}" if url else ""
+    starts = SCHEMES.get(sink_type, ())
+    if url and starts and not url.startswith(starts):
+        form = (
+            "the path of a file, or sqlite:////path"
+            if sink_type == "sqlite"
+            else f"{starts[0]}user:password@host/database"
+        )
+        item.problem("url", f"is no address of a {sink_type} database; write {form}")
+    return url
+
+
+def _tables(item: Fields, sources: list[SinkTable], *, is_whole: bool) -> tuple[SinkTable, ...]:
+    if "from" not in item:
+        item.problem("from", "is missing; name the sources, a list of Pool.Topic")
+    template = item.text("table") or "{topic}" if "table" in item else "{topic}"
+    for place in _PLACE.findall(template):
+        if place not in ("topic", "whole-topic"):
+            item.problem("table", f"knows no {{{place}}}; write {{topic}} or {{whole-topic}}")
+    found: dict[str, SinkTable] = {}
+    for pattern in _names(item, "from"):
+        matches = [source for source in sources if fnmatchcase(source.source, pattern)]
+        if not matches and is_whole:
+            names = [source.source for source in sources]
+            item.problem("from", f"{pattern} is no source; there are {word_list(names)}{suggestion(pattern, names)}")
+        for source in matches:
+            place = {"topic": source.topic.rpartition(".")[2], "whole-topic": source.topic.replace(".", "_")}
+            name = _PLACE.sub(lambda match, place=place: place.get(match[1], ""), template)
+            other = found.get(name)
+            if other is not None and other.source != source.source:
+                item.problem(
+                    "table",
+                    f"gives {other.source} and {source.source} the same table {name}; write {{whole-topic}}, or a sink for"
+                    " each",
+                )
+            found[name] = SinkTable(source.pool, source.topic, name, source.staged)
+    return tuple(found.values())
+
+
+def _inner(item: Fields, key: str, keys: tuple[Key, ...]) -> Fields | None:
+    table = item.table(key)
+    return None if table is None else Fields(table, item.key(key), item.problems, known_names(keys))
+
+
+def _names(item: Fields, key: str) -> list[str]:
+    """A list of texts that are not empty; one text counts as a list of one."""
+    node = item.node(key)
+    if node is None:
+        return []
+    items = node.items if isinstance(node, Items) else (node,)
+    names = [entry.text for entry in items if isinstance(entry, Scalar) and isinstance(entry.value, str) and entry.text]
+    if len(names) != len(items) or not names:
+        item.problem(key, "must be a list of names, such as [ID]")
+        return []
+    if len(set(names)) != len(names):
+        item.problem(key, "has a name twice")
+    return names
+
+
+def _rename(columns: Fields) -> dict[str, str]:
+    table = columns.table("rename")
+    if table is None:
+        return {}
+    renamed = Fields(table, columns.key("rename"), columns.problems, None).flat()
+    twice = [name for name in renamed.values() if list(renamed.values()).count(name) > 1]
+    if twice:
+        columns.problem("rename", f"gives the name {twice[0]} to two columns")
+    return renamed
+
+
+def _condition(before: Fields) -> str | None:
+    sql = before.text("where") if "where" in before else None
+    for message in check_expression(sql, RECORD_ROOTS) if sql is not None else ():
+        before.problem("where", message)
+    return sql
+
+
+def _added(before: Fields) -> dict[str, str]:
+    table = before.table("set")
+    return {} if table is None else dict(_expressions(table, before.key("set"), before.problems))
+
+
+def _expressions(table: Table, path: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
+    for entry in table.entries:
+        inner = f"{path}.{entry.key}"
+        if not isinstance(entry.node, Scalar) or entry.node.value is None:
+            problems.append(Problem(entry.line, inner, f"must be one expression, not {kind(entry.node)}"))
+            continue
+        problems.extend(
+            Problem(entry.line, inner, message) for message in check_expression(entry.node.text, RECORD_ROOTS)
+        )
+        yield entry.key, entry.node.text
+
+
+def _function(before: Fields) -> str | None:
+    name = before.text("function") if "function" in before else None
+    if name is not None and not _CLASS.fullmatch(name):
+        before.problem("function", "must name a function, as in package.module:function")
+    return name

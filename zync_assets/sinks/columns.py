@@ -1,0 +1,347 @@
+"""The columns of a sink's table, made of the types of its source.
+
+A record of Debezium's envelope (``before``, ``after``, ``op``) is its row ``after`` where rows are upserted, and a delete
+where ``op`` is ``d``. A field that the source did not send leaves its column as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import (
+    DEBEZIUM_TIMESTAMP,
+    MICRO_TIMESTAMP,
+    TIME,
+    TIMESTAMP,
+    Note,
+    connect_note_of,
+    fields_of,
+)
+from zync_assets.codecs.spark_types import original_name
+from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.etl.rules.output_schemas import parse_group
+from zync_assets.pipeline import Sink, SinkTable
+from zync_assets.sinks.fold import OP, SET, UPSERT, Mask, Records
+from zync_assets.sinks.target import Column, TableSpec, Target
+from zync_assets.spark.sql import name_sql
+
+COORDINATES = ("topic", "partition", "offset")
+PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT = (
+    "zync_partition",
+    "zync_offset",
+    "zync_delete",
+    "zync_schema",
+    "zync_left_out",
+)
+"""Columns of a source's frame beside the columns of the table."""
+
+_COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
+_ENVELOPE = {"before", "after", "op"}
+_MILLIS_OF_DAY = {TIME: 1000, "io.debezium.time.Time": 1000, "io.debezium.time.MicroTime": 1}
+"""Note of a time of day → microseconds in its unit."""
+_WITHOUT_ZONE = {TIMESTAMP, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP}
+"""Notes of times that have no zone in the source database, which the lake holds as if they were in UTC."""
+_JSON = "map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\\'T\\'HH:mm:ss.SSSSSSXXX')"
+
+
+@dataclass(frozen=True)
+class SourceColumn:
+    """A column with its value in a record. ``sql``: over ``kafka``, ``key`` and ``value``. ``name``: of the field in the
+    source's value, whose absence leaves the column as it is; None: every record has the column."""
+
+    column: Column
+    sql: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the records of a source become rows of a table.
+
+    ``schemas``: fingerprint → the fields that a staged record of the schema has, None for all. ``placeholder``: Debezium's text
+    for a value that it did not send. ``function``: as ``Sink.before``.
+    """
+
+    spec: TableSpec
+    columns: tuple[SourceColumn, ...]
+    delete_sql: str
+    where: tuple[str, ...] = ()
+    schemas: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    placeholder: str | None = None
+    function: str | None = None
+
+    def select(self, *, staged: bool) -> list[str]:
+        """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on."""
+        own = [f"{_as_json(item)} AS c{number}" for number, item in enumerate(self.columns)]
+        groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
+        marks = ["kafka.partition", "kafka.offset", f"coalesce({self.delete_sql}, false)", *groups]
+        names = (PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT)
+        return own + [f"{sql} AS {name}" for sql, name in zip(marks, names, strict=True)]
+
+    @property
+    def key_names(self) -> list[str]:
+        """The names of the key's columns in a source's frame."""
+        return [f"c{number}" for number, item in enumerate(self.columns) if item.column.name in self.spec.key]
+
+    def records(self, batch: pa.RecordBatch) -> Records:
+        """The records of a source's frame. Raises TargetRefused for a null in a key column."""
+        arrays = [_converted(batch.column(number), item.column) for number, item in enumerate(self.columns)]
+        rows = pa.RecordBatch.from_arrays(arrays, names=[item.column.name for item in self.columns])
+        is_set = self._is_set(batch, arrays)
+        if self.function is not None:
+            rows = changed(self.function, rows)
+        for name in self.spec.key:
+            if rows.column(name).null_count:
+                raise TargetRefused(f"the key column {name} is null")
+        rows = rows.select([column.name for column in self.spec.columns])
+        is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
+        return Records(rows, is_delete, is_set)
+
+    def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of a source's frame as a load table takes them, one for each record."""
+        rows = self.records(batch).rows
+        marks = [pa.repeat(pa.scalar(UPSERT), len(rows)), pa.nulls(len(rows), pa.string())]
+        return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET])
+
+    def _is_set(self, batch: pa.RecordBatch, arrays: Sequence[pa.Array]) -> Mask:
+        """By row and by column outside the key: whether the record has the column."""
+        names = [column.name for column in self.spec.others]
+        by_name = {item.column.name: (number, item) for number, item in enumerate(self.columns)}
+        is_set = np.ones((batch.num_rows, len(names)), np.bool_)
+        if self.schemas:
+            self._without_left_out(batch, names, by_name, is_set)
+        if self.placeholder is not None:
+            for at, name in enumerate(names):
+                values = arrays[by_name[name][0]] if name in by_name else None
+                if values is not None and (pa.types.is_string(values.type) or pa.types.is_binary(values.type)):
+                    there = pc.not_equal(values, pa.scalar(self.placeholder).cast(values.type))
+                    is_set[:, at] = pc.fill_null(there, True).to_numpy(zero_copy_only=False)
+        return is_set
+
+    def _without_left_out(
+        self,
+        batch: pa.RecordBatch,
+        names: Sequence[str],
+        by_name: Mapping[str, tuple[int, SourceColumn]],
+        is_set: Mask,
+    ) -> None:
+        left_out = batch.column(LEFT_OUT)
+        prints = pc.fill_null(batch.column(GROUP), "")
+        paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
+        groups = pc.binary_join_element_wise(prints, paths, "\n")
+        for group in pc.unique(groups).to_pylist():
+            print_, absent = parse_group(group)
+            fields = self.schemas.get(print_)
+            gone = {original_name(path.removeprefix("value.").strip("`")) for path in absent if path}
+            here = pc.equal(groups, group).to_numpy(zero_copy_only=False)
+            for at, name in enumerate(names):
+                own = by_name[name][1].name if name in by_name else None
+                if own is not None and (own in gone or (fields is not None and own not in fields)):
+                    is_set[here, at] = False
+
+
+def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows after the user's function. SinkError if the function can't be imported or returns something else."""
+    module, _, name = function.partition(":")
+    try:
+        made = getattr(import_module(module), name)(rows)
+    except (ImportError, AttributeError) as error:
+        raise SinkError(
+            f"before: function {function}: {error}. Put its module on the path of Spark's workers."
+        ) from None
+    if not isinstance(made, pa.RecordBatch) or made.num_rows != rows.num_rows:
+        raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
+    return made
+
+
+def make_layout(
+    sink: Sink,
+    table: SinkTable,
+    target: Target,
+    sides: Mapping[str, pa.DataType],
+    comment: str,
+    schemas: Mapping[str, str],
+    placeholder: str | None,
+    types: Mapping[str, pa.DataType],
+) -> Layout:
+    """The layout of a source's records.
+
+    ``sides``: the types of ``key`` and ``value``, of those that any record has. ``schemas``: fingerprint → output schema, of a
+    staged topic. ``types``: the types of the expressions of ``before: {set: ...}``. Raises SinkError if the key is missing.
+    """
+    root, kind = "value", sides.get("value", pa.null())
+    deletes = "value IS NULL"
+    envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
+    if envelope:
+        root, kind = "value.after", kind.field("after").type
+        deletes = "value IS NULL OR value.op = 'd'"
+    values = {item.column.name: item for item in _side(root, kind, "value")}
+    keys = _key(sink, table, sides, values)
+    if sink.mode == "insert":
+        places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
+        of_key = {} if "key" not in sides else {item.column.name: item for item in _side("key", sides["key"], "key")}
+        own = {item.column.name: item for item in places} | of_key | values
+        chosen = {item.column.name: item for item in keys} or {item.column.name: item for item in places}
+        columns = {**chosen, **own, **chosen}
+    else:
+        chosen = {item.column.name: item for item in keys}
+        columns = {**values, **chosen}
+        columns = {**chosen, **columns}
+    for name, sql in sink.added.items():
+        columns[name] = SourceColumn(Column(name, types[name], ""), sql)
+    if sink.include is not None:
+        if unknown := [name for name in sink.include if name not in columns]:
+            raise SinkError(
+                f"sink {sink.name}, {table.source}: columns: include names {unknown[0]}, and the records have"
+                f" {', '.join(columns)}. Correct the name."
+            )
+        columns = {name: item for name, item in columns.items() if name in sink.include or name in chosen}
+    made = [
+        replace(
+            item,
+            column=replace(
+                item.column,
+                name=sink.rename.get(name, name),
+                as_json=not target.is_native(item.column.type),
+            ),
+        )
+        for name, item in columns.items()
+        if not pa.types.is_null(item.column.type)
+    ]
+    key = tuple(sink.rename.get(name, name) for name in chosen)
+    spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
+    if sink.before is not None:
+        spec = replace(spec, columns=_after(sink.before, spec))
+    where = [sink.where] if sink.where is not None else []
+    if sink.mode == "upsert" and not sink.delete:
+        where.append(f"NOT coalesce({deletes}, false)")
+    return Layout(
+        spec,
+        tuple(made),
+        deletes if sink.mode == "upsert" else "false",
+        tuple(where),
+        {name: _fields(text) for name, text in schemas.items()},
+        placeholder if envelope else None,
+        sink.before,
+    )
+
+
+def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:
+    """The columns after the user's function, which tells them by what it makes of no rows."""
+    fields = [pa.field(item.name, pa.string() if item.as_json else item.type) for item in spec.columns]
+    made = changed(function, pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema
+    known = {item.name: item for item in spec.columns}
+    if lost := [name for name in spec.key if name not in made.names]:
+        raise SinkError(f"before: function {function} must keep the key column {lost[0]}.")
+    return tuple(
+        known[item.name] if item.name in known and known[item.name].as_json else Column(item.name, item.type)
+        for item in made
+    )
+
+
+def _is_envelope(kind: pa.DataType) -> bool:
+    names = {item.name for item in fields_of(kind)} if pa.types.is_struct(kind) else set[str]()
+    return names >= _ENVELOPE and pa.types.is_struct(kind.field("after").type)
+
+
+def _key(
+    sink: Sink, table: SinkTable, sides: Mapping[str, pa.DataType], values: Mapping[str, SourceColumn]
+) -> list[SourceColumn]:
+    kind = sides.get("key", pa.null())
+    of_key = {item.column.name: item for item in _side("key", kind, "key")}
+    if not sink.key:
+        if sink.mode == "upsert" and (not of_key or pa.types.is_null(kind)):
+            raise SinkError(
+                f"sink {sink.name}, {table.source}: no record has a key yet. Write key: with the key columns, such as"
+                " [value.id], or mode: insert."
+            )
+        return list(of_key.values()) if sink.mode == "upsert" else []
+    return [_key_column(name, sink, table, kind, of_key, values) for name in sink.key]
+
+
+def _key_column(
+    name: str,
+    sink: Sink,
+    table: SinkTable,
+    kind: pa.DataType,
+    of_key: Mapping[str, SourceColumn],
+    values: Mapping[str, SourceColumn],
+) -> SourceColumn:
+    side, dot, own = name.partition(".")
+    if dot and side == "kafka" and own in COORDINATES:
+        return _coordinate(own, f"kafka_{own}")
+    if not dot or side == "key":
+        wanted = own if dot else name
+        if wanted in of_key:
+            return of_key[wanted]
+        if of_key and not pa.types.is_struct(kind) and len(sink.key) == 1:
+            (single,) = of_key.values()
+            return replace(single, column=replace(single.column, name=wanted))
+    wanted = own if dot and side == "value" else name
+    if side != "key" and wanted in values:
+        return replace(values[wanted], name=None)
+    there = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
+    raise SinkError(
+        f"sink {sink.name}, {table.source}: key: names {name}, and the records have {there or 'no fields'}. Correct the name."
+    )
+
+
+def _coordinate(name: str, column: str) -> SourceColumn:
+    return SourceColumn(Column(column, _COORDINATE_TYPES[name], f"kafka.{name}"), f"kafka.{name}")
+
+
+def _side(root: str, kind: pa.DataType, side: str) -> Iterator[SourceColumn]:
+    """The columns of a key or a value: a struct's fields, or the one value itself."""
+    if pa.types.is_null(kind):
+        return
+    if not pa.types.is_struct(kind):
+        yield SourceColumn(Column(side, kind, side), root)
+        return
+    for item in fields_of(kind):
+        name = original_name(item.name)
+        note = connect_note_of(item)
+        sql = f"{root}.{name_sql(item.name)}"
+        units = _MILLIS_OF_DAY.get(note.name)
+        if units is not None and pa.types.is_integer(item.type):
+            sql = f"CAST({sql} AS BIGINT) * {units}"
+        column = Column(name, _type(item.type, note), f"{side}.{name}")
+        yield SourceColumn(column, sql, name if side == "value" else None)
+
+
+def _type(kind: pa.DataType, note: Note) -> pa.DataType:
+    if note.name in _MILLIS_OF_DAY and pa.types.is_integer(kind):
+        return pa.time64("us")
+    if note.name in _WITHOUT_ZONE and pa.types.is_timestamp(kind):
+        return pa.timestamp("us")
+    return kind
+
+
+def _as_json(item: SourceColumn) -> str:
+    return f"to_json({item.sql}, {_JSON})" if item.column.as_json else item.sql
+
+
+def _converted(values: pa.Array, column: Column) -> pa.Array:
+    kind = pa.string() if column.as_json else column.type
+    return values if values.type == kind else values.cast(kind)
+
+
+def _fields(text: str) -> frozenset[str] | None:
+    """The fields of an output schema's value; None for a value that is no record."""
+    schema: Any = json.loads(text)["value"]["schema"]
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, dict) and branch.get("type") == "record":
+            return frozenset(item["name"] for item in branch["fields"])
+    return None
+
+
+def added_sql(sink: Sink) -> list[str]:
+    """The expressions of ``before: {set: ...}``, for their types."""
+    return [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]

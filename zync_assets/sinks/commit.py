@@ -1,0 +1,283 @@
+"""The commit half of a sink: Spark tasks load a batch in parallel, and one short transaction merges it.
+
+The transaction has the data, the next offsets, and what the target refused. It first compares the offsets with the plan's.
+A run that was overtaken by another run therefore changes nothing, and a killed run leaves load tables only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.crashes import crash_point
+from zync_assets.errors import BadRecords, SinkError, TargetRefused, ZyncError
+from zync_assets.lake import tables
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Sink
+from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.fold import fold_all
+from zync_assets.sinks.plan import SinkBatch, SinkPlan
+from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, open_target
+from zync_assets.spark.tasks import settle, slots, spark_failures
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+TASK_ROWS = 50_000
+"""Offsets for which a further Spark task is worth its start."""
+
+SEARCH_OFFSETS = 4_000
+"""The most offsets in which one Spark task looks for refused records. It holds their records in memory."""
+
+
+@dataclass(frozen=True)
+class SinkCommit:
+    """The result of one batch. ``records``: rows that were loaded, after the fold; ``quarantined``: refused records."""
+
+    sink: str
+    table: str
+    source: str
+    ranges: tuple[OffsetRange, ...]
+    records: int
+    quarantined: int
+    seconds: float
+
+
+def commit_sink(batch: SinkBatch) -> SinkCommit:
+    """Write one batch, exactly once.
+
+    Raises CommitConflict if another run wrote first, TargetRefused if the batch has a refused record and too many others to
+    look for it (then a smaller batch is next), TableUnfit, TargetUnavailable, and BadRecords by ``on-bad-record``.
+    """
+    start, plan = time.monotonic(), batch.plan
+    target, layout = plan.target(), batch.layout()
+    # 1. The table is made, or changed.
+    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
+    crash_point("sink:prepared")
+    bad: Sequence[BadRecord] = ()
+    with target.run(plan.place) as run:
+        try:
+            # 2. Tasks load the folded records. No key is in two load tables.
+            loads = _load(batch, layout, run, target.tasks)
+            # 3. One transaction merges them and moves the positions.
+            target.merge(Merge(plan.place, layout.spec, plan.origin, plan.expected, plan.upcoming, tuple(loads)))
+            count = sum(load.rows for load in loads)
+        except TargetRefused:
+            if sum(item.end - item.first for item in plan.ranges) > SEARCH_OFFSETS:
+                raise
+            # 4. A record is refused: one task applies ever smaller parts, and notes the record.
+            count, bad = _search(batch, layout, run)
+    ranges = plan.ranges
+    seconds = time.monotonic() - start
+    return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, ranges, count, len(bad), seconds)
+
+
+def reset_table(plan: SinkPlan, layout: Layout) -> None:
+    """Empty a table and forget its position, in one transaction: the next batch begins at the start."""
+    target = plan.target()
+    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
+    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True))
+
+
+def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTable]:
+    """Load the records of a batch in Spark tasks."""
+    plan = batch.plan
+    offsets = sum(item.end - item.first for item in plan.ranges)
+    frame = batch.dataframe(layout)
+    count = max(1, min(most, offsets // TASK_ROWS))
+    count = min(count, slots(batch.spark)) if count > 1 else 1
+    frame = frame.coalesce(1) if count == 1 else frame.repartition(count, *_spread(layout))
+    if layout.spec.mode == "upsert":
+        frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
+    results = _in_tasks(frame, partial(_load_task, plan.sink, layout, run))
+    return [load for load in results if load is not None and load.rows]
+
+
+def _spread(layout: Layout) -> list[str]:
+    return layout.key_names if layout.spec.mode == "upsert" else [OFFSET]
+
+
+def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.RecordBatch]) -> LoadTable | None:
+    """The Spark task of step 2."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    # A task that Spark runs again must not append to what its first attempt wrote.
+    name = f"{run}{task.partitionId()}_{task.attemptNumber()}" if task is not None else f"{run}0_0"
+    first = next(batches, None)
+    if first is None:
+        return None
+    return open_target(sink).load(layout.spec, name, _loaded(layout, _chained(first, batches)))
+
+
+def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from others
+
+
+def _loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows of a load table."""
+    if layout.spec.mode == "insert":
+        return (layout.appended(batch) for batch in batches)
+    others = [column.name for column in layout.spec.others]
+    return fold_all((layout.records(batch) for batch in batches), layout.spec.key, others)
+
+
+def _in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], object]) -> list:
+    """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        settle()
+        tables.forget_versions()
+        try:
+            result: object = work(batch for batch in batches if batch.num_rows)
+        except ZyncError as error:
+            result = error
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(result)])], names=["found"])
+
+    with spark_failures(lambda text: SinkError(f"a Spark task of a sink failed: {text}. Run it again.")):
+        rows = frame.mapInArrow(run, "found binary").collect()
+    results = [pickle.loads(bytes(row["found"])) for row in rows]
+    errors = [result for result in results if isinstance(result, ZyncError)]
+    # A refused record is looked for only if nothing else is wrong.
+    for error in sorted(errors, key=lambda error: isinstance(error, TargetRefused)):
+        raise error
+    return results
+
+
+def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[BadRecord]]:
+    """Apply a small batch part by part in one Spark task: the number of loaded rows, and the refused records."""
+    plan = batch.plan
+    frame = batch.dataframe(layout).coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
+    known = len(plan.progress.bad)
+    found = _in_tasks(
+        frame, partial(_search_task, SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), known))
+    )
+    return found[0]
+
+
+def _merge_of(plan: SinkPlan, layout: Layout) -> Merge:
+    return Merge(plan.place, layout.spec, plan.origin, plan.expected, plan.upcoming)
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """What the task of step 4 needs. ``merge``: of the whole batch, without load tables; ``known``: the number of records in
+    the sink's quarantine."""
+
+    sink: Sink
+    layout: Layout
+    run: str
+    merge: Merge
+    known: int
+
+    @property
+    def place(self) -> Place:
+        return self.merge.place
+
+
+def _search_task(task: SearchTask, batches: Iterator[pa.RecordBatch]) -> tuple[int, Sequence[BadRecord]]:
+    """The Spark task of step 4. Every part is a transaction of its own that moves the positions, so that a kill at any moment
+    loses nothing."""
+    whole = pa.Table.from_batches(list(batches)).combine_chunks()
+    rows = whole.to_batches()[0] if whole.num_rows else pa.RecordBatch.from_pylist([], schema=whole.schema)
+    search = Search(task, rows)
+    search.apply(0, rows.num_rows)
+    search.finish()
+    return search.count, search.bad
+
+
+class Search:
+    """Applies the records of a small batch in order, in the largest parts that the target takes."""
+
+    def __init__(self, task: SearchTask, rows: pa.RecordBatch) -> None:
+        self.task = task
+        self.rows = rows
+        self.target = open_target(task.sink)
+        self.position = dict(task.merge.expected)
+        self.bad: list[BadRecord] = []
+        self.count = 0
+        self.loads = 0
+
+    def apply(self, first: int, end: int) -> None:
+        """Apply the records ``first <= index < end``."""
+        if first == end:
+            return
+        try:
+            self._write(first, end)
+        except TargetRefused as error:
+            if end - first == 1:
+                self._put_aside(first, str(error))
+                return
+            middle = (first + end) // 2
+            self.apply(first, middle)
+            self.apply(middle, end)
+
+    def finish(self) -> None:
+        """Move the positions to the end of the batch, past offsets without a record."""
+        if self.position != self.task.merge.upcoming:
+            self._merge(self.task.merge.upcoming, (), ())
+
+    def _write(self, first: int, end: int) -> None:
+        part = self.rows.slice(first, end - first)
+        layout = self.task.layout
+        if layout.spec.mode == "upsert":
+            order = [*layout.key_names, PARTITION, OFFSET]
+            part = part.take(pc.sort_indices(part, [(name, "ascending") for name in order]))
+        self.loads += 1
+        load = self.target.load(layout.spec, f"{self.task.run}{self.loads}", _loaded(layout, [part]))
+        self._merge(self._after(end), (load,), ())
+        self.count += load.rows
+
+    def _put_aside(self, index: int, error: str) -> None:
+        row = self.rows.slice(index, 1)
+        place = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
+        sink, layout = self.task.sink, self.task.layout
+        where = f"{self.task.place}, partition {place[0]}, offset {place[1]}"
+        if sink.on_bad_record == "fail":
+            raise BadRecords(
+                f"{where}: the target refused the record: {error}. Correct the record or the table, and run again."
+            )
+        if sink.max_bad_records is not None and self.task.known + len(self.bad) >= sink.max_bad_records:
+            raise BadRecords(
+                f"{where}: the target refused the record: {error}. Already {sink.max_bad_records} records of the source are in"
+                " quarantine, as many as max-bad-records allows. Correct the table, or raise the limit, and run again."
+            )
+        numbers = [number for number, item in enumerate(layout.columns) if item.column.name in layout.spec.key]
+        key = ", ".join(f"{layout.columns[at].column.name}={row.column(at)[0].as_py()}" for at in numbers)
+        bad = BadRecord(*place, key, error)
+        self._merge(self._after(index + 1), (), (bad,))
+        self.bad.append(bad)
+
+    def _after(self, end: int) -> dict[int, int]:
+        """Partition → next offset when the records before index ``end`` are applied."""
+        partitions = self.rows.column(PARTITION).to_numpy()
+        offsets = self.rows.column(OFFSET).to_numpy()
+        upcoming: dict[int, int] = {}
+        for partition, until in self.task.merge.upcoming.items():
+            own = np.flatnonzero(partitions == partition)
+            done = own[own < end]
+            if len(done) == len(own):
+                # Records of earlier partitions come first: this partition may have its turn still.
+                if end == len(partitions) or len(own):
+                    upcoming[partition] = until
+            elif len(done):
+                upcoming[partition] = int(offsets[done[-1]]) + 1
+        return upcoming
+
+    def _merge(
+        self, upcoming: dict[int, int] | object, loads: tuple[LoadTable, ...], bad: tuple[BadRecord, ...]
+    ) -> None:
+        assert isinstance(upcoming, dict)
+        moved = {partition: until for partition, until in upcoming.items() if self.position.get(partition) != until}
+        expected = {partition: self.position.get(partition) for partition in {*moved, *self.position}}
+        self.target.merge(replace(self.task.merge, expected=expected, upcoming=moved, loads=loads, bad=bad))
+        self.position |= moved

@@ -1,0 +1,118 @@
+"""The fold of a batch: one change per key, equal to all records of the key in offset order. Pure.
+
+Three kinds of change come out, in the column OP:
+
+    upsert    the columns that a record set get their values, and the others stay as they are
+    replace   the row was deleted and made again: the columns that no later record set are empty
+    delete    the row goes
+
+The column SET has ``1`` for a column that the change sets and ``0`` for another one, in the order of the columns. It is null
+if the change sets all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+
+OP, SET = "zync_op", "zync_set"
+UPSERT, REPLACE, DELETE = "u", "r", "d"
+
+Mask = npt.NDArray[np.bool_]
+_OPS = pa.array([UPSERT, REPLACE, DELETE], pa.string())
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records sorted by key, and within a key by partition and offset.
+
+    ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
+    record has a value for the column, null included.
+    """
+
+    rows: pa.RecordBatch
+    is_delete: Mask
+    is_set: Mask
+
+    def __len__(self) -> int:
+        return self.rows.num_rows
+
+    def part(self, first: int, end: int) -> Records:
+        """The records ``first <= index < end``."""
+        return Records(self.rows.slice(first, end - first), self.is_delete[first:end], self.is_set[first:end])
+
+
+def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.RecordBatch:
+    """One row per key: the key columns, ``columns``, OP and SET. ``columns``: the table's columns outside the key."""
+    count = len(records)
+    ends = np.flatnonzero(np.append(_begins(records.rows, keys)[1:], True)) if count else np.empty(0, np.int64)
+    starts = np.append(0, ends[:-1] + 1) if count else ends
+    places = np.arange(count)
+    # The last delete of each key; -1 for none. Places only grow, so that a place of an earlier key is below the start.
+    deletes = np.maximum.accumulate(np.where(records.is_delete, places, -1))[ends] if count else ends
+    was_deleted = deletes >= starts
+    is_deleted = records.is_delete[ends]
+    since = np.where(was_deleted, deletes + 1, starts)
+    arrays: list[pa.Array] = [records.rows.column(name).take(pa.array(ends)) for name in keys]
+    masks: list[Mask] = []
+    for number, name in enumerate(columns):
+        last = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
+        at = np.maximum.accumulate(last)[ends] if count else ends
+        has_value = at >= since
+        masks.append(has_value)
+        arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
+    op = _OPS.take(pa.array(np.where(is_deleted, 2, np.where(was_deleted, 1, 0))))
+    is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.bool_)
+    return pa.RecordBatch.from_arrays([*arrays, op, set_texts(is_set)], names=[*keys, *columns, OP, SET])
+
+
+def set_texts(is_set: Mask) -> pa.Array:
+    """The column SET of a mask by row and column."""
+    partial = ~is_set.all(axis=1)
+    texts = np.full(len(is_set), None, object)
+    if partial.any():
+        shapes, inverse = np.unique(is_set[partial], axis=0, return_inverse=True)
+        names = np.array(["".join("1" if item else "0" for item in shape) for shape in shapes], object)
+        texts[partial] = names[inverse.ravel()]
+    return pa.array(texts, pa.string())
+
+
+def fold_all(parts: Iterable[Records], keys: Sequence[str], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The fold of records that come in several parts, sorted as a whole. The last key of a part waits for the next part."""
+    held: Records | None = None
+    for part in parts:
+        whole = part if held is None else _joined(held, part)
+        if not len(whole):
+            continue
+        last = int(np.flatnonzero(_begins(whole.rows, keys))[-1])
+        if last:
+            yield fold(whole.part(0, last), keys, columns)
+        held = whole.part(last, len(whole))
+    if held is not None and len(held):
+        yield fold(held, keys, columns)
+
+
+def _joined(first: Records, second: Records) -> Records:
+    rows = pa.Table.from_batches([first.rows, second.rows]).combine_chunks().to_batches()
+    return Records(
+        rows[0] if rows else first.rows,
+        np.concatenate([first.is_delete, second.is_delete]),
+        np.concatenate([first.is_set, second.is_set]),
+    )
+
+
+def _begins(rows: pa.RecordBatch, keys: Sequence[str]) -> Mask:
+    """Whether a row has another key than the row before it. No key column has a null."""
+    begins = np.zeros(rows.num_rows, np.bool_)
+    begins[:1] = True
+    for name in keys:
+        column = rows.column(name)
+        differs = pc.not_equal(column.slice(1), column.slice(0, max(0, len(column) - 1)))
+        begins[1:] |= differs.to_numpy(zero_copy_only=False)
+    return begins

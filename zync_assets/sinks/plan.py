@@ -1,0 +1,221 @@
+"""The plan and the read half of a sink: staged topic or raw table → the records that the target lacks.
+
+plan_sink      how far the target is, and the offsets of the next batch (no JVM)
+read_source    the lazy batch: the columns of the table, and marks (``sinks.columns``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import arrow_type
+from zync_assets.errors import DataLoss, SinkError
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.snapshot import Snapshot
+from zync_assets.lake.staging import StagingState, key_column, value_column
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, Sink, SinkTable
+from zync_assets.sinks.columns import Layout, added_sql, make_layout
+from zync_assets.sinks.target import Place, Progress, Target, open_target
+from zync_assets.spark import frames
+from zync_assets.spark.session import Session, lazy_session
+from zync_assets.spark.tasks import spark_failures
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH_OFFSETS = 1_000_000
+"""The most offsets of a batch. Tasks stream the records, so that the number bounds no memory but the size of load tables."""
+
+
+@dataclass(frozen=True)
+class SinkPlan:
+    """The state of a target table compared with its source.
+
+    ``ends``: partition → the end of the source; ``starts``: partition → its first offset that is there.
+    """
+
+    pipeline: Pipeline = field(repr=False)
+    sink: Sink
+    table: SinkTable
+    progress: Progress = field(repr=False)
+    state: StagingState | RawState | None = field(repr=False)
+    starts: Mapping[int, int]
+    ends: Mapping[int, int]
+    ranges: tuple[OffsetRange, ...]
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.pipeline, self.sink, self.table)
+
+    @property
+    def origin(self) -> str:
+        """The id of the lake's table that the offsets belong to."""
+        return "" if self.state is None else str(self.state.table.metadata.id)
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return not self.ranges
+
+    @property
+    def lag(self) -> int:
+        """The offsets that the target lacks."""
+        return sum(end - self.progress.next.get(p, self.starts[p]) for p, end in self.ends.items())
+
+    @property
+    def expected(self) -> dict[int, int | None]:
+        """Partition → the target's next offset before the batch."""
+        return {item.partition: self.progress.next.get(item.partition) for item in self.ranges}
+
+    @property
+    def upcoming(self) -> dict[int, int]:
+        """Partition → the target's next offset after the batch."""
+        return {item.partition: item.end for item in self.ranges}
+
+    def target(self) -> Target:
+        """A new object of the target."""
+        return open_target(self.sink)
+
+
+@dataclass(frozen=True)
+class SinkBatch:
+    """A lazy batch of records for a target table."""
+
+    plan: SinkPlan
+    session: Session = field(repr=False)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.session()
+
+    def layout(self) -> Layout:
+        """The table's columns."""
+        return layout(self.plan, self.session)
+
+    def dataframe(self, whole: Layout) -> DataFrame:
+        """The records as ``Layout.records`` takes them."""
+        return source_frame(self.spark, self.plan, whole, self.plan.ranges)
+
+
+def place_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Place:
+    """The place of a sink's position."""
+    return Place(pipeline.name, sink.name, table.source)
+
+
+def plan_sink(
+    pipeline: Pipeline,
+    sink: Sink,
+    table: SinkTable,
+    limit: int = BATCH_OFFSETS,
+    snapshot: Snapshot | None = None,
+    *,
+    check: bool = True,
+) -> SinkPlan:
+    """The next batch of a target table. ``limit``: the most offsets of the batch; ``check``: whether the position must fit the
+    lake.
+
+    Raises SinkError if the target's position belongs to another table of the lake, DataLoss if retention removed raw records
+    that the target lacks, and TargetUnavailable.
+    """
+    snapshot = snapshot or Snapshot(pipeline)
+    # The target before its source: another run may be at work, and must not look ahead of the lake.
+    progress = open_target(sink).progress(place_of(pipeline, sink, table))
+    if table.staged:
+        state = snapshot.staging(table.pool)
+        known = {p: item for (topic, p), item in (state.head.outputs if state else {}).items() if topic == table.topic}
+        starts, ends = {p: item.base for p, item in known.items()}, {p: item.next for p, item in known.items()}
+    else:
+        state = snapshot.raw(table.topic)
+        starts = {} if state is None else {**state.first, **state.retention_start}
+        ends = {} if state is None else dict(state.next)
+    plan = SinkPlan(pipeline, sink, table, progress, state, starts, ends, ())
+    if check:
+        _check_origin(plan)
+    ranges: list[OffsetRange] = []
+    for number, (partition, end) in enumerate(sorted(ends.items())):
+        first = progress.next.get(partition, starts[partition])
+        share = max(1, (limit - sum(item.end - item.first for item in ranges)) // (len(ends) - number))
+        if first < end:
+            ranges.append(OffsetRange(partition, first, min(end, first + share)))
+    return SinkPlan(pipeline, sink, table, progress, state, starts, ends, tuple(ranges))
+
+
+def reset_command(plan: SinkPlan) -> str:
+    """The command that loads the table again from the start."""
+    return plan.pipeline.command("sink", "--sink", plan.sink.name, "--reset", plan.table.name)
+
+
+def _check_origin(plan: SinkPlan) -> None:
+    progress, table = plan.progress, plan.table
+    if progress.origin is not None and (
+        progress.origin != plan.origin
+        or any(upcoming > plan.ends.get(partition, 0) for partition, upcoming in progress.next.items())
+    ):
+        raise SinkError(
+            f"sink {plan.sink.name}, table {table.name}: its position is that of another table of the lake, or of a later"
+            f" state of {table.source}. Mount the lake that it was written from; or load the table again:"
+            f" {reset_command(plan)}"
+        )
+    for partition, upcoming in progress.next.items():
+        kept = plan.starts.get(partition, 0)
+        if not table.staged and upcoming < kept:
+            raise DataLoss(
+                f"sink {plan.sink.name}, table {table.name}: retention removed the records {upcoming} to {kept - 1} of"
+                f" {table.source}, partition {partition}, before they were written. Load what is left again:"
+                f" {reset_command(plan)}"
+            )
+
+
+def read_source(spark: SparkSession | Session, plan: SinkPlan) -> SinkBatch:
+    """The read half: a lazy batch of what the target lacks."""
+    return SinkBatch(plan, lazy_session(spark))
+
+
+def layout(plan: SinkPlan, session: Session) -> Layout:
+    """The columns of a plan's table. Starts a session only for ``before: {set: ...}``."""
+    sink, table, state = plan.sink, plan.table, plan.state
+    names = {"key": "key", "value": "value"}
+    if table.staged:
+        names = {"key": key_column(table.topic), "value": value_column(table.topic)}
+    schema = state.schema if state is not None else pa.schema([])
+    sides = {side: schema.field(name).type for side, name in names.items() if name in schema.names}
+    schemas = (
+        {name: text for name, (topic, text) in state.head.schemas.items() if topic == table.topic}
+        if isinstance(state, StagingState)
+        else {}
+    )
+    types: dict[str, pa.DataType] = {}
+    if sink.added:
+        with spark_failures(lambda text: SinkError(f"sink {sink.name}, before: set: {text}")):
+            frame = _records(session(), plan, plan.ranges).selectExpr(*added_sql(sink))
+            types = {item.name: arrow_type(item.dataType) for item in frame.schema}
+    return make_layout(
+        sink,
+        table,
+        plan.target(),
+        sides,
+        f"{plan.pipeline.name}: {table.source}",
+        schemas,
+        plan.pipeline.unavailable_value,
+        types,
+    )
+
+
+def source_frame(spark: SparkSession, plan: SinkPlan, whole: Layout, ranges: tuple[OffsetRange, ...]) -> DataFrame:
+    """The records of some ranges, as ``Layout.records`` takes them."""
+    with spark_failures(lambda text: SinkError(f"sink {plan.sink.name}, {plan.table.source}: {text}")):
+        frame = _records(spark, plan, ranges)
+        for condition in whole.where:
+            frame = frame.where(condition)
+        return frame.selectExpr(*whole.select(staged=plan.table.staged))
+
+
+def _records(spark: SparkSession, plan: SinkPlan, ranges: tuple[OffsetRange, ...]) -> DataFrame:
+    if isinstance(plan.state, StagingState):
+        return frames.output_frame(spark, plan.state, plan.table.topic, ranges)
+    assert plan.state is not None
+    return frames.record_frame(spark, plan.state, ranges)

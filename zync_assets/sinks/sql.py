@@ -1,0 +1,420 @@
+"""A target that is an SQL database, through SQLAlchemy: its tables, its positions and the merge of a batch.
+
+A database differs in its types and in the way into a load table. These are methods of the classes in ``sinks.sqlite`` and
+``sinks.postgres``. Names are quoted by SQLAlchemy, and values are parameters.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from alembic.ddl.base import AddColumn, ColumnType
+from sqlalchemy import exc
+from sqlalchemy.engine import Connection, Engine
+
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
+from zync_assets.pipeline import Evolve
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT
+from zync_assets.sinks.sql_types import SqlType, holds, standard_type, type_text, wider
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target
+
+BOOK = sa.MetaData()
+"""The tables that zync keeps in a target."""
+
+_NAME = sa.String(255)
+POSITIONS = sa.Table(
+    "zync_positions",
+    BOOK,
+    sa.Column("pipeline", _NAME, primary_key=True),
+    sa.Column("sink", _NAME, primary_key=True),
+    sa.Column("source", _NAME, primary_key=True),
+    sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("next", sa.BigInteger, nullable=False),
+    sa.Column("origin", _NAME, nullable=False),
+)
+QUARANTINE = sa.Table(
+    "zync_quarantine",
+    BOOK,
+    sa.Column("pipeline", _NAME, primary_key=True),
+    sa.Column("sink", _NAME, primary_key=True),
+    sa.Column("source", _NAME, primary_key=True),
+    sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("offset", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("key", sa.Text),
+    sa.Column("error", sa.Text),
+)
+
+
+class SqlTarget(Target):
+    """An SQL database with transactions."""
+
+    def engine(self) -> Engine:
+        """An engine without a pool: a run is short, and a task's process serves other runs too."""
+        if self._engine is None:
+            try:
+                self._engine = self.make_engine()
+            except (exc.ArgumentError, ValueError, ImportError) as error:
+                # Not the library's words on the URL, which may repeat a password.
+                what = str(error) if isinstance(error, ImportError) else "it can't be read"
+                raise SinkError(f"the sink's url: {what}. Write it as the README says.") from None
+        return self._engine
+
+    _engine: Engine | None = None
+
+    # ---- what a database does in its own way
+
+    @abstractmethod
+    def make_engine(self) -> Engine:
+        """The engine of the URL."""
+
+    @abstractmethod
+    def sort(self, error: exc.DBAPIError) -> type[SinkError]:
+        """Whether an error is an outage (TargetUnavailable), a refused record (TargetRefused) or neither (SinkError)."""
+
+    @abstractmethod
+    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
+        """Append rows to a load table."""
+
+    @abstractmethod
+    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        """The statement that inserts rows, and updates those that exist. ``rows``: ``key``, then ``others``."""
+
+    def column_type(self, column: Column, *, in_key: bool) -> SqlType:
+        """The type of a new column."""
+        return standard_type(column.type)
+
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        """Whether an existing column holds the values of a source's column."""
+        return holds(existing, column.type)
+
+    def wider(self, existing: SqlType, column: Column) -> SqlType | None:
+        """The type to widen an existing column to; None if that is not possible."""
+        return wider(existing, column.type)
+
+    def load_type(self, existing: SqlType) -> SqlType:
+        """The type of a load table's column beside a column of the table."""
+        return existing
+
+    @contextmanager
+    def connection(self) -> Generator[Connection]:
+        """A connection in a transaction."""
+        with self.errors(), self.engine().begin() as connection:
+            yield connection
+
+    @contextmanager
+    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
+        """The connection, in a transaction, that merges load tables."""
+        with self.connection() as connection:
+            yield connection
+
+    @contextmanager
+    def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
+        """A connection, in a transaction, with a new load table."""
+        with self.connection() as connection:
+            table = self._load_table(self._reflected(connection, spec), spec, name, None)
+            table.create(connection)
+            yield connection, table
+
+    def load_schema(self, number: int) -> str | None:
+        """The schema in which the merge sees the load table of that number."""
+        return None
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Remove load tables."""
+        with self.connection() as connection:
+            for name in names:
+                sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+
+    def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        """A query of positions that lets no other run go on until the transaction ends."""
+        return query.with_for_update()
+
+    # ---- the interface of a target
+
+    def progress(self, place: Place) -> Progress:
+        with self.connection() as connection:
+            if not sa.inspect(connection).has_table(QUARANTINE.name):
+                return Progress()
+            rows = connection.execute(sa.select(POSITIONS).where(*_at(POSITIONS, place))).mappings().all()
+            bad = connection.execute(sa.select(QUARANTINE).where(*_at(QUARANTINE, place))).mappings().all()
+        return Progress(
+            {row["partition"]: row["next"] for row in rows},
+            rows[0]["origin"] if rows else None,
+            tuple(BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in bad),
+        )
+
+    def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
+        with self.connection() as connection:
+            BOOK.create_all(connection)
+            name, schema = _named(spec)
+            if not sa.inspect(connection).has_table(name, schema):
+                table = self._new_table(spec)
+                if not create:
+                    ddl = str(sa.schema.CreateTable(table).compile(connection)).strip()
+                    raise TableUnfit(f"table {spec.name} is not there. Set create: true, or run:\n{ddl};")
+                table.create(connection)
+                return
+            table = self._reflected(connection, spec)
+            statements, hopeless = self._differences(connection, table, spec)
+            allowed = {"none": 0, "add": 1, "widen": 2}[evolve]
+            if hopeless or any(level > allowed for level, _, _ in statements):
+                raise TableUnfit(self._advice(connection, spec, statements, hopeless, allowed))
+            for _, _, ddl in statements:
+                connection.execute(ddl)
+
+    def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
+        count = 0
+        with self.loading(spec, name) as (connection, table):
+            for batch in rows:
+                self.write(connection, table, batch)
+                count += batch.num_rows
+        crash_point("sink:loaded")
+        return LoadTable(name, count)
+
+    def merge(self, merge: Merge) -> None:
+        with self.merging(merge.loads) as connection:
+            # 1. Nobody else has written since the batch was planned.
+            self._claim(connection, merge)
+            # 2. The data, one load table after the other: no key is in two of them.
+            table = self._reflected(connection, merge.spec) if merge.loads or merge.clear else None
+            if merge.clear and table is not None:
+                connection.execute(sa.delete(table))
+                connection.execute(sa.delete(QUARANTINE).where(*_at(QUARANTINE, merge.place)))
+            for number, load in enumerate(merge.loads):
+                assert table is not None
+                self._apply(connection, table, merge.spec, load, number)
+            # 3. The positions and what was refused, in the same transaction.
+            self._advance(connection, merge)
+            crash_point("sink:merging")
+        crash_point("sink:merged")
+        self.drop([load.name for load in merge.loads])
+
+    def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
+        with self.connection() as connection:
+            table = self._reflected(connection, spec)
+            names = [column.name for column in spec.columns]
+            found = connection.execution_options(yield_per=10_000).execute(
+                sa.select(*(table.c[name] for name in names))
+            )
+            for part in found.partitions():
+                yield self.arrow_rows(spec, [tuple(row) for row in part])
+
+    def arrow_rows(self, spec: TableSpec, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
+        """Rows that the driver gave, with the types of the source's columns; JSON as texts."""
+        arrays = [
+            pa.array([self.value(column, row[at]) for row in rows], pa.string() if column.as_json else column.type)
+            for at, column in enumerate(spec.columns)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, names=[column.name for column in spec.columns])
+
+    def value(self, column: Column, value: Any) -> Any:
+        """A value that the driver gave, as pyarrow takes it."""
+        return value
+
+    # ---- errors
+
+    @contextmanager
+    def errors(self) -> Generator[None]:
+        """Raise errors of the project in place of SQLAlchemy's. The message is the database's own, without the statement."""
+        try:
+            yield
+        except exc.DBAPIError as error:
+            raise self.error(error) from None
+        except exc.SQLAlchemyError as error:
+            raise SinkError(f"the target's library says: {str(error).partition(chr(10))[0]}.") from None
+
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        """The error of the project for an error of the database."""
+        kind = TargetUnavailable if error.connection_invalidated else self.sort(error)
+        text = " ".join(str(error.orig).split())
+        if kind is SinkError:
+            text = f"the target says: {text}"
+        return kind(text)
+
+    # ---- tables
+
+    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
+        """The table as it is. TableUnfit if it is gone."""
+        name, schema = _named(spec)
+        try:
+            return sa.Table(name, sa.MetaData(), schema=schema, autoload_with=connection, resolve_fks=False)
+        except exc.NoSuchTableError:
+            raise TableUnfit(f"table {spec.name} is not there any more. Run the sink again, to make it.") from None
+
+    def _new_table(self, spec: TableSpec) -> sa.Table:
+        name, schema = _named(spec)
+        columns = [
+            sa.Column(
+                column.name,
+                self.column_type(column, in_key=column.name in spec.key),
+                primary_key=column.name in spec.key,
+                autoincrement=False,
+                comment=f"{column.field}: {type_text(column.type)}" if column.field else None,
+            )
+            for column in spec.columns
+        ]
+        return sa.Table(name, sa.MetaData(), *columns, schema=schema, comment=spec.comment or None)
+
+    def _differences(
+        self, connection: Connection, table: sa.Table, spec: TableSpec
+    ) -> tuple[list[tuple[int, str, Any]], list[str]]:
+        """What a table lacks: (level of `evolve`, what, DDL), and what no DDL of the sink can make."""
+        statements: list[tuple[int, str, Any]] = []
+        hopeless: list[str] = []
+        for column in spec.columns:
+            in_key = column.name in spec.key
+            if column.name not in table.c:
+                new = sa.Column(column.name, self.column_type(column, in_key=in_key))
+                ddl = AddColumn(table.name, new, schema=table.schema)
+                statements.append((1, f"column {column.name} is missing", ddl))
+                continue
+            existing = table.c[column.name].type
+            if self.holds(existing, column):
+                continue
+            what = f"column {column.name} is {_sql(existing, connection)}, and its source is {type_text(column.type)}"
+            larger = self.wider(existing, column)
+            if larger is None:
+                hopeless.append(f"{what}; change the column, or make the value with before: {{set: ...}}")
+            else:
+                ddl = ColumnType(table.name, column.name, larger, schema=table.schema)
+                statements.append((2, what, ddl))
+        if spec.mode == "upsert" and not self._has_key(connection, table, spec):
+            quote = connection.dialect.identifier_preparer
+            quoted = ", ".join(quote.quote(name) for name in spec.key)
+            hopeless.append(
+                f"no primary key or unique constraint is on ({', '.join(spec.key)}); run:"
+                f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
+            )
+        return statements, hopeless
+
+    def _has_key(self, connection: Connection, table: sa.Table, spec: TableSpec) -> bool:
+        inspector = sa.inspect(connection)
+        found = [{column.name for column in table.primary_key}]
+        found += [set(item["column_names"]) for item in inspector.get_unique_constraints(table.name, table.schema)]
+        found += [
+            set(item["column_names"])
+            for item in inspector.get_indexes(table.name, table.schema)
+            if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
+        ]
+        return set(spec.key) in found
+
+    def _advice(
+        self,
+        connection: Connection,
+        spec: TableSpec,
+        statements: Sequence[tuple[int, str, Any]],
+        hopeless: Sequence[str],
+        allowed: int,
+    ) -> str:
+        text = f"table {spec.name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}."
+        ddl = "".join(f"\n{str(item.compile(connection)).strip()};" for _, _, item in statements)
+        needed = max((level for level, _, _ in statements), default=0)
+        if statements:
+            word = {1: "add", 2: "widen"}[needed]
+            text += f" {f'Set evolve: {word}, or run' if needed > allowed else 'Run'}:{ddl}"
+        return text
+
+    def _load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+        columns = [sa.Column(item.name, self.load_type(table.c[item.name].type)) for item in spec.columns]
+        marks = [sa.Column(OP, sa.String(1)), sa.Column(SET, sa.Text)]
+        return sa.Table(name, sa.MetaData(), *columns, *marks, schema=schema, prefixes=self.load_prefixes)
+
+    load_prefixes: Sequence[str] = ()
+    """What stands before TABLE when a load table is made."""
+
+    # ---- the merge
+
+    def _claim(self, connection: Connection, merge: Merge) -> None:
+        """Lock the positions, and raise CommitConflict unless they are the expected ones."""
+        at = _at(POSITIONS, merge.place)
+        if merge.clear:
+            connection.execute(sa.delete(POSITIONS).where(*at))
+            return
+        query = self.lock(sa.select(POSITIONS).where(*at))
+        found = {row["partition"]: row for row in connection.execute(query).mappings()}
+        for partition, expected in merge.expected.items():
+            row = found.get(partition)
+            if (row["next"] if row else None) != expected or (row is not None and row["origin"] != merge.origin):
+                raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+
+    def _advance(self, connection: Connection, merge: Merge) -> None:
+        at = _at(POSITIONS, merge.place)
+        for partition, upcoming in merge.upcoming.items():
+            values = {"next": upcoming, "origin": merge.origin}
+            if merge.expected.get(partition) is None:
+                names = {"pipeline": merge.place.pipeline, "sink": merge.place.sink, "source": merge.place.source}
+                try:
+                    connection.execute(sa.insert(POSITIONS).values(**names, partition=partition, **values))
+                except exc.IntegrityError:
+                    raise CommitConflict(f"{merge.place}: another run wrote first; run again") from None
+            else:
+                connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
+        names = {"pipeline": merge.place.pipeline, "sink": merge.place.sink, "source": merge.place.source}
+        for bad in merge.bad:
+            values = {"partition": bad.partition, "offset": bad.offset, "key": bad.key, "error": bad.error}
+            connection.execute(sa.insert(QUARANTINE).values(**names, **values))
+
+    def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
+        """Apply the changes of a load table."""
+        rows = self._load_table(table, spec, load.name, self.load_schema(number))
+        # A server that ended abruptly may have emptied a load table that is not logged.
+        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+        if held != load.rows:
+            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        names = [column.name for column in spec.columns]
+        if spec.mode == "insert":
+            connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))
+            return
+        keys = [rows.c[name] for name in spec.key]
+        present = sa.tuple_(*(table.c[name] for name in spec.key)) if len(keys) > 1 else table.c[spec.key[0]]
+        gone = sa.select(*keys).where(rows.c[OP].in_([DELETE, REPLACE]))
+        connection.execute(sa.delete(table).where(present.in_(gone)))
+        others = [column.name for column in spec.others]
+        same = sa.and_(*(table.c[name] == rows.c[name] for name in spec.key))
+        is_partial = rows.c[SET].is_not(None)
+        if others and connection.execute(sa.select(sa.literal(1)).select_from(rows).where(is_partial).limit(1)).first():
+            # A partial record of a row that exists changes its columns only. A database that checks NOT NULL before it looks
+            # for the row would refuse INSERT ... ON CONFLICT.
+            values = {
+                name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) == "1", rows.c[name]), else_=table.c[name])
+                for at, name in enumerate(others)
+            }
+            connection.execute(sa.update(table).where(same, rows.c[OP] == UPSERT, is_partial).values(values))
+            is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(same).correlate(rows))
+            new = sa.and_(is_partial, rows.c[OP] != DELETE, is_new)
+            for (shape,) in connection.execute(sa.select(rows.c[SET]).where(new).distinct()).all():
+                own = [*spec.key, *(name for name, mark in zip(others, shape, strict=True) if mark == "1")]
+                chosen = sa.select(*(rows.c[name] for name in own)).where(rows.c[SET] == shape, new)
+                connection.execute(sa.insert(table).from_select(own, chosen))
+        whole = sa.select(*(rows.c[name] for name in (*spec.key, *others))).where(
+            rows.c[OP] != DELETE, rows.c[SET].is_(None)
+        )
+        connection.execute(self.upsert(table, whole, spec.key, others))
+
+
+def _at(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
+    return [table.c.pipeline == place.pipeline, table.c.sink == place.sink, table.c.source == place.source]
+
+
+def _named(spec: TableSpec) -> tuple[str, str | None]:
+    """Name and schema of a table."""
+    schema, _, name = spec.name.rpartition(".")
+    return name, schema or None
+
+
+def _sql(kind: SqlType, connection: Connection) -> str:
+    try:
+        return kind.compile(connection.dialect)
+    except exc.CompileError:
+        return "of another type"
+
+
+def load_names(names: Sequence[str], place: Place) -> list[str]:
+    """The load tables of a place among the names of tables."""
+    return [name for name in names if name.startswith(place.load_prefix)]

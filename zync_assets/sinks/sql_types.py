@@ -1,0 +1,142 @@
+"""The types of the lake as SQLAlchemy's, and whether a column of a table holds the values of a type without loss.
+
+| the lake | PostgreSQL | SQLite |
+| --- | --- | --- |
+| boolean | boolean | BOOLEAN, 0 or 1 |
+| tinyint, smallint, int, bigint | smallint, integer, bigint | INTEGER |
+| float, double | real, double precision | REAL; NaN is refused |
+| decimal(p, s) | numeric(p, s) | TEXT, all digits |
+| string | text | TEXT |
+| binary | bytea | BLOB |
+| date, timestamp | date, timestamp with time zone | TEXT, ISO 8601, UTC |
+| timestamp_ntz | timestamp without time zone | TEXT, ISO 8601 |
+| time of day | time | TEXT, ISO 8601 |
+| an array of one of these | an array | TEXT, JSON |
+| struct, map, other arrays | jsonb | TEXT, JSON |
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import sqlalchemy as sa
+
+SqlType: TypeAlias = sa.types.TypeEngine[Any]
+
+_INTEGERS: tuple[tuple[type[SqlType], int], ...] = ((sa.SmallInteger, 16), (sa.BigInteger, 64), (sa.Integer, 32))
+"""Classes of integers and their bits. The last one is the base of the others."""
+_DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
+
+
+def standard_type(kind: pa.DataType) -> SqlType:
+    """The type of a new column in a database with SQL's types."""
+    kinds = pa.types
+    if kinds.is_boolean(kind):
+        return sa.Boolean()
+    if kinds.is_integer(kind):
+        return sa.SmallInteger() if kind.bit_width <= 16 else sa.Integer() if kind.bit_width == 32 else sa.BigInteger()
+    if kinds.is_float32(kind):
+        return sa.REAL()
+    if kinds.is_float64(kind):
+        return sa.Double()
+    if kinds.is_decimal(kind):
+        return sa.Numeric(kind.precision, kind.scale)
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+        return sa.LargeBinary()
+    if kinds.is_date(kind):
+        return sa.Date()
+    if kinds.is_time(kind):
+        return sa.Time()
+    if kinds.is_timestamp(kind):
+        return sa.DateTime(timezone=kind.tz is not None)
+    return sa.Text()
+
+
+def type_text(kind: pa.DataType) -> str:
+    """A type of the lake in messages and comments, as Spark writes it."""
+    kinds = pa.types
+    if kinds.is_decimal(kind):
+        return f"decimal({kind.precision}, {kind.scale})"
+    if kinds.is_timestamp(kind):
+        return "timestamp" if kind.tz else "timestamp_ntz"
+    names = {
+        pa.int8(): "tinyint",
+        pa.int16(): "smallint",
+        pa.int32(): "int",
+        pa.int64(): "bigint",
+        pa.float32(): "float",
+    }
+    names |= {pa.float64(): "double", pa.bool_(): "boolean", pa.date32(): "date", pa.null(): "void"}
+    return names.get(kind) or ("struct" if kinds.is_struct(kind) else str(kind).partition("<")[0])
+
+
+def holds(existing: SqlType, kind: pa.DataType) -> bool:
+    """Whether a column of a standard database holds every value of a type of the lake, or refuses it by an error.
+
+    A text may go into any type that is written as a text and that no implicit conversion shortens: uuid, enum, json, inet.
+    """
+    kinds = pa.types
+    if kinds.is_boolean(kind):
+        return isinstance(existing, sa.Boolean)
+    if kinds.is_integer(kind):
+        bits = _bits(existing)
+        return kind.bit_width <= bits if bits else _numeric_holds(existing, _DIGITS[kind.bit_width], 0)
+    if kinds.is_floating(kind):
+        return _is_double(existing) or (kinds.is_float32(kind) and isinstance(existing, sa.Float))
+    if kinds.is_decimal(kind):
+        return _numeric_holds(existing, kind.precision - kind.scale, kind.scale)
+    if kinds.is_binary(kind):
+        return isinstance(existing, sa.LargeBinary)
+    if kinds.is_date(kind):
+        return isinstance(existing, sa.Date)
+    if kinds.is_time(kind):
+        return isinstance(existing, sa.Time)
+    if kinds.is_timestamp(kind):
+        # Without a zone, an instant would be a time of day in a zone that nobody knows.
+        return isinstance(existing, sa.DateTime) and bool(existing.timezone) == (kind.tz is not None)
+    if kinds.is_list(kind) and isinstance(existing, sa.ARRAY):
+        return not kinds.is_nested(kind.value_type) and holds(existing.item_type, kind.value_type)
+    if kinds.is_nested(kind):
+        return isinstance(existing, sa.JSON)
+    numbers = (sa.Boolean, sa.Integer, sa.Numeric, sa.Float, sa.LargeBinary, sa.ARRAY)
+    return not isinstance(existing, numbers)
+
+
+def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
+    """A type that holds the old values of a column, and those of a type of the lake; None if there is no such number."""
+    kinds = pa.types
+    bits, new = _bits(existing), standard_type(kind)
+    if bits and kinds.is_integer(kind):
+        return new
+    if isinstance(existing, sa.Float) and kinds.is_floating(kind):
+        return sa.Double()
+    old = _digits(existing) if not bits else (_DIGITS[bits], 0)
+    if old is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
+        return None
+    whole, scale = (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (_DIGITS[kind.bit_width], 0)
+    scale = max(scale, old[1])
+    return sa.Numeric(max(whole, old[0]) + scale, scale)
+
+
+def _bits(existing: SqlType) -> int:
+    return next((bits for of, bits in _INTEGERS if isinstance(existing, of)), 0)
+
+
+def _is_double(existing: SqlType) -> bool:
+    return isinstance(existing, sa.Double) or (isinstance(existing, sa.Float) and (existing.precision or 0) > 24)
+
+
+def _digits(existing: SqlType) -> tuple[int, int] | None:
+    """Digits before and after the point; None for what is no decimal, or has no limit."""
+    if not isinstance(existing, sa.Numeric) or isinstance(existing, sa.Float) or existing.precision is None:
+        return None
+    scale = existing.scale or 0
+    return existing.precision - scale, scale
+
+
+def _numeric_holds(existing: SqlType, whole: int, scale: int) -> bool:
+    if not isinstance(existing, sa.Numeric) or isinstance(existing, sa.Float):
+        return False
+    digits = _digits(existing)
+    return digits is None or (digits[0] >= whole and digits[1] >= scale)

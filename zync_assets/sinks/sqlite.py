@@ -1,0 +1,247 @@
+"""The target SQLite, through Python's standard library.
+
+SQLite lets one process write at a time. Load tables are therefore files of their own beside the database, which Spark tasks
+write in parallel. The merge attaches the files, and writes to the database alone, so that its transaction is atomic.
+
+A column's affinity changes what is stored: in a NUMERIC column the text 007 becomes the number 7. Decimals, dates and JSON
+are therefore TEXT.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sqlite3
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date, datetime
+from datetime import time as time_of_day
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import sqlalchemy as sa
+from sqlalchemy import exc
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Engine
+
+from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.sinks.sql import SqlTarget
+from zync_assets.sinks.sql_types import SqlType
+from zync_assets.sinks.target import Column, LoadTable, Place, Progress, TableSpec
+
+TIMEOUT_SECONDS = 30.0
+"""How long a statement waits for another writer of the file."""
+
+_REFUSALS = (sqlite3.IntegrityError, sqlite3.DataError)
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_PROTOCOL,
+}
+
+
+class SqliteTarget(SqlTarget):
+    """A file of SQLite."""
+
+    tasks = 8
+
+    def progress(self, place: Place) -> Progress:
+        return super().progress(place) if self.path.exists() else Progress()
+
+    @property
+    def path(self) -> Path:
+        """The database's file."""
+        return Path(self.url.removeprefix("sqlite:///"))
+
+    def make_engine(self) -> Engine:
+        # Transactions begin and end by statements of our own: Python's module would begin one too late to lock the file.
+        return sa.create_engine(
+            self.url,
+            poolclass=sa.pool.NullPool,
+            isolation_level="AUTOCOMMIT",
+            connect_args={"timeout": TIMEOUT_SECONDS},
+        )
+
+    def sort(self, error: exc.DBAPIError) -> type[SinkError]:
+        original: Any = error.orig
+        if isinstance(original, (*_REFUSALS, OverflowError)):
+            return TargetRefused
+        code = getattr(original, "sqlite_errorcode", 0)
+        return TargetUnavailable if code & 0xFF in _PASSING else SinkError
+
+    @contextmanager
+    def connection(self) -> Generator[Connection]:
+        with self.errors(), self.engine().connect() as connection, _transaction(connection):
+            yield connection
+
+    @contextmanager
+    def run(self, place: Place) -> Generator[str]:
+        """The names of load files have the process that began the run, so that the files of a killed run are known."""
+        for item in self._files(place.load_prefix):
+            if not _is_alive(item.name.partition(place.load_prefix)[2]):
+                _remove(item)
+        process = psutil.Process()
+        run = f"{place.load_prefix}{process.pid}.{int(process.create_time())}.{secrets.token_hex(4)}_"
+        try:
+            yield run
+        finally:
+            for item in self._files(run):
+                _remove(item)
+
+    def _files(self, prefix: str) -> list[Path]:
+        return [item for item in self.path.parent.glob(f"{self.path.name}-{prefix}*") if item.is_file()]
+
+    @contextmanager
+    def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
+        with self.connection() as connection:
+            table = self._load_table(self._reflected(connection, spec), spec, name, None)
+        engine = sa.create_engine(
+            f"sqlite:///{self._file(name)}", poolclass=sa.pool.NullPool, isolation_level="AUTOCOMMIT"
+        )
+        with self.errors(), engine.connect() as connection:
+            # The file is removed after a kill, so that it needs neither a journal nor the disk's word.
+            connection.exec_driver_sql("PRAGMA journal_mode = OFF")
+            connection.exec_driver_sql("PRAGMA synchronous = OFF")
+            with _transaction(connection):
+                table.create(connection)
+                yield connection, table
+
+    def _file(self, name: str) -> Path:
+        return self.path.with_name(f"{self.path.name}-{name}")
+
+    @contextmanager
+    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
+        with self.errors(), self.engine().connect() as connection:
+            for number, load in enumerate(loads):
+                connection.execute(
+                    sa.text("ATTACH DATABASE :file AS " + f"load_{number}"), {"file": str(self._file(load.name))}
+                )
+            with _transaction(connection, "BEGIN IMMEDIATE"):
+                yield connection
+
+    def load_schema(self, number: int) -> str | None:
+        return f"load_{number}"
+
+    def drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            _remove(self._file(name))
+
+    def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        return query
+
+    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
+        columns = [_stored(rows.column(name)) for name in rows.schema.names]
+        statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=rows.schema.names))
+        # The columns' own types would convert each value again.
+        connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if rows.num_rows else None
+
+    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        statement = insert(table).from_select([*key, *others], rows)
+        if not others:
+            return statement.on_conflict_do_nothing(index_elements=list(key))
+        new = {name: statement.excluded[name] for name in others}
+        return statement.on_conflict_do_update(index_elements=list(key), set_=new)
+
+    def column_type(self, column: Column, *, in_key: bool) -> SqlType:
+        kinds, kind = pa.types, column.type
+        if kinds.is_boolean(kind):
+            return sa.Boolean()
+        if kinds.is_integer(kind):
+            return sa.BigInteger()
+        if kinds.is_floating(kind):
+            return sa.REAL()
+        return sa.LargeBinary() if kinds.is_binary(kind) or kinds.is_large_binary(kind) else sa.Text()
+
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        kinds, kind = pa.types, column.type
+        if isinstance(existing, sa.types.NullType):
+            return True
+        is_number = isinstance(existing, (sa.Boolean, sa.Integer, sa.Numeric, sa.Float))
+        if kinds.is_boolean(kind) or kinds.is_integer(kind):
+            return is_number and not (isinstance(existing, sa.Float) and kinds.is_int64(kind))
+        if kinds.is_floating(kind):
+            return isinstance(existing, sa.Float)
+        return isinstance(existing, (sa.Text, sa.String, sa.LargeBinary))
+
+    def wider(self, existing: SqlType, column: Column) -> SqlType | None:
+        return None
+
+    def load_type(self, existing: SqlType) -> SqlType:
+        """The affinity of the column; no CHECK and no length."""
+        if isinstance(existing, (sa.Boolean, sa.Integer)):
+            return sa.BigInteger()
+        if isinstance(existing, sa.Float):
+            return sa.REAL()
+        if isinstance(existing, sa.Numeric):
+            return sa.Numeric()
+        return sa.LargeBinary() if isinstance(existing, (sa.LargeBinary, sa.types.NullType)) else sa.Text()
+
+    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
+        table = super()._reflected(connection, spec)
+        for column in table.c:
+            # Values are written as they are stored, without SQLAlchemy's conversions.
+            is_boolean = isinstance(column.type, sa.Boolean)
+            column.type = sa.Boolean(create_constraint=False) if is_boolean else self.load_type(column.type)
+        return table
+
+    def value(self, column: Column, value: Any) -> Any:
+        kinds, kind = pa.types, column.type
+        if value is None or column.as_json:
+            return value
+        if kinds.is_decimal(kind):
+            return Decimal(value)
+        if kinds.is_date(kind):
+            return date.fromisoformat(value)
+        if kinds.is_time(kind):
+            return time_of_day.fromisoformat(value)
+        if kinds.is_timestamp(kind):
+            return datetime.fromisoformat(value)
+        return bool(value) if kinds.is_boolean(kind) else value
+
+
+def _stored(column: pa.Array) -> Sequence[Any]:
+    """The values of a column as SQLite stores them."""
+    kinds, kind = pa.types, column.type
+    values = column.to_pylist()
+    if kinds.is_decimal(kind):
+        return [None if value is None else format(value, "f") for value in values]
+    if kinds.is_temporal(kind):
+        return [None if value is None else value.isoformat() for value in values]
+    if kinds.is_floating(kind) and any(value is not None and math.isnan(value) for value in values):
+        # SQLite would store a null.
+        raise TargetRefused("SQLite has no NaN")
+    return values
+
+
+@contextmanager
+def _transaction(connection: Connection, begin: str = "BEGIN") -> Generator[None]:
+    connection.exec_driver_sql(begin)
+    try:
+        yield
+    except BaseException:
+        with suppress(exc.DBAPIError):
+            connection.exec_driver_sql("ROLLBACK")
+        raise
+    connection.exec_driver_sql("COMMIT")
+
+
+def _is_alive(mark: str) -> bool:
+    """Whether the run of a load file goes on. ``mark``: process, its start, and a random text."""
+    pid, began, *_ = (*mark.split("."), "")
+    try:
+        return int(psutil.Process(int(pid)).create_time()) == int(began)
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _remove(item: Path) -> None:
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            item.with_name(item.name + suffix).unlink()

@@ -1,0 +1,178 @@
+"""The interface of a target database. A new target is one class with five methods.
+
+The protocol (``sinks.commit``) uses a target so:
+
+    progress   how far a source was written
+    prepare    the table is made, or changed, so that it holds the source's columns
+    load       Spark tasks write the rows of a batch into load tables, in parallel
+    merge      one short transaction: compare the positions, apply the load tables, move the positions
+    rows       the rows of the table, for the check `rows_match`
+
+The order of a batch is therefore: data into load tables that nobody reads, then everything at once. A run that is killed
+leaves load tables behind, and the next run removes them (``run``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import pyarrow as pa
+
+from zync_assets.errors import SinkError
+from zync_assets.pipeline import Evolve, Sink, SinkMode
+
+LOAD_PREFIX = "zync_load_"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One source of one sink: whose position it is."""
+
+    pipeline: str
+    sink: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"sink {self.sink}, {self.source}"
+
+    @property
+    def load_prefix(self) -> str:
+        """How the names of the place's load tables begin."""
+        digest = hashlib.blake2b("\0".join((self.pipeline, self.sink, self.source)).encode(), digest_size=6).hexdigest()
+        return f"{LOAD_PREFIX}{digest}_"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. ``field``: the source's field, for comments. ``as_json``: its values come as JSON texts."""
+
+    name: str
+    type: pa.DataType
+    field: str = ""
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table as its source needs it. ``name``: as the pipeline file has it, ``schema.table`` or ``table``; ``key``: the
+    names of the key columns, which come first; ``mode``: as in the pipeline file."""
+
+    name: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...]
+    mode: SinkMode
+    comment: str = ""
+
+    @property
+    def others(self) -> tuple[Column, ...]:
+        """The columns outside the key."""
+        return tuple(item for item in self.columns if item.name not in self.key)
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that the target refused. ``key``: its key as text; ``error``: the target's message."""
+
+    partition: int
+    offset: int
+    key: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a source was written. ``next``: partition → next offset; ``origin``: the id of the lake's table that the
+    offsets belong to, None before the first batch; ``bad``: the records in the sink's quarantine."""
+
+    next: Mapping[int, int] = field(default_factory=dict)
+    origin: str | None = None
+    bad: tuple[BadRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadTable:
+    """A load table with its number of rows."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What one transaction does. ``expected`` and ``upcoming``: partition → next offset before and after; before the first
+    batch, ``expected`` is None. ``origin``: as in Progress. ``clear``: empties the table and forgets the place first."""
+
+    place: Place
+    spec: TableSpec
+    origin: str
+    expected: Mapping[int, int | None]
+    upcoming: Mapping[int, int]
+    loads: tuple[LoadTable, ...] = ()
+    bad: tuple[BadRecord, ...] = ()
+    clear: bool = False
+
+
+class Target(ABC):
+    """A target database. ``url`` comes from the pipeline file and is a secret: no message repeats it.
+
+    An object is made in the driver and again in each Spark task. Methods raise TargetUnavailable for an outage,
+    TargetRefused for a record that the target does not take, and TableUnfit for a table that can't hold the source.
+    """
+
+    tasks = 64
+    """The most Spark tasks, and so load tables, of a batch. SQLite attaches no more than ten files."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def is_native(self, kind: pa.DataType) -> bool:
+        """Whether the target stores a type as it is. Values of other types come as JSON texts."""
+        return not pa.types.is_nested(kind)
+
+    @contextmanager
+    def run(self, place: Place) -> Generator[str]:
+        """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables."""
+        yield f"{place.load_prefix}{secrets.token_hex(4)}_"
+
+    @abstractmethod
+    def progress(self, place: Place) -> Progress:
+        """How far the source was written. Creates nothing."""
+
+    @abstractmethod
+    def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
+        """Make the table fit, as far as the sink may change it. Raises TableUnfit with the DDL that it may not run."""
+
+    @abstractmethod
+    def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
+        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, OP and SET (``fold``)."""
+
+    @abstractmethod
+    def merge(self, merge: Merge) -> None:
+        """Apply one batch in one transaction. Raises CommitConflict if the positions are not the expected ones."""
+
+    @abstractmethod
+    def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
+        """The rows of the table, with values as ``load`` gets them."""
+
+
+CLASSES: Mapping[str, str] = {
+    "sqlite": "zync_assets.sinks.sqlite:SqliteTarget",
+    "postgres": "zync_assets.sinks.postgres:PostgresTarget",
+}
+"""Type of a sink → its class."""
+
+
+def open_target(sink: Sink) -> Target:
+    """The target of a sink. Opens no connection yet. SinkError if the class can't be imported."""
+    module, _, name = CLASSES.get(sink.kind, sink.kind).partition(":")
+    try:
+        return getattr(import_module(module), name)(sink.url)
+    except (ImportError, AttributeError) as error:
+        extra = f" Install it: pip install 'zync-assets[{sink.kind}]'." if sink.kind in CLASSES else ""
+        raise SinkError(f"sink {sink.name}, type {sink.kind}: {error}.{extra}") from None
