@@ -6,8 +6,6 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from zync_assets.local.services import Services
 from zync_assets.runner import reset_sink, sink_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row

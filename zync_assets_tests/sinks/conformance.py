@@ -1,0 +1,254 @@
+"""What any target must do: random batches of changes with schema changes and kills, against a model in plain Python.
+
+``python -m zync_assets_tests.sinks.conformance TYPE URL SEED BATCHES`` applies batches as a sink does, from the target's own
+position on. A test kills it at a crash point, and runs it again. A new target passes by a call of ``assert_conforms``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from zync_assets.errors import CommitConflict, TargetRefused
+from zync_assets.pipeline import Sink
+from zync_assets.sinks.fold import Records, fold
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, TableSpec, Target, open_target
+
+POINTS = ("sink:loaded", "sink:merging", "sink:merged")
+PLACE = Place("pipe", "sink", "Staging.rows")
+ORIGIN = "table-1"
+BATCH = 12
+CHANGE_AT = 4
+"""The batch before which the source gets another column and a wider one."""
+
+TYPES: dict[str, pa.DataType] = {
+    "flag": pa.bool_(),
+    "tiny": pa.int8(),
+    "number": pa.int32(),
+    "large": pa.int64(),
+    "single": pa.float32(),
+    "double": pa.float64(),
+    "price": pa.decimal128(6, 2),
+    "exact": pa.decimal128(38, 10),
+    "text": pa.string(),
+    "bytes": pa.binary(),
+    "day": pa.date32(),
+    "instant": pa.timestamp("us", "UTC"),
+    "local": pa.timestamp("us"),
+    "clock": pa.time64("us"),
+    "words": pa.list_(pa.string()),
+    "nested": pa.struct([("a", pa.int64()), ("b", pa.string())]),
+}
+ODD = [
+    "",
+    "null",
+    "NULL",
+    "\\N",
+    "007",
+    "1.0",
+    "a,b",
+    'say "no"',
+    "two\nlines",
+    "\\.",
+    "back\\slash",
+    "ümlaut ☃",
+    "{1}",
+    "'",
+]
+DECIMALS = [Decimal("0E-10"), Decimal("-1234567890123456789012345678.0123456789"), Decimal("1.1000000000")]
+
+
+def sink(kind: str, url: str) -> Sink:
+    return Sink("sink", kind, url)
+
+
+def spec(target: Target, *, changed: bool) -> TableSpec:
+    """The table, before and after the schema change."""
+    types: dict[str, pa.DataType] = {"id": pa.int64(), "Part Name": pa.string(), **TYPES}
+    if changed:
+        types |= {"added": pa.string()}
+    columns = [Column(name, kind, as_json=not target.is_native(kind)) for name, kind in types.items()]
+    return TableSpec('rows of "it"', tuple(columns), ("id", "Part Name"), "upsert", "a comment")
+
+
+def value(name: str, chance: random.Random) -> Any:
+    """A value of a column, of those that databases get wrong."""
+    if chance.random() < 0.15:
+        return None
+    number = chance.randrange(-(2**31), 2**31)
+    made = {
+        "flag": lambda: chance.random() < 0.5,
+        "tiny": lambda: chance.randrange(-128, 128),
+        "number": lambda: number,
+        "large": lambda: chance.choice([-(2**63), 2**63 - 1, number]),
+        "single": lambda: float(np.float32(chance.choice([0.1, -0.0, math.inf, 3.4e38, chance.random()]))),
+        "double": lambda: chance.choice([0.1, 1e-300, -math.inf, 1.7e308, chance.random()]),
+        "price": lambda: Decimal(chance.randrange(-(10**6) + 1, 10**6)).scaleb(-2),
+        "exact": lambda: chance.choice([*DECIMALS]),
+        "text": lambda: chance.choice(ODD),
+        "bytes": lambda: chance.choice([b"", b"\x00\xff", b"\\x41", chance.randbytes(5)]),
+        "day": lambda: date.fromordinal(chance.randrange(1, 3_652_059)),
+        "instant": lambda: datetime.fromtimestamp(number, UTC).replace(microsecond=abs(number) % 10**6),
+        "local": lambda: datetime.fromtimestamp(number, UTC).replace(tzinfo=None, microsecond=abs(number) % 10**6),
+        "clock": lambda: time(abs(number) % 24, 59, 59, abs(number) % 10**6),
+        "words": lambda: [chance.choice([None, *ODD]) for _ in range(chance.randrange(3))],
+        "nested": lambda: {"a": number, "b": chance.choice(ODD)},
+        "added": lambda: chance.choice(ODD),
+    }
+    return made[name]()
+
+
+Change = tuple[tuple[int, str], dict[str, Any] | None]
+
+
+def batches(seed: int, count: int) -> Iterator[list[Change]]:
+    """The same changes for the same seed: whole rows, partial rows and tombstones."""
+    chance = random.Random(seed)
+    for number in range(count):
+        names = [*TYPES, *(["added"] if number >= CHANGE_AT else [])]
+        batch: list[Change] = []
+        for _ in range(BATCH):
+            key = chance.randrange(8), chance.choice(["a", "", "ö'\""])
+            kind = chance.random()
+            chosen = names if kind < 0.4 else [name for name in names if chance.random() < 0.3]
+            batch.append((key, None if kind > 0.8 else {name: value(name, chance) for name in chosen}))
+        yield batch
+
+
+def model(seed: int, count: int) -> dict[tuple[int, str], dict[str, Any]]:
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for key, fields in (change for batch in batches(seed, count) for change in batch):
+        if fields is None:
+            rows.pop(key, None)
+        else:
+            rows.setdefault(key, dict.fromkeys([*TYPES, "added"])).update(fields)
+    return rows
+
+
+def records(table: TableSpec, batch: Sequence[Change]) -> Records:
+    """Records as ``sinks.columns`` makes them: sorted by key, nested values as JSON."""
+    ordered = sorted(enumerate(batch), key=lambda item: (item[1][0], item[0]))
+    columns: list[pa.Array] = []
+    others = [column.name for column in table.others]
+    for column in table.columns:
+        values = [
+            key[table.key.index(column.name)] if column.name in table.key else (fields or {}).get(column.name)
+            for _, (key, fields) in ordered
+        ]
+        if column.as_json:
+            values = [None if item is None else json.dumps(item) for item in values]
+        columns.append(pa.array(values, pa.string() if column.as_json else column.type))
+    is_set = np.array([[name in (fields or {}) for name in others] for _, (_, fields) in ordered], np.bool_)
+    is_delete = np.array([fields is None for _, (_, fields) in ordered], np.bool_)
+    rows = pa.RecordBatch.from_arrays(columns, names=[column.name for column in table.columns])
+    return Records(rows, is_delete, is_set.reshape(-1, len(others)))
+
+
+def load(target: Target, table: TableSpec, run: str, batch: Sequence[Change]) -> list[LoadTable]:
+    """Two load tables, as two tasks make them: no key is in both."""
+    loads: list[LoadTable] = []
+    for number in (0, 1):
+        own = [change for change in batch if change[0][0] % 2 == number]
+        if own:
+            folded = fold(records(table, own), table.key, [column.name for column in table.others])
+            loads.append(target.load(table, f"{run}{number}", iter([folded])))
+    return loads
+
+
+def apply(target: Target, seed: int, count: int) -> None:
+    """Apply batches from the target's position on."""
+    for number, batch in enumerate(batches(seed, count)):
+        progress = target.progress(PLACE)
+        first = progress.next.get(0)
+        if (first or 0) > number * BATCH:
+            continue
+        assert (first or 0) == number * BATCH
+        table = spec(target, changed=number >= CHANGE_AT)
+        target.prepare(table, create=True, evolve="widen")
+        with target.run(PLACE) as run:
+            loads = load(target, table, run, batch)
+            target.merge(Merge(PLACE, table, ORIGIN, {0: first}, {0: (number + 1) * BATCH}, tuple(loads)))
+
+
+def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
+    table = spec(target, changed=True)
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for batch in target.rows(table):
+        for row in batch.to_pylist():
+            for column in table.columns:
+                if column.as_json and row[column.name] is not None:
+                    row[column.name] = json.loads(row[column.name])
+            found[row.pop("id"), row.pop("Part Name")] = row
+    return found
+
+
+def run(kind: str, url: str, seed: int, count: int, point: str | None = None) -> int:
+    command = [sys.executable, "-m", "zync_assets_tests.sinks.conformance", kind, url, str(seed), str(count)]
+    env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
+    return subprocess.run(command, env=env, check=False, capture_output=point is not None).returncode
+
+
+def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, seed: int = 1) -> None:
+    """The target equals the model after kills at every crash point, and twice the same batch changes nothing.
+
+    ``load_tables()``: the names of the load tables that are in the target now.
+    """
+    target = open_target(sink(kind, url))
+    assert target.progress(PLACE).next == {}
+    for number, point in enumerate(POINTS):
+        # Each kill comes in a later batch, the last after the schema change.
+        assert run(kind, url, seed, count, f"{point}@{2 * number + 1}") == -9
+    assert run(kind, url, seed, count) == 0
+    assert rows_of(target) == model(seed, count)
+    assert target.progress(PLACE).next == {0: count * BATCH}
+    assert load_tables() == []
+    _assert_loser_changes_nothing(target, seed, count)
+    _assert_bad_records_are_kept(target)
+    assert rows_of(target) == model(seed, count)
+
+
+def _assert_loser_changes_nothing(target: Target, seed: int, count: int) -> None:
+    """A batch that was planned before another run's commit, or for another lake, is refused whole."""
+    table = spec(target, changed=True)
+    change: list[Change] = [((99, "a"), {"text": "loser"})]
+    for origin, expected in ((ORIGIN, (count - 1) * BATCH), (ORIGIN, None), ("another", count * BATCH)):
+        with target.run(PLACE) as name:
+            loads = load(target, table, name, change)
+            with pytest.raises(CommitConflict):
+                target.merge(Merge(PLACE, table, origin, {0: expected}, {0: 10_000}, tuple(loads)))
+
+
+def _assert_bad_records_are_kept(target: Target) -> None:
+    """A refused record comes with its position in one transaction."""
+    table = spec(target, changed=True)
+    at = target.progress(PLACE).next[0]
+    bad = BadRecord(0, at, "id=1", "no such 'value'")
+    target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: at + 1}, bad=(bad,)))
+    assert target.progress(PLACE).bad == (bad,)
+    assert target.progress(PLACE).next == {0: at + 1}
+
+
+def assert_refuses(target: Target, table: TableSpec, batch: Sequence[Change]) -> str:
+    """The target's message on a batch that it refuses; nothing of the batch is in the target."""
+    target.prepare(table, create=True, evolve="none")
+    with target.run(PLACE) as name, pytest.raises(TargetRefused) as refusal:
+        loads = load(target, table, name, batch)
+        target.merge(Merge(PLACE, table, ORIGIN, {0: None}, {0: 1}, tuple(loads)))
+    return str(refusal.value)
+
+
+if __name__ == "__main__":
+    _kind, _url, _seed, _count = sys.argv[1:]
+    apply(open_target(sink(_kind, _url)), int(_seed), int(_count))

@@ -1,0 +1,80 @@
+"""The fold of a batch equals its records applied one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT, Records, fold_all
+
+COLUMNS = ("a", "b", "c")
+TYPES = pa.schema([("k", pa.int64()), ("a", pa.int64()), ("b", pa.string()), ("c", pa.float64())])
+
+Change = tuple[int, dict[str, Any] | None]
+"""A key, and the fields of a record; None: a tombstone."""
+
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, 4),
+        st.none()
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "a": st.none() | st.integers(0, 9),
+                "b": st.none() | st.sampled_from("xyz"),
+                "c": st.none() | st.just(0.5),
+            },
+        ),
+    ),
+    max_size=30,
+)
+
+
+def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int, dict[str, Any]]:
+    """The model: records one by one."""
+    rows = {key: dict(row) for key, row in rows.items()}
+    for key, fields in changes:
+        if fields is None:
+            rows.pop(key, None)
+        else:
+            rows.setdefault(key, dict.fromkeys(COLUMNS)).update(fields)
+    return rows
+
+
+def merged(rows: dict[int, dict[str, Any]], folded: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What a target does with folded changes."""
+    rows = {key: dict(row) for key, row in rows.items()}
+    for change in folded:
+        if change[OP] in (DELETE, REPLACE):
+            rows.pop(change["k"], None)
+        if change[OP] != DELETE:
+            is_set = change[SET] or "1" * len(COLUMNS)
+            own = {name: change[name] for name, mark in zip(COLUMNS, is_set, strict=True) if mark == "1"}
+            rows.setdefault(change["k"], dict.fromkeys(COLUMNS)).update(own)
+    return rows
+
+
+def records(changes: list[Change]) -> Records:
+    rows = [{"k": key, **(fields or {})} for key, fields in changes]
+    return Records(
+        pa.RecordBatch.from_pylist(rows, schema=TYPES),
+        np.array([fields is None for _, fields in changes], np.bool_),
+        np.array([[name in (fields or {}) for name in COLUMNS] for _, fields in changes], np.bool_).reshape(-1, 3),
+    )
+
+
+@given(before=CHANGES, changes=CHANGES, cuts=st.lists(st.integers(0, 30), max_size=4))
+def test_a_fold_is_what_its_records_do_one_by_one(before: list[Change], changes: list[Change], cuts: list[int]) -> None:
+    start = applied({}, before)
+    ordered = sorted(changes, key=lambda change: change[0])
+    edges = [0, *sorted(min(cut, len(ordered)) for cut in cuts), len(ordered)]
+    parts = [records(ordered[first:end]) for first, end in pairwise(edges)]
+    folded = [row for batch in fold_all(parts, ["k"], COLUMNS) for row in batch.to_pylist()]
+    assert [row["k"] for row in folded] == sorted({key for key, _ in changes})
+    assert merged(start, folded) == applied(start, changes)
+    assert {row[OP] for row in folded} <= {UPSERT, REPLACE, DELETE}

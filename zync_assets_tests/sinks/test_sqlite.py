@@ -1,0 +1,45 @@
+"""SQLite as a target: the conformance of any target, and what is SQLite's own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from zync_assets.errors import TableUnfit
+from zync_assets.sinks.sqlite import SqliteTarget
+from zync_assets.sinks.target import Column, TableSpec
+from zync_assets_tests.sinks.conformance import assert_conforms, assert_refuses
+
+
+def test_sqlite_conforms(tmp_path: Path) -> None:
+    def load_files() -> list[str]:
+        return [item.name for item in tmp_path.iterdir() if item.name != "it.db"]
+
+    assert_conforms("sqlite", f"sqlite:///{tmp_path}/it.db", load_files)
+
+
+def spec(**types: pa.DataType) -> TableSpec:
+    columns = tuple(Column(name, kind) for name, kind in types.items())
+    return TableSpec("rows", columns, (columns[0].name,), "upsert")
+
+
+def test_a_value_that_sqlite_would_change_is_refused(tmp_path: Path) -> None:
+    target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
+    table = spec(id=pa.int64(), number=pa.float64())
+    assert assert_refuses(target, table, [((1, ""), {"number": math.nan})]) == "SQLite has no NaN"
+
+
+def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tmp_path: Path) -> None:
+    target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
+    target.prepare(spec(id=pa.int64(), name=pa.string()), create=True, evolve="none")
+    with pytest.raises(TableUnfit, match=r"Set evolve: add, or run:\nALTER TABLE rows ADD COLUMN more TEXT;"):
+        target.prepare(spec(id=pa.int64(), more=pa.string()), create=True, evolve="none")
+    with pytest.raises(TableUnfit, match="column name is TEXT, and its source is bigint; change the column"):
+        target.prepare(spec(id=pa.int64(), name=pa.int64()), create=True, evolve="widen")
+    with pytest.raises(TableUnfit, match=r"no primary key or unique constraint is on \(name\)"):
+        target.prepare(spec(name=pa.string(), id=pa.int64()), create=True, evolve="widen")
+    with pytest.raises(TableUnfit, match=r"table gone is not there\. Set create: true, or run:\nCREATE TABLE gone"):
+        target.prepare(TableSpec("gone", spec(id=pa.int64()).columns, ("id",), "upsert"), create=False, evolve="none")
