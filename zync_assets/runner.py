@@ -11,21 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
+from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import (
-    BrokerUnavailable,
-    CommitConflict,
     DataLoss,
     LakeError,
     LakeUnavailable,
-    RegistryUnavailable,
-    SetupError,
-    SparkLost,
-    SparkUnavailable,
-    TargetRefused,
-    TargetUnavailable,
-    TrustError,
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
@@ -44,66 +35,15 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
-from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
-from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, layout, plan_sink, read_source
 from zync_assets.spark.session import Session
 
-Log = Callable[[str], object]
 Progress = Callable[[str, int, int], None]
 """A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
-
-CONFLICTS = 5
-"""The most commit conflicts in a row before a step gives up."""
-
-OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds to wait before a sink tries again, outage by outage. Then the step ends, and `run` waits on."""
 
 LOSSES = 5
 """The most losses in a row to Kafka's retention before ingest gives up. A loss: records vanish during the read."""
 
-EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
-"""Errors that every topic and every pool would have."""
-
-PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost, TargetUnavailable)
-"""Errors that may pass by themselves: the command ``run`` waits them out."""
-
-T = TypeVar("T")
-P = TypeVar("P")
 _log = logging.getLogger(__name__)
-
-
-def retried(
-    read: Callable[[], P],
-    commit: Callable[[P], T],
-    progress: Callable[[P], object] | None = None,
-    first: P | None = None,
-    log: Log = _log.warning,
-) -> T:
-    """Commit a batch; read and commit another batch if another writer was first, whose commit is as good as ours.
-
-    ``read`` makes a batch of the present state. ``first`` is a batch that was read earlier. An error of the first batch that
-    is no conflict is raised too, unless the ``progress`` of the step, by a batch, shows that another writer was first.
-    """
-    batch = read() if first is None else first
-    for _ in range(CONFLICTS):
-        try:
-            return commit(batch)
-        except (*PASSING, *EVERYWHERE):
-            raise
-        except ZyncError as error:
-            if not isinstance(error, CommitConflict) and not (batch is first and _overtaken(read, batch, progress)):
-                raise
-            log(f"{error}; going on after it")
-        batch = read()
-    return commit(batch)
-
-
-def _overtaken(read: Callable[[], P], batch: P, progress: Callable[[P], object] | None) -> bool:
-    """Whether another writer has committed since a batch was read."""
-    try:
-        return progress is not None and progress(read()) != progress(batch)
-    except ZyncError:  # the batch's own error says more
-        return False
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -130,7 +70,7 @@ def ingest_all(
     yield from _ingest_to(read_ends(pipeline, patience), pipeline, session, topics, progress, troubles)
     if again and (later := confirm_ends(pipeline, patience)) is not None:
         yield from _ingest_to(later, pipeline, session, topics, progress, troubles)
-    _raise_first(troubles)
+    raise_first(troubles)
 
 
 def _ingest_to(
@@ -284,7 +224,7 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
             raise
         except ZyncError as error:
             troubles.append(error)
-    _raise_first(troubles)
+    raise_first(troubles)
 
 
 def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlBatch:
@@ -368,18 +308,7 @@ def publish_all(
             continue
         if made is not None:
             yield made
-    _raise_first(troubles)
-
-
-def _raise_first(troubles: Sequence[ZyncError]) -> None:
-    """The first of the errors of several topics or pools, one that stays before one that may pass; the others are logged."""
-    if troubles:
-        lasting = [error for error in troubles if not isinstance(error, PASSING)]
-        first = (lasting or list(troubles))[0]
-        for error in dict.fromkeys(map(str, troubles)):
-            if error != str(first):
-                _log.warning("%s", error)
-        raise first
+    raise_first(troubles)
 
 
 def read_output(pipeline: Pipeline, session: Session, topic: str) -> OutputBatch:
@@ -400,68 +329,3 @@ def publish_once(
         return None if batch.plan.nothing_to_do else publish(pipeline, batch, progress)
 
     return retried(read, commit, first=first, log=log)
-
-
-def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) -> Iterator[SinkCommit]:
-    """Write every table of the sinks up to the source's end at the start of the table, a commit a batch.
-
-    ``sinks``: their names; none: all. A table's error holds back no other table: it is raised when the others are done.
-    """
-    troubles: list[ZyncError] = []
-    for sink in pipeline.sinks:
-        for table in sink.tables if not sinks or sink.name in sinks else ():
-            try:
-                yield from sink_table(pipeline, session, sink.name, table.name)
-            except EVERYWHERE:
-                raise
-            except ZyncError as error:
-                troubles.append(error)
-    _raise_first(troubles)
-
-
-def sink_table(pipeline: Pipeline, session: Session, sink: str, table: str) -> Iterator[SinkCommit]:
-    """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while."""
-    limit, outages = BATCH_OFFSETS, 0
-    while True:
-        try:
-            made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit))
-        except TargetRefused:
-            # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
-            limit = max(SEARCH_OFFSETS, limit // 8)
-            continue
-        except TargetUnavailable as error:
-            if outages == len(OUTAGES):
-                raise
-            _log.warning("sink %s, table %s: %s; trying again in %s s", sink, table, error, OUTAGES[outages])
-            time.sleep(OUTAGES[outages])
-            outages += 1
-            continue
-        if made is None:
-            return
-        limit, outages = min(BATCH_OFFSETS, limit * 8), 0
-        yield made
-
-
-def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:
-    """The next batch of a target table. The batch is lazy and starts no session."""
-    found = pipeline.sink(sink)
-    return read_source(session, plan_sink(pipeline, found, found.table(table), limit))
-
-
-def sink_once(
-    pipeline: Pipeline, read: Callable[[], SinkBatch], first: SinkBatch | None = None, log: Log = _log.warning
-) -> SinkCommit | None:
-    """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
-
-    def commit(batch: SinkBatch) -> SinkCommit | None:
-        return None if batch.plan.nothing_to_do else commit_sink(batch)
-
-    return retried(read, commit, first=first, log=log)
-
-
-def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> None:
-    """Empty a table of a sink and forget its position."""
-    found = pipeline.sink(sink)
-    plan = plan_sink(pipeline, found, found.table(table), check=False)
-    if plan.ends:
-        reset_table(plan, layout(plan, session))

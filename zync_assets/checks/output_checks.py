@@ -18,6 +18,7 @@ import pyarrow as pa
 from zync_assets.audit.account import read_facts
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
+from zync_assets.checks.sink_checks import sink_results
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
@@ -364,6 +365,7 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
         yield source_order(pipeline, pool)
         for output in pipeline.outputs_of(pool):
             yield staging_equals_topic(pipeline, output.topic)
+    yield from sink_results(pipeline)
 
 
 def record_check(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:

@@ -16,6 +16,7 @@ import click
 
 from zync_assets import runner
 from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, print_json, print_rows
+from zync_assets.conflicts import PASSING
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
 from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
@@ -25,8 +26,9 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.commit import PublishCommit
-from zync_assets.runner import PASSING, etl_all, ingest_all, publish_all, reset_sink, sink_all
+from zync_assets.runner import etl_all, ingest_all, publish_all
 from zync_assets.sinks.commit import SinkCommit
+from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.spark.session import spark_session
 
 if TYPE_CHECKING:

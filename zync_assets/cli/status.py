@@ -21,7 +21,7 @@ from zync_assets.audit.account import Facts, read_facts
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.terminal import Format, format_option, print_json, print_rows
 from zync_assets.codecs.batches import Way, decode_way, plain_way
-from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, TrustError
+from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, SinkError, TrustError
 from zync_assets.etl.streams import cuts, domains_of, unseen
 from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.librdkafka import way
@@ -36,6 +36,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, table_name
 from zync_assets.pipeline_file import load
+from zync_assets.sinks.plan import plan_sink
 
 _QUICK = {"max.retries": "0", "timeout": "2"}
 """Who asks for a status waits for it: a registry that does not answer at once is left out."""
@@ -102,6 +103,7 @@ INPUT_COLUMNS = (
     "way",
 )
 ORDER_COLUMNS = ("domain", "pool", "waiting", "topic", "partition", "transaction", "late", "incomplete")
+SINK_COLUMNS = ("sink", "table", "source", "partition", "next", "end", "lag", "quarantined")
 OUTPUT_COLUMNS = ("topic", "partition", "pool", "low", "end", "base", "next", "published", "lag", "way")
 
 Row = dict[str, object]
@@ -126,6 +128,8 @@ def status(pipeline: Path, fmt: Format) -> None:
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
     of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
 
+    Sinks: the next offset in the target, the end of the source in the lake, the lag, and the number of refused records.
+
     The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
     loaded = load(pipeline)
@@ -136,9 +140,15 @@ def status(pipeline: Path, fmt: Format) -> None:
     ends = {pool: verified_ends(loaded.lake, pool, [item.topic for item in loaded.outputs_of(pool)]) for pool in pools}
     outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
     orders = [row for pool, state in pools.items() for row in order_rows(loaded, pool, state)]
+    sinks = list(sink_rows(loaded))
     client = way()
     if fmt == "json":
-        kinds = ("input", inputs, INPUT_COLUMNS), ("output", outputs, OUTPUT_COLUMNS), ("order", orders, ORDER_COLUMNS)
+        kinds = (
+            ("input", inputs, INPUT_COLUMNS),
+            ("output", outputs, OUTPUT_COLUMNS),
+            ("order", orders, ORDER_COLUMNS),
+            ("sink", sinks, SINK_COLUMNS),
+        )
         for kind, rows, columns in kinds:
             for row in rows:
                 print_json({"kind": kind, **{name: row.get(name) for name in columns}, "client": client})
@@ -150,6 +160,9 @@ def status(pipeline: Path, fmt: Format) -> None:
     if orders:
         click.echo("Order")
         print_rows(orders, ORDER_COLUMNS, fmt)
+    if sinks:
+        click.echo("Sinks")
+        print_rows(sinks, SINK_COLUMNS, fmt)
     click.echo(f"Client: {client}")
 
 
@@ -249,6 +262,24 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
         late = (item.records for (topic, _), item in head.late.items() if topic in part.ranges)
         transactions = head.transactions.get(domain)
         yield {**row, "late": sum(late), "incomplete": transactions.incomplete if transactions else None}
+
+
+def sink_rows(pipeline: Pipeline) -> Iterator[Row]:
+    """A row a target table and partition. A target that does not answer is a note on stderr."""
+    snapshot = Snapshot(pipeline)
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            try:
+                plan = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False)
+            except SinkError as error:
+                click.echo(f"note: sink {sink.name}: {error}", err=True)
+                continue
+            for partition, end in sorted(plan.ends.items()):
+                upcoming = plan.progress.next.get(partition)
+                start = plan.starts[partition] if upcoming is None else upcoming
+                row: Row = {"sink": sink.name, "table": table.name, "source": table.source, "partition": partition}
+                bad = sum(item.partition == partition for item in plan.progress.bad)
+                yield {**row, "next": upcoming, "end": end, "lag": max(0, end - start), "quarantined": bad}
 
 
 def _ask(pipeline: Pipeline) -> dict[str, TopicState]:

@@ -43,6 +43,7 @@ def validate(pipeline: Path, fmt: Format) -> None:
 
 def _report_good(model: Pipeline, file: Path, fmt: Format) -> None:
     counts = {"inputs": len(model.inputs), "rules": len(model.rules), "outputs": len(model.outputs)}
+    counts |= {"sinks": len(model.sinks)} if model.sinks else {}
     if fmt == "json":
         print_json({"file": str(file), "ok": True, "name": model.name, **counts})
     else:

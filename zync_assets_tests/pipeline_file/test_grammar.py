@@ -16,7 +16,7 @@ from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.grammar import KEYS, LAKE
 from zync_assets.pipeline_file.keys import Key
 
-SECTIONS = ("inputs", "outputs", "transforms")
+SECTIONS = ("inputs", "outputs", "transforms", "sinks")
 OPEN = ("kafka", "registry", "lake", "spark")
 ENV = {"KEY": "k", "SECRET": "s", "TOKEN": "t"}
 PLACES = list(KEYS.items())
@@ -38,6 +38,7 @@ def base() -> dict[str, Any]:
                 "value": "left.value.after",
             }
         ],
+        "sinks": [{"name": "warehouse", "type": "sqlite", "url": "shop.db", "from": ["Staging.*"]}],
     }
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from zync_assets.checks.sink_checks import sink_results
+from zync_assets.errors import BadRecords
 from zync_assets.local.services import Services
-from zync_assets.runner import reset_sink, sink_all
+from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -56,3 +64,110 @@ def test_a_batch_is_folded_and_written_once(
     assert rows(it) == []
     assert write(it) == [4]
     assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None)]
+
+
+def edited(it: Mini, sinks: str) -> Mini:
+    return it.edited(TEXT[: TEXT.index("sinks:")] + "sinks:\n" + sinks)
+
+
+def test_a_refused_record_is_found_and_put_aside_with_the_message(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE rows (id BIGINT PRIMARY KEY, v TEXT CHECK (v <> 'bad'), twice TEXT)")
+    records = [row(number, "bad" if number in (3, 11, 12) else f"v{number}") for number in range(20)]
+    it.send(it.left, *records)
+    it.step()
+    made = list(sink_all(it.pipeline, lambda: spark))
+    assert sum(commit.quarantined for commit in made) == 3
+    wanted = {number: f"v{number}" for number in range(20) if number not in (3, 11, 12)}
+    assert {found[0]: found[1] for found in rows(it)} == wanted
+    bad = rows(it, 'SELECT "offset", "key", error FROM zync_quarantine ORDER BY "offset"')
+    assert bad == [(at, f"id={at}", "CHECK constraint failed: v <> 'bad'") for at in (3, 11, 12)]
+    results = {result.name: result for result in sink_results(it.pipeline)}
+    assert results["sink_position"].passed
+    assert "the target refused 3 records" in results["sink_quarantine"].summary
+
+    # Neither a limit nor `fail` lets a further one pass; what comes before it is written.
+    for more, words in (
+        ("max-bad-records: 3", "as many as max-bad-records allows"),
+        ("on-bad-record: fail", "refused the record"),
+    ):
+        strict = edited(
+            it, f"  - {{name: shop, type: sqlite, url: shop.db, from: [Staging.$out], table: rows, {more}}}\n"
+        )
+        strict.send(it.left, row(1, more[:3]), row(2, "bad"))
+        strict.step()
+        with pytest.raises(BadRecords, match=words):
+            write(strict)
+        assert rows(it, "SELECT v FROM rows WHERE id = 1") == [(more[:3],)]
+        assert [made.quarantined for made in sink_all(it.pipeline, lambda: spark)] == [1]
+
+
+ENVELOPE = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: "id bigint", value-format: json,
+     schema: "before struct<id: bigint>, after struct<id: bigint, v string, n struct<a: int>>, op string"}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
+sinks:
+  - {name: rows, type: sqlite, url: shop.db, from: [Raw.$left], table: rows}
+  - {name: all, type: sqlite, url: shop.db, from: [Raw.$right], table: log, mode: insert,
+     columns: {rename: {v: name}}, before: {where: value.id > 1, set: {twice: value.id * 2}}}
+  - {name: made, type: sqlite, url: shop.db, from: [Raw.$right], table: made, key: [value.id], delete: false,
+     columns: {include: [v]}, before: {function: "zync_assets_tests.sinks.functions:upper"}}
+"""
+
+
+def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, ENVELOPE, partitions=2)
+
+    def change(op: str, key: int, v: str | None = None) -> tuple[bytes, Any]:
+        after = None if op == "d" else {"id": key, "v": v, "n": {"a": key}}
+        return f'{{"id": {key}}}'.encode(), {"before": None, "after": after, "op": op}
+
+    it.send(it.left, change("c", 1, "a"), change("c", 3, "c"), change("d", 3), (b'{"id": 3}', None))
+    it.send(it.left, change("r", 2, "b"), change("u", 2, "__debezium_unavailable_value"), partition=1)
+    it.send(it.right, *({"id": number, "v": f"n{number}"} for number in range(4)), None)
+    it.ingest()
+    write(it)
+    assert rows(it) == [(1, "a", '{"a":1}'), (2, "b", '{"a":2}')]
+    coordinates = "kafka_topic, kafka_partition, kafka_offset"
+    assert rows(it, f"SELECT {coordinates}, id, name, twice FROM log") == [
+        (it.right, 0, 2, 2, "n2", 4),
+        (it.right, 0, 3, 3, "n3", 6),
+    ]
+    assert rows(it, "SELECT id, upper FROM made ORDER BY id") == [(number, f"N{number}") for number in range(4)]
+    assert write(it) == []
+
+
+@pytest.mark.slow
+def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The command as a real process, killed at each crash point with its JVM and workers."""
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    chance = random.Random(7)
+    wanted: dict[int, tuple[Any, ...]] = {}
+    for point in ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged"):
+        changes = [(chance.choice("ccuud"), chance.randrange(50), f"v{number}") for number in range(400)]
+        it.send(it.left, *(row(key, v, op) for op, key, v in changes))
+        for op, key, v in changes:
+            if op == "d":
+                wanted.pop(key, None)
+            else:
+                wanted[key] = (v, v + v if op == "c" else wanted.get(key, (None, None))[1])
+        it.step()
+        assert command(it, point) == -9
+        assert command(it) == 0
+        assert {found[0]: found[1:] for found in rows(it)} == wanted, point
+        assert not list(tmp_path.glob("shop.db-*"))
+    assert rows(it, "SELECT next FROM zync_positions") == [(it.head.outputs[it.out, 0].next,)]
+
+
+def command(it: Mini, point: str | None = None) -> int:
+    line = [sys.executable, "-c", "from zync_assets.cli.main import main; main()", "sink", str(it.pipeline.path)]
+    env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
+    return subprocess.run(line, env=env, check=False, capture_output=point is not None, timeout=280).returncode

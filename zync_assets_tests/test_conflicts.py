@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from zync_assets.conflicts import CONFLICTS, retried
 from zync_assets.errors import BrokerUnavailable, CommitConflict, EtlError, ZyncError
-from zync_assets.runner import CONFLICTS, retried
 
 
 class Table:

@@ -1,0 +1,74 @@
+"""The checks of target tables. They ask the target, and need no JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zync_assets.errors import DataLoss, SinkError, TargetUnavailable, ZyncError
+from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.snapshot import Snapshot
+from zync_assets.pipeline import Pipeline, Sink, SinkTable
+from zync_assets.sinks.plan import plan_sink
+
+SINK_POSITION, SINK_QUARANTINE = "sink_position", "sink_quarantine"
+
+
+def sink_subject(sink: Sink, table: SinkTable) -> str:
+    """The path of a target table's asset: ``warehouse/orders``."""
+    return f"{sink.name}/{table.name}"
+
+
+def sink_position(
+    pipeline: Pipeline,
+    sink: Sink,
+    table: SinkTable,
+    expected: Mapping[int, int] | None = None,
+    snapshot: Snapshot | None = None,
+) -> CheckResult:
+    """The target's position belongs to the lake's table, and is not past its end.
+
+    ``expected``: partition → the next offset that a run has written up to, which the position has reached. Raises
+    TargetUnavailable.
+    """
+    subject = sink_subject(sink, table)
+    try:
+        plan = plan_sink(pipeline, sink, table, snapshot=snapshot)
+    except TargetUnavailable:
+        raise
+    except (SinkError, DataLoss) as error:
+        return conclude(SINK_POSITION, subject, "error", [str(error)], "", {})
+    numbers: dict[str, Number] = {"lag": plan.lag}
+    numbers |= {f"next_{partition}": upcoming for partition, upcoming in sorted(plan.progress.next.items())}
+    problems = [
+        f"partition {partition} stands at {plan.progress.next.get(partition)} in the target, and a run wrote up to {upcoming}."
+        " Another program changed the table zync_positions: restore the target"
+        for partition, upcoming in (expected or {}).items()
+        if (plan.progress.next.get(partition) or 0) < upcoming
+    ]
+    good = f"{plan.lag} offsets are left to write" if plan.lag else "every record is written"
+    return conclude(SINK_POSITION, subject, "error", problems, good, numbers)
+
+
+def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: Snapshot | None = None) -> CheckResult:
+    """Warns where the target refused records. Names the last one, with the target's message."""
+    subject = sink_subject(sink, table)
+    try:
+        bad = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False).progress.bad
+    except TargetUnavailable:
+        raise
+    except ZyncError as error:
+        return conclude(SINK_QUARANTINE, subject, "warn", [str(error)], "", {})
+    problems = [
+        f"the target refused {len(bad)} records; the last is {table.source}, partition {last.partition}, offset {last.offset}"
+        f" ({last.key}): {last.error}"
+        for last in sorted(bad, key=lambda item: item.offset)[-1:]
+    ]
+    return conclude(SINK_QUARANTINE, subject, "warn", problems, "the target refused no record", {"records": len(bad)})
+
+
+def sink_results(pipeline: Pipeline) -> Iterator[CheckResult]:
+    """The checks of every target table."""
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            yield sink_position(pipeline, sink, table)
+            yield sink_quarantine(pipeline, sink, table)

@@ -1,0 +1,83 @@
+"""Steps done again: after a conflict with another writer, and which errors concern one topic only.
+
+Every step has a read half and a commit half. A commit that loses a race is read and committed again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from zync_assets.errors import (
+    BrokerUnavailable,
+    CommitConflict,
+    LakeUnavailable,
+    RegistryUnavailable,
+    SetupError,
+    SparkLost,
+    SparkUnavailable,
+    TargetUnavailable,
+    TrustError,
+    ZyncError,
+)
+
+Log = Callable[[str], object]
+
+CONFLICTS = 5
+"""The most commit conflicts in a row before a step gives up."""
+
+EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
+"""Errors that every topic and every pool would have."""
+
+PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost, TargetUnavailable)
+"""Errors that may pass by themselves: the command ``run`` waits them out."""
+
+T = TypeVar("T")
+P = TypeVar("P")
+_log = logging.getLogger(__name__)
+
+
+def retried(
+    read: Callable[[], P],
+    commit: Callable[[P], T],
+    progress: Callable[[P], object] | None = None,
+    first: P | None = None,
+    log: Log = _log.warning,
+) -> T:
+    """Commit a batch; read and commit another batch if another writer was first, whose commit is as good as ours.
+
+    ``read`` makes a batch of the present state. ``first`` is a batch that was read earlier. An error of the first batch that
+    is no conflict is raised too, unless the ``progress`` of the step, by a batch, shows that another writer was first.
+    """
+    batch = read() if first is None else first
+    for _ in range(CONFLICTS):
+        try:
+            return commit(batch)
+        except (*PASSING, *EVERYWHERE):
+            raise
+        except ZyncError as error:
+            if not isinstance(error, CommitConflict) and not (batch is first and _overtaken(read, batch, progress)):
+                raise
+            log(f"{error}; going on after it")
+        batch = read()
+    return commit(batch)
+
+
+def _overtaken(read: Callable[[], P], batch: P, progress: Callable[[P], object] | None) -> bool:
+    """Whether another writer has committed since a batch was read."""
+    try:
+        return progress is not None and progress(read()) != progress(batch)
+    except ZyncError:  # the batch's own error says more
+        return False
+
+
+def raise_first(troubles: Sequence[ZyncError]) -> None:
+    """The first of the errors of several topics or pools, one that stays before one that may pass; the others are logged."""
+    if troubles:
+        lasting = [error for error in troubles if not isinstance(error, PASSING)]
+        first = (lasting or list(troubles))[0]
+        for error in dict.fromkeys(map(str, troubles)):
+            if error != str(first):
+                _log.warning("%s", error)
+        raise first
