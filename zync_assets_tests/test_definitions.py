@@ -115,6 +115,7 @@ def test_without_a_name_it_is_the_demo_with_its_sensor_on(tmp_path: Path) -> Non
     assert (
         keys
         == "Raw/InvoiceStatus Raw/Invoices Staging/NewInvoices kafka/InvoiceStatus kafka/Invoices kafka/NewInvoices"
+        " warehouse/NewInvoices"
     )
     assert status == "RUNNING"
 

@@ -29,7 +29,7 @@ from dagster import (
 
 from zync_assets.assets.checks import build_checks, reachable
 from zync_assets.assets.graph import Labels, build_assets, group_names, source
-from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager
+from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager, SinkIOManager
 from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
 from zync_assets.assets.resources import KafkaResource, RegistryResource, spark_resource, with_connections
 from zync_assets.assets.sensor import build_sensor
@@ -105,6 +105,9 @@ def _assets(names: Names) -> dict[AssetKey, str]:
         for item in items:
             places[names.topic_key(item.topic)] = f"the {kind} topic {item.topic}{brokers and f' of brokers {brokers}'}"
             places[names.pool_key(item.pool, item.topic)] = f"the table of lake {pipeline.lake}"
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            places[names.sink_key(sink.name, table.name)] = f"the table {table.name} of the sink {sink.name}"
     return places
 
 
@@ -233,7 +236,7 @@ def _groups(pipeline: Pipeline, groups: str | Mapping[str, str]) -> Mapping[str,
 
 
 def _resource_key(names: Names, name: str) -> str:
-    return names.resource(name) if name in ("spark", "kafka_io", "pool_io") else name
+    return names.resource(name) if name in ("spark", "kafka_io", "pool_io", "sink_io") else name
 
 
 def build_jobs(names: Names) -> list[Any]:
@@ -257,7 +260,17 @@ def build_jobs(names: Names) -> list[Any]:
         )
         for pool in pipeline.staging_pools
     ]
-    return [*ingest, *staging]
+    sinks = [
+        _job(
+            names,
+            names.sink_job(sink.name, table.name),
+            AssetSelection.assets(names.sink_key(sink.name, table.name)),
+            f"Writes {table.source} to the table {table.name} of {sink.name}, and checks it.",
+        )
+        for sink in pipeline.sinks
+        for table in sink.tables
+    ]
+    return [*ingest, *staging, *sinks]
 
 
 def _checks_job(names: Names, checks: Sequence[AssetChecksDefinition]) -> Any:
@@ -288,8 +301,13 @@ def _resources(names: Names) -> dict[str, object]:
     def pool_io(context: InitResourceContext) -> PoolIOManager:
         return PoolIOManager(names, getattr(context.resources, spark))
 
+    @io_manager(required_resource_keys={spark}, description="Writes to the tables of target databases.")
+    def sink_io(context: InitResourceContext) -> SinkIOManager:
+        return SinkIOManager(names, getattr(context.resources, spark))
+
     return {
         spark: spark_resource(names.pipeline),
         names.resource("kafka_io"): kafka_io,
         names.resource("pool_io"): pool_io,
+        **({names.resource("sink_io"): sink_io} if names.pipeline.sinks else {}),
     }

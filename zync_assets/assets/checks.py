@@ -1,4 +1,4 @@
-"""The nine checks as Dagster's asset checks: one result each, every time, over the ranges that the run materialised.
+"""The checks as Dagster's asset checks: one result each, every time, over the ranges that the run materialised.
 
 They are ops of their own: a result that an asset's function yields comes before the IO manager has written anything.
 """
@@ -21,12 +21,13 @@ from dagster import (
 from zync_assets.assets import names
 from zync_assets.assets.names import Names
 from zync_assets.audit import guard
-from zync_assets.checks import output_checks, raw_checks
+from zync_assets.checks import output_checks, raw_checks, sink_checks
 from zync_assets.checks.output_checks import record_check
 from zync_assets.errors import ZyncError
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Sink, SinkTable
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
@@ -48,6 +49,9 @@ def build_checks(names: Names) -> list[AssetChecksDefinition]:
         checks += _staging(names, pool)
     for output in pipeline.outputs:
         checks.append(_topic_check(names, output.topic))
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            checks += _sink(names, sink, table)
     return checks
 
 
@@ -129,6 +133,29 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
             False,
             late,
         )
+
+
+def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDefinition]:
+    asset, pipeline = names.sink_key(sink.name, table.name), names.pipeline
+
+    def position(context: AssetCheckExecutionContext) -> CheckResult:
+        expected: dict[int, int] = {}
+        for event in _events(context, asset):
+            part, last = names_range(event.partition), event.metadata.get("last")
+            if part is not None and last is not None and isinstance(last.value, int):
+                expected[part.partition] = max(expected.get(part.partition, 0), last.value + 1)
+        return sink_checks.sink_position(pipeline, sink, table, expected)
+
+    text = "The target's next offset is the one that was written up to, and belongs to the lake's table."
+    yield _check(names, asset, sink_checks.SINK_POSITION, text, False, position)
+    text = "The target refused no record."
+    look = partial(sink_checks.sink_quarantine, pipeline, sink, table)
+    yield _check(names, asset, sink_checks.SINK_QUARANTINE, text, False, lambda _: look())
+
+
+def names_range(key: str | None) -> OffsetRange | None:
+    """The range of an event's partition key."""
+    return names.range_of(key) if key else None
 
 
 def reachable(names: Names, topic: str) -> AssetChecksDefinition:

@@ -16,6 +16,7 @@ from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterE
 
 from zync_assets.assets.names import Names, clusters, keys_between, on_grid
 from zync_assets.checks import output_checks
+from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
@@ -25,6 +26,7 @@ from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish
 from zync_assets.runner import keep_ends
+from zync_assets.sinks.plan import SinkPlan, plan_sink
 
 
 class TickFailure(DagsterError):
@@ -93,6 +95,8 @@ class Facts:
     """Asset path of a topic or table, or pool, or BROKER → what is wrong, with the remedy."""
     unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
     """Input topic → why the broker says nothing of it, or of one of its partitions."""
+    sinks: Mapping[str, SinkPlan] = field(default_factory=dict[str, SinkPlan])
+    """Path of a target table's asset → how far the table is."""
 
 
 def gather(pipeline: Pipeline) -> Facts:
@@ -148,7 +152,12 @@ def _gather(pipeline: Pipeline) -> Facts:
     for item in pipeline.outputs:
         if item.topic not in leader_errors:
             put(publish, item.topic, topic_path(item.topic), lambda topic=item.topic: plan_publish(pipeline, topic))
-    return Facts(ingest, etl, publish, problems, unreachable)
+    sinks: dict[str, SinkPlan] = {}
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            subject = sink_subject(sink, table)
+            put(sinks, subject, subject, lambda sink=sink, table=table: plan_sink(pipeline, sink, table))
+    return Facts(ingest, etl, publish, problems, unreachable, sinks)
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,23 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
             {names.publish_op(name): names.topic_key(name) for name in sound},
             pool,
         )
+    yield from due_sinks(names, facts)
+
+
+def due_sinks(names: Names, facts: Facts) -> Iterator[Step]:
+    """The target tables that lack records of their sources."""
+    for plan in facts.sinks.values():
+        sink, table = plan.sink.name, plan.table
+        is_known = table.pool in facts.etl if table.staged else table.topic in facts.ingest
+        if not plan.nothing_to_do and is_known:
+            yield Step(
+                names.sink_job(sink, table.name),
+                frozenset([names.sink_key(sink, table.name)]),
+                names.sink_partitions(table),
+                tuple(sorted(keys_over(plan.ranges))),
+                plan.ranges,
+                (),
+            )
 
 
 def grids(names: Names, facts: Facts) -> Iterator[Grid]:

@@ -22,14 +22,15 @@ from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import reports
 from zync_assets.assets.facts import errors_as_failures
-from zync_assets.assets.io_managers import STAGING_POOL
+from zync_assets.assets.io_managers import SINK, SINK_TABLE, STAGING_POOL
 from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.etl.rules import kind_of
 from zync_assets.ingest.plan import RawBatch
-from zync_assets.pipeline import Output, Pipeline, pool_path, table_name
+from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, pool_path, table_name
 from zync_assets.publish.plan import OutputBatch
+from zync_assets.sinks.plan import SinkBatch
 
 # No postponed annotations here: Dagster looks at those of its functions as objects.
 
@@ -55,7 +56,7 @@ class Labels:
 def group_names(pipeline: Pipeline) -> list[str]:
     """The groups of a pipeline's assets, from left to right."""
     pools = [item.pool for item in (*pipeline.inputs, *pipeline.outputs)]
-    return list(dict.fromkeys([SOURCES, *pools, TARGETS]))
+    return list(dict.fromkeys([SOURCES, *pools, TARGETS, *(sink.name for sink in pipeline.sinks)]))
 
 
 def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetSpec]:
@@ -65,6 +66,7 @@ def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetS
         *(raw(names, labels, item.topic) for item in pipeline.inputs),
         *(asset for pool in pipeline.staging_pools for asset in _staging(names, labels, pool)),
         *(publication(names, labels, item) for item in pipeline.outputs),
+        *(target_table(names, labels, sink, table) for sink in pipeline.sinks for table in sink.tables),
     ]
 
 
@@ -215,6 +217,46 @@ def publication(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
         return batch
 
     return publish
+
+
+def target_table(names: Names, labels: Labels, sink: Sink, table: SinkTable) -> AssetsDefinition:
+    """The asset of a table in a target database."""
+    definition = staging_definition(names, table.pool) if table.staged else raw_definition(names, table.topic)
+
+    @multi_asset(
+        name=names.sink_op(sink.name, table.name),
+        description=f"Writes {table.source} to the table {table.name} of {sink.name}.",
+        ins={
+            "batch": AssetIn(
+                names.pool_key(table.pool, table.topic),
+                dagster_type=SinkBatch,
+                metadata={SINK: sink.name, SINK_TABLE: table.name},
+                input_manager_key=names.resource("pool_io"),
+            )
+        },
+        outs={
+            "written": AssetOut(
+                key=names.sink_key(sink.name, table.name),
+                dagster_type=SinkBatch,
+                io_manager_key=names.resource("sink_io"),
+                description=(
+                    f"The table **{table.name}** of the target database {sink.name}, written from {table.source} exactly"
+                    f" once ({sink.mode})."
+                ),
+                group_name=labels.group(sink.name),
+                kinds={sink.kind} if ":" not in sink.kind else set(),
+                owners=labels.owners,
+                tags=labels.tags,
+                metadata={"dagster/table_name": table.name},
+            )
+        },
+        partitions_def=definition,
+        backfill_policy=SINGLE_RUN,
+    )
+    def write(batch: Any) -> SinkBatch:
+        return batch
+
+    return write
 
 
 def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:

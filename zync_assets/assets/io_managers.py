@@ -1,6 +1,7 @@
 """The IO managers. An IO manager reads a batch for the asset downstream, and commits the batch of the asset upstream.
 
 - ``kafka_io`` reads ranges of ``kafka/<topic>``, and publishes to the topic.
+- ``sink_io`` writes to the tables of target databases.
 - ``pool_io`` reads raw and staging tables, and commits ingest and ETL. Before ETL, every raw record of a batch has passed
   the blocking checks of its table.
 
@@ -40,6 +41,8 @@ from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_n
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
 from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_once, read_ends, read_etl, read_output
+from zync_assets.sinks.plan import SinkBatch, plan_sink
+from zync_assets.sinks.steps import read_sink, sink_table
 from zync_assets.spark.frames import output_frame, raw_frame
 
 if TYPE_CHECKING:
@@ -233,6 +236,8 @@ def require_checks(
 
 STAGING_POOL = "zync/staging_pool"
 """Metadata of an input: the staging pool that ETL reads it for."""
+SINK, SINK_TABLE = "zync/sink", "zync/sink_table"
+"""Metadata of an input: the sink and the table that the input is read for."""
 
 
 class PoolIOManager(IOManager):
@@ -250,14 +255,17 @@ class PoolIOManager(IOManager):
         """The records of a pool as the argument of an asset.
 
         An argument annotated ``RawSlice`` gets the records of a raw table that are new to ETL. ``OutputBatch`` gets the
-        staged records that Kafka lacks. A Spark DataFrame, a pyarrow Table or a polars LazyFrame gets every record of the
-        ranges.
+        staged records that Kafka lacks, and ``SinkBatch`` the records that a target table lacks. A Spark DataFrame, a pyarrow
+        Table or a polars LazyFrame gets every record of the ranges.
         """
         pool, topic = context.asset_key.path[-2:]
         kind = context.dagster_type.typing_type
         with errors_as_failures():
             if kind is RawSlice:
                 return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
+            if kind is SinkBatch:
+                metadata = context.definition_metadata
+                return read_sink(self._pipeline, self._session, str(metadata[SINK]), str(metadata[SINK_TABLE]))
             place = context.asset_key.to_user_string()
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if kind is OutputBatch:
@@ -354,3 +362,38 @@ class PoolIOManager(IOManager):
             require_checks(self._pipeline, plan.raw, plan.ranges)
             self._plan = (step, plan)
         return self._plan[1]
+
+
+class SinkIOManager(IOManager):
+    """``sink_io``. One object serves one run."""
+
+    def __init__(self, names: Names, spark: LazyPySparkResource) -> None:
+        self._pipeline = names.pipeline
+        self._session = partial(session, spark)
+
+    def load_input(self, context: InputContext) -> object:
+        """A table of a target database is no input of an asset here: read it with the database's own client."""
+        place = context.asset_key.to_user_string()
+        raise LakeError(
+            f"{place} lies in a target database. Depend on it with deps=, and read it with the database's client."
+        )
+
+    def handle_output(self, context: OutputContext, obj: object) -> None:
+        """Write the batch and those after it, up to the present end of the source; report every range that was reached."""
+        if not isinstance(obj, SinkBatch):
+            raise TypeError(f"{context.asset_key.to_user_string()}: a SinkBatch is written, not {type(obj).__name__}")
+        sink, table = obj.plan.sink, obj.plan.table
+        with errors_as_failures():
+            commits = list(sink_table(self._pipeline, self._session, sink.name, table.name, obj))
+            if commits:
+                context.add_output_metadata(
+                    {
+                        "written": sum(commit.records for commit in commits),
+                        "quarantined": sum(commit.quarantined for commit in commits),
+                        "commits": len(commits),
+                        "seconds": round(sum(commit.seconds for commit in commits), 3),
+                    }
+                )
+            reports.report_table(
+                context, plan_sink(self._pipeline, sink, table), [part for commit in commits for part in commit.ranges]
+            )

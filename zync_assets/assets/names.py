@@ -20,7 +20,7 @@ from dagster import AssetChecksDefinition, AssetKey, AssetSpec, DagsterInstance,
 
 from zync_assets.errors import RangeUnknown
 from zync_assets.offsets import RANGE_SIZE, OffsetRange, format_key, key_of, keys_over, parse_key
-from zync_assets.pipeline import KAFKA, Pipeline
+from zync_assets.pipeline import KAFKA, Pipeline, SinkTable
 
 PIPELINE_TAG = "zync/pipeline"
 """On every job and so on every run of it: the pipeline's name."""
@@ -33,8 +33,8 @@ _SPELLING = {"_": "__", ".": "_dot_", "-": "_dash_"}
 
 
 def identifier(name: str) -> str:
-    """A topic's or pipeline's name in letters, digits and underscores; different names give different ones."""
-    return re.sub(r"[._-]", lambda match: _SPELLING[match[0]], name)
+    """A topic's, table's or pipeline's name in letters, digits and underscores; different names give different ones."""
+    return re.sub(r"[^A-Za-z0-9]", lambda match: _SPELLING.get(match[0], f"_x{ord(match[0]):x}_"), name)
 
 
 def argument(topic: str) -> str:
@@ -84,6 +84,14 @@ class Names:
         """The asset of a topic in a pool: ``<Pool>/<topic>``."""
         return AssetKey([*self.prefix, pool, topic])
 
+    def sink_key(self, sink: str, table: str) -> AssetKey:
+        """The asset of a target table: ``<sink>/<table>``."""
+        return AssetKey([*self.prefix, sink, table])
+
+    def sink_partitions(self, table: SinkTable) -> str:
+        """The name of the partitions definition of a target table: that of its source."""
+        return self.staging_partitions(table.pool) if table.staged else self.raw_partitions(table.topic)
+
     def raw_partitions(self, topic: str) -> str:
         """The name of the partitions definition that ``kafka/<topic>`` and ``<Pool>/<topic>`` share; instance-wide."""
         owner = self.sources[topic].names.pipeline if topic in self.sources else self.pipeline
@@ -113,6 +121,9 @@ class Names:
     def staging_job(self, pool: str) -> str:
         return self._scoped_name(f"etl_and_publish_{pool}")
 
+    def sink_job(self, sink: str, table: str) -> str:
+        return self._scoped_name(f"sink_{identifier(sink)}_table_{identifier(table)}")
+
     @property
     def checks_job(self) -> str:
         return f"check_{identifier(self.pipeline.name)}"
@@ -129,6 +140,9 @@ class Names:
 
     def publish_op(self, topic: str) -> str:
         return self._scoped_name(f"topic_{identifier(topic)}")
+
+    def sink_op(self, sink: str, table: str) -> str:
+        return self._scoped_name(f"write_{identifier(sink)}_table_{identifier(table)}")
 
     def check_op(self, check: str, asset: AssetKey) -> str:
         return self._scoped_name(f"check_{check}_{'_of_'.join(identifier(part) for part in reversed(asset.path))}")

@@ -32,6 +32,7 @@ from zync_assets.lake.raw import RawState, is_replay, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
+from zync_assets.sinks.plan import SinkPlan
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,17 @@ def topic_extents(
         low, end = (max(place.low, ours.first), min(place.end, ours.end)) if ours else (place.low, place.end)
         part = _clip(key, low, end)
         extents.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
+    return extents
+
+
+def sink_extents(plan: SinkPlan, keys: Iterable[OffsetRange]) -> list[Extent]:
+    """The extent of each key in a target table. The number of rows is not known: the records of a key are one row."""
+    extents: list[Extent] = []
+    for key in sorted(keys):
+        start = plan.starts.get(key.partition, key.first)
+        upcoming = plan.progress.next.get(key.partition, start)
+        part = _clip(key, start, upcoming)
+        extents.append(Extent(key, part.first, part.end, upcoming >= key.end, None))
     return extents
 
 
@@ -248,6 +260,22 @@ def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, part: O
         topic_extents(topic_state, more, staging_ranges),
         schema,
     )
+
+
+def report_table(context: OutputContext, plan: SinkPlan, ranges: Iterable[OffsetRange]) -> None:
+    """Report the ranges of a target table. ``plan``: after the run's commits; ``ranges``: the written offsets.
+
+    EtlError for a range that lies ahead of the target's position.
+    """
+    own, more = _keys(context, ranges)
+    for key in own:
+        upcoming = plan.progress.next.get(key.partition, plan.starts.get(key.partition, 0))
+        if key.first > upcoming:
+            raise EtlError(
+                f"{plan.sink.name}/{plan.table.name}, range {format_key(key)} lies ahead of the next offset {upcoming} of"
+                f" partition {key.partition}. Run {format_key(key_of(key.partition, upcoming))} instead."
+            )
+    _report(context, sink_extents(plan, own), sink_extents(plan, more), None)
 
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:

@@ -110,6 +110,10 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
                 {0: min(plan.verified_end, plan.end)},
                 plan.lag,
             )
+    for plan in facts.sinks.values():
+        sink, table = plan.sink.name, plan.table.name
+        job = names.sink_job(sink, table)
+        yield AssetPosition(names.sink_key(sink, table), job, plan.starts, plan.progress.next, plan.lag)
 
 
 def news(
@@ -196,6 +200,8 @@ def _extents(facts: Facts, asset: AssetPosition, keys: Sequence[OffsetRange]) ->
     place, topic = asset.key.path[-2:]
     if not keys:
         return [], None
+    if (plan := facts.sinks.get(f"{place}/{topic}")) is not None:
+        return reports.sink_extents(plan, keys), None
     if place == KAFKA:
         if topic in facts.publish:
             state = facts.publish[topic].topic_state

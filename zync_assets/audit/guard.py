@@ -218,11 +218,12 @@ def _file_problems(state: StagingState, topic: str, item: DataFile) -> Iterator[
         )
 
 
-def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False) -> None:
+def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False, outcome: str = PUBLISH_OUTCOME) -> None:
     """CheckFailed unless all that would be published to an output topic has passed the blocking checks of its staging pool.
 
     Only what was staged since the checks passed last is looked at; all of the pool if ``whole``. Also refuses while a
-    check of the pool, or of a raw table that the pool is made from, has failed and not passed since.
+    check of the pool, or of a raw table that the pool is made from, has failed and not passed since. ``outcome``: what the
+    error says of the step.
     """
     pipeline = snapshot.pipeline
     pool = pipeline.output(topic).pool
@@ -235,13 +236,13 @@ def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False) -> No
     numbering = backlog(check_state, numbering_look(snapshot, topic, state))
     if whole or account:
         check = partial(exactly_once_done_coverage, pipeline, pool, None if whole else account, snapshot)
-        require_pass(snapshot, pool, check, PUBLISH_OUTCOME, soon=not whole)
+        require_pass(snapshot, pool, check, outcome, soon=not whole)
     if whole or account or numbering:
         parts = None if whole else numbering.get(topic, [])
         check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)
-        require_pass(snapshot, pool, check, PUBLISH_OUTCOME, soon=not whole)
+        require_pass(snapshot, pool, check, outcome, soon=not whole)
     for block in blocks(snapshot, pool, [topic]):
-        raise CheckFailed(f"topic {topic}: {block} {PUBLISH_OUTCOME} {remedy(pipeline)}")
+        raise CheckFailed(f"topic {topic}: {block} {outcome} {remedy(pipeline)}")
 
 
 def refuse_blocks(snapshot: Snapshot, pool: str, topics: Iterable[str]) -> None:

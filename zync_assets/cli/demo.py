@@ -28,6 +28,8 @@ from zync_assets.local.services import (
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_all, ingest_all, publish_all
+from zync_assets.sinks.plan import layout, plan_sink
+from zync_assets.sinks.steps import sink_all
 from zync_assets.spark.session import spark_session
 
 OUTPUT = "NewInvoices"
@@ -43,7 +45,7 @@ STORY = (
 @click.option("--stop", is_flag=True, help="Stop the demo's services; what they hold is kept.")
 @click.option("--clean", is_flag=True, help="Stop them and remove all that the demo made.")
 def demo(stop: bool, clean: bool) -> None:
-    """Play the demo: four batches of changes from Kafka to the lake and back. Goes on where it stopped."""
+    """Play the demo: four batches of changes from Kafka to the lake, back to Kafka and into a table. Goes on where it stopped."""
     home = demo_services_folder()
     if stop or clean:
         click.echo(
@@ -69,11 +71,12 @@ def demo(stop: bool, clean: bool) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """The pipeline after a batch: the rows of the output topic, and the pending raw records."""
+    """The pipeline after a batch: the rows of the output topic and of the target table, and the pending raw records."""
 
     batch: int
     output: list[dict[str, object]]
     pending: list[dict[str, object]]
+    table: list[dict[str, object]]
 
 
 def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
@@ -112,26 +115,29 @@ def _lines(folder: Path, batch: int, topic: str) -> Iterator[Line]:
 
 
 def _run(pipeline: Pipeline) -> bool:
-    """All three steps; whether there was anything to do."""
+    """All steps; whether there was anything to do."""
 
     session = partial(spark_session, pipeline.spark, pipeline.lake)
     commits = [
         *ingest_all(pipeline, session, TOPICS),
         *etl_all(pipeline, session),
         *publish_all(pipeline, session, [OUTPUT]),
+        *sink_all(pipeline, session),
     ]
     return bool(commits)
 
 
 def _scene(pipeline: Pipeline, number: int) -> Scene:
     waiting = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
-    return Scene(number, output_rows(pipeline), waiting)
+    return Scene(number, output_rows(pipeline), waiting, table_rows(pipeline))
 
 
 def _show_scene(scene: Scene) -> None:
     flat = [{"offset": row["offset"], "key": row["key"], **_fields(row["value"])} for row in scene.output]
     click.echo(f"topic {OUTPUT}:")
     print_rows(flat, list(dict.fromkeys(name for row in flat for name in row)), "table")
+    click.echo(f"table {OUTPUT} of the target database:")
+    print_rows(scene.table, list(dict.fromkeys(name for row in scene.table for name in row)), "table")
     if scene.pending:
         click.echo("pending:")
         print_rows(scene.pending, ["topic", "partition", "offset", "rule", "key", "why"], "table")
@@ -156,6 +162,15 @@ def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
         fields = render(record, registry)
         rows.append({"offset": record.offset, "key": fields["key"], "value": fields["value"]})
     return rows
+
+
+def table_rows(pipeline: Pipeline) -> list[dict[str, object]]:
+    """The rows of the target table, by key."""
+    (sink,) = pipeline.sinks
+    plan = plan_sink(pipeline, sink, sink.table(OUTPUT))
+    spec = layout(plan, partial(spark_session, pipeline.spark, pipeline.lake)).spec
+    rows = [row for batch in plan.target().rows(spec) for row in batch.to_pylist()]
+    return sorted(rows, key=lambda row: str([row[name] for name in spec.key]))
 
 
 def _what_next(running: Services) -> str:

@@ -38,6 +38,8 @@ from zync_assets.local.startup import (
 )
 
 LOCK = "services.lock"
+TARGET_URL = "ZYNC_TARGET_URL"
+"""The environment variable with the address of the demo's target database."""
 NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -248,8 +250,9 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
 
 
 def addresses(services: Services) -> Mapping[str, str]:
-    """The environment variables of the demo's pipeline file."""
-    return {
+    """The environment variables of the demo's pipeline file. A target database of the user's own stays as it is."""
+    own = {} if os.environ.get(TARGET_URL) else {TARGET_URL: str(services.lake / "warehouse.db")}
+    return own | {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,
         "ZYNC_LAKE": str(services.lake),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from zync_assets.audit.guard import refuse_unsound
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import BadRecords, SinkError, TargetRefused, ZyncError
@@ -59,7 +60,9 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     """
     start, plan = time.monotonic(), batch.plan
     target, layout = plan.target(), batch.layout()
-    # 1. The table is made, or changed.
+    # 1. Stop at a failed check, as publishing does. Then the table is made, or changed.
+    if plan.table.staged:
+        refuse_unsound(plan.snapshot, plan.table.topic, outcome="Nothing was written to the target.")
     target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
     crash_point("sink:prepared")
     bad: Sequence[BadRecord] = ()

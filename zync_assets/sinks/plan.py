@@ -7,7 +7,7 @@ read_source    the lazy batch: the columns of the table, and marks (``sinks.colu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -43,6 +43,7 @@ class SinkPlan:
     sink: Sink
     table: SinkTable
     progress: Progress = field(repr=False)
+    snapshot: Snapshot = field(repr=False)
     state: StagingState | RawState | None = field(repr=False)
     starts: Mapping[int, int]
     ends: Mapping[int, int]
@@ -132,7 +133,7 @@ def plan_sink(
         state = snapshot.raw(table.topic)
         starts = {} if state is None else {**state.first, **state.retention_start}
         ends = {} if state is None else dict(state.next)
-    plan = SinkPlan(pipeline, sink, table, progress, state, starts, ends, ())
+    plan = SinkPlan(pipeline, sink, table, progress, snapshot, state, starts, ends, ())
     if check:
         _check_origin(plan)
     ranges: list[OffsetRange] = []
@@ -141,7 +142,7 @@ def plan_sink(
         share = max(1, (limit - sum(item.end - item.first for item in ranges)) // (len(ends) - number))
         if first < end:
             ranges.append(OffsetRange(partition, first, min(end, first + share)))
-    return SinkPlan(pipeline, sink, table, progress, state, starts, ends, tuple(ranges))
+    return replace(plan, ranges=tuple(ranges))
 
 
 def reset_command(plan: SinkPlan) -> str:

@@ -38,12 +38,18 @@ def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) ->
     raise_first(troubles)
 
 
-def sink_table(pipeline: Pipeline, session: Session, sink: str, table: str) -> Iterator[SinkCommit]:
-    """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while."""
+def sink_table(
+    pipeline: Pipeline, session: Session, sink: str, table: str, first: SinkBatch | None = None
+) -> Iterator[SinkCommit]:
+    """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while.
+
+    ``first``: a batch that was read already.
+    """
     limit, outages = BATCH_OFFSETS, 0
     while True:
         try:
-            made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit))
+            batch, first = first, None
+            made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
         except TargetRefused:
             # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
             limit = max(SEARCH_OFFSETS, limit // 8)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ def pipeline(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Pi
             "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
             "SCHEMA_REGISTRY_URL": services.registry_url,
             "ZYNC_LAKE": str(tmp_path_factory.mktemp("demo")),
+            "ZYNC_TARGET_URL": str(tmp_path_factory.mktemp("target") / "warehouse.db"),
         },
     )
 
@@ -39,7 +41,22 @@ def test_each_batch_ends_as_the_file_beside_the_data_says(pipeline: Pipeline) ->
         assert scene.output == after["output"]
         seen = [{name: row[name] for name in ("topic", "partition", "offset", "rule", "key")} for row in scene.pending]
         assert seen == after["pending"]
+        assert scene.table == folded(scene.output)
     assert list(play(pipeline, demo_folder())) == []
+
+
+def folded(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that the records of the output topic make."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record in records:
+        key = record["key"]
+        if record["value"] is None:
+            rows.pop(str(key), None)
+        else:
+            rows.setdefault(str(key), dict.fromkeys(("ID", "customer", "item", "invoice_status"))).update(
+                record["value"]
+            )
+    return [rows[key] for key in sorted(rows)]
 
 
 @pytest.mark.slow
