@@ -20,7 +20,7 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.plan import EtlBatch, EtlCommit, plan_etl, read_raw, transform
+from zync_assets.etl.plan import EtlBatch, EtlCommit, Rebuild, plan_etl, read_raw, rebuild_plan, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.etl.streams import may_be_ordered
 from zync_assets.ingest.commit import RawCommit, commit_raw
@@ -232,6 +232,22 @@ def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOT
     plan = plan_etl(pipeline, pool, retry)
     slices = {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
     return transform(session, pipeline, plan, slices)
+
+
+def rebuild_all(pipeline: Pipeline, session: Session, kind: Rebuild) -> Iterator[EtlCommit]:
+    """Compute the results of views again, in each staging pool with views, and stage the differences. ``kind``: see
+    ``EtlPlan``."""
+
+    def read(pool: str) -> EtlBatch:
+        plan = rebuild_plan(pipeline, pool, kind)
+        return transform(
+            session, pipeline, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
+        )
+
+    for pool in pipeline.staging_pools:
+        made = commit_etl(pipeline, partial(read, pool))
+        if made is not None:
+            yield made
 
 
 def commit_etl(

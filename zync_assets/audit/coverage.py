@@ -98,7 +98,9 @@ class Marks:
     An offset takes a byte, in chunks that are made when they are first touched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: frozenset[str] = frozenset()) -> None:
+        """``rows``: topics whose records may make any number of outputs."""
+        self.rows = rows
         self.doubled: list[tuple[str, int, int]] = []
         """(topic, partition, offset) of offsets that were marked again."""
         self.count = 0
@@ -135,6 +137,8 @@ class Marks:
         return [(number * CHUNK, (number + 1) * CHUNK) for number in sorted(self._chunks.get((topic, partition), {}))]
 
     def _note(self, topic: str, partition: int, offsets: np.ndarray) -> None:
+        if topic in self.rows:
+            return
         # A few are enough to say where; all of them could be as many as there are records.
         room = max(0, 100 - len(self.doubled))
         self.doubled += [(topic, partition, offset) for offset in offsets[:room].tolist()]
@@ -161,7 +165,7 @@ def problems(
         yield from _count_problems(state, entry_counts)
     if (strange := tampering.strange_file(state.table, state.files)) is not None:
         yield strange
-    marks = Marks()
+    marks = Marks(state.head.table_topics)
     yield from _read_sources(state, ranges, marks, numbers)
     for topic, partition, offset in marks.doubled[:1]:
         yield f"{topic} {partition}:{offset} made more than one output"
@@ -344,6 +348,9 @@ class _InputPartition:
             fate = "done and not in the raw pool" if code == DONE else _class_name(code)
             yield "made", f"offset {wrong[0]} made an output and is {fate}"
         idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.facts.ended)
+        if self.topic in self.state.head.table_topics:
+            # A record that becomes a row of a view's table need not change the view's result.
+            idle = idle[:0]
         if batch is not None:
             # Of an earlier batch's new records, and of those completed since, the outputs were not looked at.
             keep = np.zeros(len(idle), dtype=bool)

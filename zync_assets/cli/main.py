@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "validate": Lazy("zync_assets.cli.validate:validate", "Report every error of a pipeline file."),
     "from-kafka": Lazy("zync_assets.cli.run:from_kafka", "Read the input topics into the raw pools."),
     "etl": Lazy("zync_assets.cli.run:etl", "Transform raw records into the staging pools."),
+    "rebuild": Lazy("zync_assets.cli.run:rebuild", "Compute changed views again."),
     "to-kafka": Lazy("zync_assets.cli.run:to_kafka", "Publish the staging pools to the output topics."),
     "sink": Lazy("zync_assets.cli.run:sink", "Write staged topics and raw tables to target databases."),
     "run": Lazy("zync_assets.cli.run:run", "All three steps and the sinks, again and again."),

@@ -62,9 +62,14 @@ def query(pipeline: Path, sql: str, fmt: Format) -> None:
     print_rows(rows, columns, fmt)
 
 
+LATEST = "@latest"
+"""After an output topic in a query: the last record of each key, without the keys whose last record is a tombstone."""
+
+
 def tables_of(pipeline: Pipeline) -> list[tuple[str, str]]:
     """(pool, topic) of every table that a query can name."""
-    return [(item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
+    tables = [(item.pool, item.topic) for item in (*pipeline.inputs, *pipeline.outputs)]
+    return [*tables, *((item.pool, item.topic + LATEST) for item in pipeline.outputs)]
 
 
 def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
@@ -74,6 +79,9 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
     """
     if len(sql) > MAX_LENGTH:
         raise ZyncError(f"the query is longer than {MAX_LENGTH} characters; make it shorter")
+    pools = "|".join(sorted({re.escape(pool) for pool, _ in tables}))
+    # A name with a sign stands in back quotes.
+    sql = re.sub(rf"(?i)\b({pools})\.`?([\w.-]+?)`?{LATEST}\b", rf"\1.`\2{LATEST}`", sql)
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
     except SqlglotError as error:
@@ -143,7 +151,9 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
     state = staging.open_staging(pipeline.lake, pool)
     if state is None:
         raise LakeError(f"{table_name(pool, topic)}: nothing is transformed yet; run {pipeline.command('etl')}")
-    return frames.output_frame(spark, state, topic).drop("schema", "left_out")
+    is_latest, name = topic.endswith(LATEST), topic.removesuffix(LATEST)
+    frame = frames.output_frame(spark, state, name).drop("schema", "left_out")
+    return frames.latest_records(frame) if is_latest else frame
 
 
 def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:

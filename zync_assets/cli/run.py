@@ -26,7 +26,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.commit import PublishCommit
-from zync_assets.runner import etl_all, ingest_all, publish_all
+from zync_assets.runner import etl_all, ingest_all, publish_all, rebuild_all
 from zync_assets.sinks.commit import SinkCommit
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.spark.session import spark_session
@@ -97,6 +97,18 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
             )
     retry = Retry(unmatched=retry_unmatched, waiting=waiting)
     _report(etl_all(model, _session(model), retry), fmt)
+
+
+@click.command()
+@_pipeline
+@click.option("--state", is_flag=True, help="Make the state of the views' tables from the raw pools again, too.")
+@format_option
+def rebuild(pipeline: Path, state: bool, fmt: Format) -> None:
+    """Compute the results of PIPELINE's changed views again, and stage what differs from the last record of each key."""
+    model = load(pipeline)
+    if not any(rule.view for rule in model.rules):
+        raise ZyncError(f"{pipeline} has no view to rebuild. New records are transformed by {model.command('etl')}")
+    _report(rebuild_all(model, _session(model), "state" if state else "views"), fmt)
 
 
 @click.command()

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Labels:
-    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index."""
+    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index;
+    ``views``: the indexes of the views. The sources of a view's output are counted once, when they become rows of a table."""
 
     topics: Sequence[str]
     rules: Sequence[str]
     outs: Sequence[str]
+    views: frozenset[int] = frozenset()
 
     def rule(self, index: int | None) -> str | None:
         return None if index is None else self.rules[index]
@@ -49,7 +51,10 @@ class Labels:
 def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     """The labels of a staging pool's batches: all inputs of the file, and the pool's own rules."""
     rules = pipeline.rules_of(pool)
-    return Labels([item.topic for item in pipeline.inputs], [rule.name for rule in rules], [rule.out for rule in rules])
+    views = frozenset(index for index, rule in enumerate(rules) if rule.view is not None)
+    return Labels(
+        [item.topic for item in pipeline.inputs], [rule.name for rule in rules], [rule.out for rule in rules], views
+    )
 
 
 KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended")
@@ -167,7 +172,8 @@ def summed(found: Iterable[Count]) -> list[Count]:
 def fact(one: Count, labels: Labels) -> Fact:
     """A count with names in place of numbers."""
     out = labels.outs[one.rule] if one.kind == "out" and one.rule is not None else None
-    return Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[3:])
+    found = Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[3:])
+    return found._replace(entries=0) if one.rule in labels.views else found
 
 
 def entries(found: Sources, labels: Labels) -> pa.RecordBatch:

@@ -28,6 +28,7 @@ from zync_assets.etl.rules import kind_of, matching
 from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Ordering, RuleRecords
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
 from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes
+from zync_assets.etl.views.batch import Stage
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
@@ -65,7 +66,7 @@ class Transform:
     ``ordering``: the order of the result rows. ``files``: input topic → the raw files of the records that go through
     the rules. ``frames``: input topic → these records; no entry for a topic without a raw table. ``types``: output topic →
     its type. ``small``: one Spark task runs the whole batch, and the driver fetches the task's account entries. ``held``: the
-    rules of held outputs.
+    rules of held outputs. ``rows``: as ``frames``, for the inputs that are tables of views. No rule takes such a record.
     """
 
     pipeline: Pipeline
@@ -78,6 +79,7 @@ class Transform:
     types: Mapping[str, OutputType] = field(repr=False)
     small: bool
     held: HeldRules = NO_HELD_RULES
+    rows: Mapping[str, DataFrame] = field(default_factory=dict[str, "DataFrame"], repr=False)
 
     @property
     def plan(self) -> EtlPlan:
@@ -86,6 +88,13 @@ class Transform:
     @property
     def spark(self) -> SparkSession:
         return self.batch.spark
+
+    def stage(self, known: Failures) -> Stage:
+        """What the views of the batch are made from. ``known``: the records with a known failure."""
+        reads = frozenset(topic for topic in self.rows if self.plan.reads(topic))
+        place = self.pipeline, self.plan.pool, self.spark, self.plan.state
+        about = self.types, known, self.small, self.plan.raw, self.plan.rebuild
+        return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @property
     def spans(self) -> list[list[Span]]:
@@ -129,6 +138,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     learn_types(matching.questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
+    tabular = {topic for rule in rules if rule.view is not None for topic in rule.topics}
     return Transform(
         pipeline,
         batch,
@@ -136,10 +146,11 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         labels_of(pipeline, plan.pool),
         ordering,
         files,
-        records,
+        {topic: frame for topic, frame in records.items() if topic not in tabular},
         output_types(pipeline, plan.pool, plan.state, records, tables, lacks=lacks),
-        sum(item.records for each in files.values() for item in each) <= positions.SMALL,
+        sum(item.records for each in files.values() for item in each) <= positions.SMALL and plan.rebuild is None,
         held,
+        {topic: frame for topic, frame in records.items() if topic in tabular},
     )
 
 
@@ -160,9 +171,15 @@ def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
     return [f"{row} AS row"]
 
 
-def result_rows(transform: Transform, pending: PendingRecords, failures: Failures, columns: Columns) -> ResultRows:
+def result_rows(
+    transform: Transform,
+    pending: PendingRecords,
+    failures: Failures,
+    columns: Columns,
+    views: Sequence[DataFrame] | None = None,
+) -> ResultRows:
     """The result rows of a batch. ``failures``: the records with a known failure, which go to no rule. ``columns``: a function
-    that returns the columns of outputs.
+    that returns the columns of outputs. ``views``: the result rows of views.
 
     Raises JoinsChanged if records are pending by hashes of another join.
     """
@@ -181,11 +198,13 @@ def result_rows(transform: Transform, pending: PendingRecords, failures: Failure
         if plan.reads(topic) or plan.reads_nothing
     }
     untyped = [index for index, rule in enumerate(rules) if rule.name in types[rule.out].untyped]
+    maintained = {index for index, rule in enumerate(rules) if rule.view is not None}
     others = [index for index, rule in enumerate(rules) if not kind_of(rule).single and index not in untyped]
+    others = [index for index in others if index not in maintained]
     targets = {
         index: types[rule.out].target(rule.name)
         for index, rule in enumerate(rules)
-        if index not in others and rule.name in types[rule.out].targets
+        if index not in others and index not in maintained and rule.name in types[rule.out].targets
     }
     parts = [
         matching.singles(
@@ -213,7 +232,18 @@ def result_rows(transform: Transform, pending: PendingRecords, failures: Failure
         waiting = _pending_frames(transform, records, pending, failures)
         parts += kind_of(records.rule).results(records, waiting, emission)
     joins = {records.rule.name: records.join for records in each if records.join is not None}
-    return ResultRows(matching.without_dropped(matching.union(parts), rules), joins)
+    found = matching.without_dropped(matching.union(parts), rules) if parts else None
+    each = [*([] if found is None else [found]), *(views or ())]
+    return ResultRows(matching.union(each or [_no_rows(transform)]), joins)
+
+
+def _no_rows(transform: Transform) -> DataFrame:
+    """Result rows of a batch without any."""
+    source = "array(struct(0 AS place, 0 AS partition, 0L AS offset))"
+    order = transform.ordering.of_parts("part")
+    parts = (f"0L AS part{at}" for at, _ in enumerate(transform.ordering.parts))
+    columns = ["'out' AS kind", "0 AS rule", f"{order} AS ord", f"{source} AS source", "0 AS last", "0 AS waited"]
+    return transform.spark.range(0).selectExpr(*parts).selectExpr(*columns, "CAST(NULL AS bigint) AS hash")
 
 
 def check_rows(

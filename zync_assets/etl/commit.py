@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
@@ -23,20 +22,24 @@ from zync_assets.audit.guard import refuse_blocks, refuse_disorder
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.etl import account, failures, positions
+from zync_assets.etl import account, positions
 from zync_assets.etl.account import Labels
 from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
 from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
 from zync_assets.etl.failure_search import find_failures
-from zync_assets.etl.failures import NONE, Failure, Failures, quarantined, undecoded_rows
+from zync_assets.etl.failures import NONE, Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row_sql, staged_topic
 from zync_assets.etl.pending import PendingRecords, fold_ledger
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
+from zync_assets.etl.results import check_classes, output_ends
 from zync_assets.etl.retries import carve
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.missing_fields import with_missing_fields
+from zync_assets.etl.views.batch import ViewBatch, view_batch
+from zync_assets.etl.views.changes import APPLIED, RowFailures
+from zync_assets.etl.views.fold import fold_state
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.log import DataFile
@@ -45,8 +48,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file.references import with_lake_names
-from zync_assets.spark import frames
-from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.sql import name_sql
 from zync_assets.spark.tasks import BATCH_BYTES, spark_failures
 from zync_assets.upkeep import apply_retention, keep_up
 
@@ -136,7 +138,11 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
         #    process changed is a conflict.
         committing = True
         files = [*staged.results.files, *ledger, *added]
-        staging.commit_batch(pipeline.lake, plan.pool, state, head, table_schema(state, outcome.types), files, removed)
+        columns = table_schema(state, outcome.types)
+        if (views := staged.views) is not None:
+            head, columns = views.head(head), views.schema(columns)
+            files, removed = [*files, *views.files], [*removed, *views.removed]
+        staging.commit_batch(pipeline.lake, plan.pool, state, head, columns, files, removed)
     finally:
         staged.release()
         if not committing:
@@ -144,6 +150,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
 
     # 7. Compact staging, and let retention remove raw records that every reader has seen.
     keep_up(batch.spark, state.table if state else None)
+    fold_state(batch.spark, state)
     for topic, table in plan.raw.items():
         apply_retention(pipeline, pipeline.input(topic), table)
     ranges = {topic: OffsetRange(0, outputs[topic, 0].next, end) for topic, end in staged.ends.items()}
@@ -168,6 +175,8 @@ class Staged:
     joins: Mapping[str, str]
     results: Results = field(repr=False)
     ends: Mapping[str, int]
+    views: ViewBatch | None = None
+    """The state of the views' tables, which no commit names yet."""
 
     @property
     def plan(self) -> EtlPlan:
@@ -205,7 +214,7 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
             except RowsWait as error:
                 pending.hold = error.hold
                 continue
-            except EncodingFailures as error:
+            except (EncodingFailures, RowFailures) as error:
                 found = error.failures
             except AnalysisException:
                 raise
@@ -240,39 +249,41 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         present.update(name for name, _ in made)
         return made
 
-    rows = result_rows(transform, pending, known, columns)
     folder = f"batch-{plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
-    limits = size_limits(pipeline, types)
-    topics = [
-        staged_topic(types[topic], f"{folder}/topic={topic}", position.next, labels, limits.get(topic))
-        for (topic, _), position in outputs.items()
-        # An output that the file has no more keeps its place in the account.
-        if topic in types and present.issuperset(types[topic].columns)
-    ]
-    suspect = suspect_sql(pipeline, labels, types, present, limits)
-    wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
-    about = ["kind", "rule", "source", "last", "waited", "hash"]
-    row, order = ["rows", f"{_ends_sql(topics, labels)} AS ends"], ["ords", "exact"]
-    held, small = bool(transform.held), transform.small
-    if held:
-        wanted += [*row, *order] if small else row
-    outs, parts = [labels.of_topic(topic.topic) for topic in topics], transform.ordering.parts
-    bounds, unused = positions.bucket_bounds(transform.spans, parts), order if held and not small else ()
-    numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=small, held=held, unused=unused)
-
-    def records() -> DataFrame:
-        return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], held=True)
-
     uri = storage.staging_uri(pipeline.lake, plan.pool)
     results: Results | None = None
     try:
+        views = view_batch(transform.stage(known), uri, folder, columns)
+        rows = result_rows(transform, pending, known, columns, views.rows if views is not None else ())
+        limits = size_limits(pipeline, types)
+        topics = [
+            staged_topic(types[topic], f"{folder}/topic={topic}", position.next, labels, limits.get(topic))
+            for (topic, _), position in outputs.items()
+            # An output that the file has no more keeps its place in the account.
+            if topic in types and present.issuperset(types[topic].columns)
+        ]
+        suspect = suspect_sql(pipeline, labels, types, present, limits)
+        wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
+        about = ["kind", "rule", "source", "last", "waited", "hash"]
+        row, order = ["rows", f"{_ends_sql(topics, labels)} AS ends"], ["ords", "exact"]
+        held, small = bool(transform.held), transform.small
+        if held:
+            wanted += [*row, *order] if small else row
+        outs, parts = [labels.of_topic(topic.topic) for topic in topics], transform.ordering.parts
+        bounds, unused = positions.bucket_bounds(transform.spans, parts), order if held and not small else ()
+        numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=small, held=held, unused=unused)
+
+        def records() -> DataFrame:
+            return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], held=True)
+
         settles, measured = small and pending.hold is NO_HOLD, _has_large_records(transform)
         writer = BucketWriter(uri, topics, labels, held=transform.held, settles=settles)
         results = Results(transform.spark, numbered, writer, small=small, measured=measured, records=records)
-        _check_classes(transform, results)
+        results.facts += views.facts if views is not None else ()
+        check_classes(transform, results)
         check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
-        ends = _ends(plan, results, outputs)
-        return Staged(transform, uri, folder, known, pending, rows.joins, results, ends)
+        ends = output_ends(plan, results, outputs)
+        return Staged(transform, uri, folder, known, pending, rows.joins, results, ends, views)
     except BaseException:
         if results is not None:
             results.release()
@@ -316,81 +327,6 @@ def _admit(pipeline: Pipeline, plan: EtlPlan, known: Failures, place: str) -> No
             admit(pipeline, item, plan.raw[item.topic], len(mine) - there, first, place)
 
 
-def _check_classes(transform: Transform, results: Results) -> None:
-    """Raise the first error of the results.
-
-    Every new record must be in exactly one class. No record may be unmatched if the pipeline file forbids unmatched
-    records. No rule with an unresolved NULL column may take a record. Publish must be able to encode every output.
-    """
-    plan, facts = transform.plan, results.facts
-    for row in facts:
-        if row.kind == "untyped":
-            rule = row.rule or ""
-            raise EtlError(next(kind.untyped[rule] for kind in transform.types.values() if rule in kind.untyped))
-    if results.encoding_failures:
-        raise EncodingFailures(_encoding_failures(transform, results))
-    for item in transform.pipeline.inputs:
-        if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in facts):
-            mine = results.entries().where("kind = 'unmatched'").where(f"topic = {text_sql(item.topic)}")
-            [row] = mine.selectExpr("min(struct(partition, first)) AS at").collect()
-            raise EtlError(
-                f"topic {item.topic}, partition {row['at']['partition']}, offset {row['at']['first']}: no rule takes this"
-                " record. Add a rule, or set unmatched: keep or drop."
-            )
-    counted = Counter[str]()
-    for row in facts:
-        if not row.old:
-            counted[row.topic] += row.entries
-    for topic, files in transform.files.items():
-        ranges = plan.reads(topic)
-        inside = all(frames.is_inside(item, ranges) for item in files)
-        expected = sum(item.records for item in files) if inside else transform.frames[topic].count()
-        if counted[topic] != expected:
-            raise EtlError(
-                f"pool {plan.pool}: {expected} new records of {topic} were read and {counted[topic]} accounted for;"
-                " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
-            )
-
-
-def _encoding_failures(transform: Transform, results: Results) -> dict[failures.Place, Failure]:
-    """Place → the failure of each record whose output can't be encoded. EtlError if they are too many."""
-    labels = transform.labels
-    found: dict[failures.Place, Failure] = {}
-    for one in results.encoding_failures:
-        place = (labels.topics[one.place], one.partition, one.offset)
-        found[place] = Failure(*place, str(labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
-    if len(found) > failures.MOST_FAILURES:
-        first = found[min(found)]
-        raise EtlError(
-            f"pool {transform.plan.pool}: rule {first.rule}, {first.text}. {len(found)} records or more fail in this way, the"
-            f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
-            " Correct the rule, or the output."
-        )
-    return found
-
-
-def _ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[str, int]:
-    """Topic → the first output offset of the next batch. EtlError if the files' offsets have gaps or overlap."""
-    ends: dict[str, int] = {}
-    for (topic, _), position in outputs.items():
-        end = position.next
-        for file in (item for item in results.files if item.group == topic):
-            if file.first != end:
-                raise EtlError(
-                    f"pool {plan.pool}, topic {topic}: offset {file.first} follows {end - 1}: Spark made the rows twice, and"
-                    " not the same. Nothing was committed. Do the rules use the time of day? Without such a rule, run it"
-                    " again."
-                )
-            end += file.records
-        if end - position.next != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
-            raise EtlError(
-                f"pool {plan.pool}, topic {topic}: not all outputs were written; nothing was committed. This is a defect of"
-                " zync_assets: please report it with the pipeline file."
-            )
-        ends[topic] = end
-    return ends
-
-
 def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]:
     """The account of the batch's new records, and the pending records that the batch completes."""
     spark, plan, results = staged.transform.spark, staged.plan, staged.results
@@ -398,7 +334,7 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
     path = f"{folder}/part-0.parquet"
     covered = {topic: plan.reads(topic) for topic in plan.ranges}
     failed = account.failed_entries(map(astuple, staged.failures.of(plan, old=False)))
-    count = sum(row.entries for row in results.facts if row.kind != "out" or row.old)
+    count = sum(row.entries for row in results.facts if row.kind not in ("out", APPLIED) or row.old)
     if undecoded is None and count <= account.FEW:
         entries = [results.few_entries(), failed] if count else [failed]
         rows = account.ledger_table(covered, pa.concat_tables(entries))

@@ -178,7 +178,8 @@ def find_failures(transform: Transform, pending: PendingRecords, known: Failures
     Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if
     the search itself fails.
     """
-    return _Search(transform, pending, known).run()
+    # A search is for records that go to rules. Those of views' tables go to none.
+    return _Search(transform, pending, known).run() if transform.frames else {}
 
 
 class _Search:

@@ -34,6 +34,7 @@ from zync_assets.etl.rules.output_schemas import (
     written_forms,
 )
 from zync_assets.etl.rules.shapes import check_headers, own_type, shape_type, unify, void_fields
+from zync_assets.etl.views.query import rule_types
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
@@ -108,7 +109,7 @@ def _output_type(
     unknown: dict[str, str] = {}
     for name, rule in rules.items():
         try:
-            if (found := _rule_types(rule, frames)) is not None:
+            if (found := _rule_types(rule, frames, state)) is not None:
                 made[name] = found
         except EtlError as error:
             if matching.has_schema(frames[rule.topics[0]]):
@@ -181,10 +182,18 @@ def fingerprint(topic: str, text: str) -> str:
     return hashlib.sha256(f"{topic}\n{text}".encode()).hexdigest()[:16]
 
 
-def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, DataType] | None:
+def _rule_types(
+    rule: Rule, frames: Mapping[str, DataFrame], state: StagingState | None
+) -> tuple[DataType, DataType] | None:
     """The types of a rule's key and value; None while an input has no table, or one side of a join no schema."""
     if any(topic not in frames for topic in rule.topics):
         return None
+    if rule.view is not None:
+        found = rule_types(rule, frames, state)
+        if found is None:
+            return None
+        _check_names(rule, *found[:2])
+        return found[:2]
     if len(rule.sides) > 1 and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
         return None
     sides = {side.name: frames[side.topic] for side in rule.sides}
@@ -193,13 +202,18 @@ def _rule_types(rule: Rule, frames: Mapping[str, DataFrame]) -> tuple[DataType, 
     key, value = (
         shape_type(sides, shape, rule.name, side) for side, shape in (("key", rule.key), ("value", rule.value))
     )
+    _check_names(rule, key, value)
+    return key, value
+
+
+def _check_names(rule: Rule, key: DataType, value: DataType) -> None:
+    """EtlError for a field whose name the lake can't hold."""
     for side, kind in (("key", key), ("value", value)):
         if name := next(_unheld(kind), None):
             raise EtlError(
                 f"rule {rule.name}, {side}: an expression makes a field called `{name}`, a name that the lake can't hold. Write"
                 " the fields as a mapping, or give the field another name."
             )
-    return key, value
 
 
 def _unheld(kind: DataType) -> Iterator[str]:
@@ -285,6 +299,9 @@ def _schema_texts(
 
 
 def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
+    """Side → the columns of its raw table. The expressions of a view name rows, and no columns of raw tables."""
+    if rule.view is not None:
+        return {}
     return {side.name: tables[side.topic] for side in rule.sides}
 
 

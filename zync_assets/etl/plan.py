@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -106,6 +106,9 @@ def _cut(topic: str, part: OffsetRange, ends: Mapping[tuple[str, int], int], lef
     return OffsetRange(part.partition, part.first, end)
 
 
+Rebuild: TypeAlias = Literal["views", "state"]
+"""``views``: the results of views whose definition changed; ``state``: also the state of all tables, from the raw pool."""
+
 _ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
 
 
@@ -127,10 +130,12 @@ class EtlPlan:
     """Input topic → its domain. An input in the order of time has none."""
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut], repr=False)
     """Domain → its part of the batch. Empty if there is nothing new."""
+    rebuild: Rebuild | None = None
+    """What the batch computes again, in place of the new records."""
 
     @property
     def nothing_to_do(self) -> bool:
-        return not any(self.ranges.values()) and not self.reopening.parts
+        return not any(self.ranges.values()) and not self.reopening.parts and self.rebuild is None
 
     @property
     def reads_nothing(self) -> bool:
@@ -144,6 +149,15 @@ class EtlPlan:
     @property
     def head(self) -> Head:
         return self.state.head if self.state else Head()
+
+
+def rebuild_plan(pipeline: Pipeline, pool: str, kind: Rebuild) -> EtlPlan:
+    """The plan of a batch without new records, which computes the results of views again. ``kind``: also ``state``, the state of
+    their tables from raw records."""
+    plan = plan_etl(pipeline, pool)
+    wanted = plan.state is not None and any(rule.view is not None for rule in pipeline.rules_of(pool))
+    ranges: dict[str, tuple[OffsetRange, ...]] = dict.fromkeys(plan.ranges, ())
+    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if wanted else None)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ BUCKET_RECORDS = 150_000
 SMALL = 20_000
 """The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
 
+_DONE = ("out", "ended", "applied")
+"""The kinds of result rows, and of the facts about tables of views, whose records are done."""
+
 Bound: TypeAlias = tuple[int, ...]
 """The least values, part by part of ``ord``, of the rows from a bucket on. The last parts may be missing."""
 
@@ -224,7 +227,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     for (topic, partition), count in outcome.undecoded.items():
         counts[topic, partition, "quarantined"] += count
     for row in outcome.facts:
-        name = "done" if row.kind in ("out", "ended") else row.kind
+        name = "done" if row.kind in _DONE else row.kind
         counts[row.topic, row.partition, name] += row.entries
         if row.old:
             counts[row.topic, row.partition, "pending"] -= row.entries
@@ -286,7 +289,7 @@ def new_counts(found: Sequence[Fact]) -> dict[str, int]:
         if row.kind == "out":
             counts["outputs"] += row.rows
             counts["done"] += row.entries
-        elif row.kind == "ended":
+        elif row.kind in _DONE:
             counts["done"] += row.entries
         else:
             counts[row.kind] += row.entries

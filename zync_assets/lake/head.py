@@ -61,6 +61,14 @@ class TransactionPosition:
 
 
 @dataclass(frozen=True)
+class TableEntry:
+    """The state of a view's table: its input topic and its definition."""
+
+    topic: str
+    definition: str
+
+
+@dataclass(frozen=True)
 class Head:
     """The account's positions, counters and schemas after one batch."""
 
@@ -89,6 +97,16 @@ class Head:
     """(input topic, partition) → its records that came too late for their place in the order."""
     transactions: Mapping[str, TransactionPosition] = field(default_factory=dict)
     """Domain → the transactions that ETL has taken, where the pipeline file names a transaction topic."""
+
+    views: Mapping[str, str] = field(default_factory=dict)
+    """Rule → the definition of the view whose result is staged."""
+    tables: Mapping[str, TableEntry] = field(default_factory=dict)
+    """Name of a view's table → the state that the pool has of the table."""
+
+    @property
+    def table_topics(self) -> frozenset[str]:
+        """The inputs that are tables of views. A record of such an input may make any number of outputs, or none."""
+        return frozenset(item.topic for item in self.tables.values())
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -123,6 +141,10 @@ def head_rows(head: Head) -> list[dict[str, object]]:
     for domain, found in sorted(head.transactions.items()):
         numbers = {"first": found.end[0], "end": found.end[1], "count": found.incomplete}
         rows.append({"kind": "whole", **numbers, "rule": found.last, "text": domain})
+    for rule, text in sorted(head.views.items()):
+        rows.append({"kind": "view", "rule": rule, "text": text})
+    for name, table in sorted(head.tables.items()):
+        rows.append({"kind": "table", "topic": table.topic, "rule": name, "text": table.definition})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -153,4 +175,6 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {r["text"]: (r["first"], r["end"]) for r in of("reached")},
         {(r["topic"], r["partition"]): Late(r["count"], r["first"]) for r in of("late")},
         {r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"]) for r in of("whole")},
+        {r["rule"]: r["text"] for r in of("view")},
+        {r["rule"]: TableEntry(r["topic"], r["text"]) for r in of("table")},
     )

@@ -1,8 +1,9 @@
 """The staging table: all output topics of a pool and the whole account, since a Delta commit is atomic for one table only.
 
-Files lie in three groups (the table's partition column is ``topic``):
+Files lie in these groups (the table's partition column is ``topic``):
 
     topic=<output topic>                 output records, sorted by offset
+    topic=#state:<table>, #replaced:…    the state of views (``etl.views``)
     topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
@@ -19,6 +20,8 @@ The account column:
     output       output             base, next offset             text: the topic's id when numbering began, count: partitions
     schema       output                                           rule: the fingerprint, text: the output schema
     join                                                          rule, text: how the rule's waiting records were hashed
+    view                                                          rule, text: the definition of the view whose result is staged
+    table        input                                            rule: the table's name, text: the table's definition
     replayed     input, none                                      count: replays of the raw table that were looked at
     reached                         high, low                     text: the domain whose records ETL took up to this order
     late         input              the first of the last batch   count: records that came below such an order
@@ -57,6 +60,10 @@ from zync_assets.lake.head import Head, head_rows, parse_head
 from zync_assets.lake.log import DataFile, LakeTable
 
 ACCOUNT = "#account"
+STATE = "#state:"
+"""The begin of the groups with the rows of views' tables: the table's name follows."""
+REPLACED = "#replaced:"
+"""The begin of the groups with the rows that later rows of their key replaced."""
 ACCOUNT_FOLDER = "topic=%23account"
 _UNREADABLE = "is in the Delta log and can't be read"
 _HEAD = f"{ACCOUNT_FOLDER}/head-"
@@ -90,6 +97,11 @@ BASE_SCHEMA = pa.schema(
 
 HEADERS_COLUMN = "headers"
 """The table's column for headers (``raw_files.HEADERS_TYPE``), added when the first rule sets headers."""
+
+
+def is_own_group(group: str) -> bool:
+    """Whether files of a group hold the account or state, rather than the records of an output topic."""
+    return group.startswith("#")
 
 
 def key_column(topic: str) -> str:
@@ -223,8 +235,8 @@ def commit_batch(
 
     ``schema``: the table's columns, widened for this batch. Raises CommitConflict if another batch came first.
     """
-    for topic in {item.group for item in files if item.group not in (None, ACCOUNT)}:
-        _check_numbering(topic or "", [item for item in files if item.group == topic], before, head)
+    for topic in {item.group for item in files if item.group and not is_own_group(item.group)}:
+        _check_numbering(topic, [item for item in files if item.group == topic], before, head)
     uri = storage.staging_uri(lake, pool)
     all_files = [*files, _write_head(uri, head)]
     crash_point("etl:head-written")

@@ -372,8 +372,9 @@ def _add(item: DataFile, changes_data: bool = True) -> AddAction:
     if item.min_time is not None and item.max_time is not None:
         low["time"], high["time"] = _iso(item.min_time), _iso(item.max_time)
     bounds = (low, item.min_order), (high, item.max_order)
-    least, most = ({} if not place else {"kafka": place, **_order(order)} for place, order in bounds)
-    stats = {"numRecords": item.records} | ({"minValues": least, "maxValues": most} if low else {})
+    # The files of a view's state have an order, and no offsets.
+    least, most = ({**({"kafka": place} if place else {}), **_order(order)} for place, order in bounds)
+    stats = {"numRecords": item.records} | ({"minValues": least, "maxValues": most} if least else {})
     return AddAction(item.path, item.size, _group(item), int(time.time() * 1000), changes_data, json.dumps(stats))
 
 

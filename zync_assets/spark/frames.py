@@ -236,3 +236,13 @@ def output_frame(
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
     whole = frame.select("kafka", *sides, *plain[1:])
     return whole if parts is None else _in_ranges(whole, parts)
+
+
+def latest_records(frame: DataFrame) -> DataFrame:
+    """The last record of each key in an ``output_frame``, with all columns. A key whose last record is a tombstone is absent."""
+    others = [name_sql(name) for name in frame.columns if name != "key"]
+    from pyspark.sql import functions as F
+
+    latest = frame.groupBy("key").agg(F.expr(f"max_by(struct({', '.join(others)}), kafka.offset) AS latest"))
+    columns = [f"latest.{name} AS {name}" for name in others]
+    return latest.where("latest.value IS NOT NULL").selectExpr(columns[0], "key", *columns[1:])

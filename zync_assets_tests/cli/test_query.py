@@ -12,7 +12,7 @@ from zync_assets.cli.query import rewrite, unique_names
 from zync_assets.errors import ZyncError
 from zync_assets_tests.checks.chain import Chain
 
-TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New")]
+TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New"), ("Staging", "New@latest")]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New")
             "with Invoices as (select * from Raw.Invoices) -- Raw.Invoices\nselect * from Invoices",
             "with Invoices as (select * from zync_0 AS `Invoices`) -- Raw.Invoices\nselect * from Invoices",
         ),
+        ("select * from Staging.New@latest", "select * from zync_3 AS `New@latest`"),
+        ("select * from Staging.`New`@latest n", "select * from zync_3 n"),
         (
             "select 1 where exists (select 1 from Staging.New tablesample (10 rows))",
             "select 1 where exists (select 1 from zync_2 tablesample (10 rows))",

@@ -314,7 +314,8 @@ def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Qu
     schema by now. ``frames``: input topic → records."""
     found: list[Question] = []
     for rule in rules:
-        if not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
+        # The expressions of a view name rows of tables.
+        if rule.view is not None or not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
             continue
         sides = {side.name: frames[side.topic] for side in rule.sides}
         for side in rule.sides:

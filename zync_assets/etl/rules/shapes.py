@@ -45,7 +45,7 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
         except (AnalysisException, ParseException) as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
             raise kind(f"rule {rule}, {key}: {sql}: {short(error)}") from error
-        found = _nullable(found)
+        found = nullable(found)
         _TYPES.put(place, found)
     return found
 
@@ -86,7 +86,7 @@ def learn_types(questions: Iterable[Question]) -> None:
         return
     if found.names == [f"it{number}" for number in range(len(asked))]:
         for each, item in zip(asked, found, strict=True):
-            _TYPES.put(_place(*each), _nullable(item.dataType))
+            _TYPES.put(_place(*each), nullable(item.dataType))
 
 
 def schema_of(frame: DataFrame) -> StructType:
@@ -115,17 +115,17 @@ def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
     return whole.selectExpr(*columns)
 
 
-def _nullable(kind: DataType) -> DataType:
+def nullable(kind: DataType) -> DataType:
     """The type with every field one that may be null: a literal's can't, but the column is null for other rules' records,
     and readers stumble over a required field of a null struct."""
     from pyspark.sql.types import ArrayType, MapType, StructField, StructType
 
     if isinstance(kind, StructType):
-        return StructType([StructField(item.name, _nullable(item.dataType)) for item in kind])
+        return StructType([StructField(item.name, nullable(item.dataType)) for item in kind])
     if isinstance(kind, ArrayType):
-        return ArrayType(_nullable(kind.elementType))
+        return ArrayType(nullable(kind.elementType))
     if isinstance(kind, MapType):
-        return MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+        return MapType(nullable(kind.keyType), nullable(kind.valueType))
     return kind
 
 

@@ -1,0 +1,266 @@
+"""The views of an ETL batch: the state of their tables and their results, written and not yet committed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.crashes import crash_point
+from zync_assets.errors import EtlError
+from zync_assets.etl.account import Fact
+from zync_assets.etl.failures import Failures
+from zync_assets.etl.output_types import OutputType
+from zync_assets.etl.plan import Rebuild
+from zync_assets.etl.rules import matching
+from zync_assets.etl.rules.matching import Columns, Ordering
+from zync_assets.etl.rules.shapes import note_schema, schema_of
+from zync_assets.etl.views.changes import (
+    Change,
+    failed_facts,
+    look,
+    record_rows,
+    split_error,
+    untyped_facts,
+    write_changes,
+)
+from zync_assets.etl.views.lookup import kept
+from zync_assets.etl.views.maintenance import DUPLICATE, Maintenance
+from zync_assets.etl.views.query import Query, rule_types
+from zync_assets.etl.views.rebuild import differences, raw_rows
+from zync_assets.etl.views.state import Reader, StateFiles, state_files
+from zync_assets.etl.views.tables import Table, TableType, definition_of, table_of, table_type, tables_of
+from zync_assets.lake.head import Head, TableEntry
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import REPLACED, STATE, StagingState
+from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.spark import frames
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+REMOVED = "removed"
+"""The definition of a view that the pipeline file has no more. Its result is not maintained."""
+
+
+def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
+    """EtlError if the account's state is not that of the pipeline file's views."""
+    rules = pipeline.rules_of(pool)
+    for rule in rules:
+        if rule.view is not None and head.views.get(rule.name, definition_of(rule)) != definition_of(rule):
+            raise EtlError(
+                f"pool {pool}: the definition of view {rule.name} changed since its result was staged. Nothing was done. Put the"
+                f" old definition back, or compute the result again: {pipeline.command('rebuild')}"
+            )
+    for name, table in tables_of(rules).items():
+        known = head.tables.get(name)
+        if known is None and any(
+            topic == table.topic and position.seen > position.first for (topic, _), position in head.inputs.items()
+        ):
+            raise EtlError(
+                f"pool {pool}: table {name} is new, and records of topic {table.topic} were transformed before, so that the pool"
+                f" has no state of them. Nothing was done. Make the state from the raw pool: {pipeline.command('rebuild')}"
+            )
+
+
+@dataclass(frozen=True)
+class ViewBatch:
+    """The views of a batch. ``rows``: their results (``matching``). ``facts``: about the records of their tables. ``files``: new
+    files of the state; ``removed``: files of tables that no view uses any more. ``columns``: of the state."""
+
+    rows: Sequence[DataFrame]
+    facts: Sequence[Fact]
+    files: Sequence[DataFile]
+    removed: Sequence[DataFile]
+    columns: Sequence[pa.Field]
+    views: Mapping[str, str]
+    tables: Mapping[str, TableEntry]
+
+    def head(self, head: Head) -> Head:
+        """The account's head with the views' definitions."""
+        return replace(head, views=self.views, tables=self.tables)
+
+    def schema(self, schema: pa.Schema) -> pa.Schema:
+        """The staging table's columns with those of the state."""
+        fields_by_name = {item.name: item for item in schema} | {item.name: item for item in self.columns}
+        return pa.schema(list(fields_by_name.values()))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the views of a batch are made from.
+
+    ``frames``: input topic → the records of the batch, for all inputs with a raw table; ``reads``: the topics of which there are
+    records; ``types``: output topic → its type; ``known``: the records with a known failure; ``small``: see ``Transform``.
+    ``raw``: input topic → its raw table. ``rebuild``: see ``EtlPlan``.
+    """
+
+    pipeline: Pipeline
+    pool: str
+    spark: SparkSession
+    state: StagingState | None
+    rules: Sequence[Rule]
+    ordering: Ordering
+    frames: Mapping[str, DataFrame]
+    reads: frozenset[str]
+    types: Mapping[str, OutputType]
+    known: Failures
+    small: bool
+    raw: Mapping[str, RawState | None]
+    rebuild: Rebuild | None = None
+
+    @property
+    def head(self) -> Head:
+        return self.state.head if self.state else Head()
+
+    def records(self, topic: str) -> DataFrame:
+        """The records of a topic without those that fail."""
+        frame, failed = self.frames[topic], self.known.condition(topic)
+        return frame if failed is None else note_schema(frame.where(f"NOT ({failed})"), schema_of(frame))
+
+
+def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBatch | None:
+    """The views of a batch; None for a pool without views. ``uri``: the staging table; ``folder``: of new files, below it.
+
+    Raises EtlError for a changed definition, for a key in two partitions, and for two result rows with one key. Raises
+    RowFailures for records that can't become rows, and for results without a key.
+    """
+    tables, head = tables_of(stage.rules), stage.head
+    if stage.rebuild is None:
+        check_definitions(stage.pipeline, stage.pool, head)
+    anew = {name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)}
+    stale = {name: REMOVED for name in head.views if name not in {rule.name for rule in stage.rules}}
+    lasting = [table for name, table in tables.items() if name not in anew]
+    removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting)]
+    if not tables and not head.tables and not head.views:
+        return None
+    with _errors(stage.pool):
+        changes, kinds, facts = _changes(stage, tables, anew, uri, folder)
+        crash_point("etl:state-written")
+        rows, views = _results(stage, kinds, changes, anew, uri, columns)
+    topics = {table.topic for table in tables.values()}
+    failed = [one for one in stage.known.found.values() if one.topic in topics]
+    return ViewBatch(
+        rows,
+        [*facts, *failed_facts(failed)],
+        [item for change in changes.values() for item in change.files.all],
+        removed,
+        [item for kind in kinds.values() for item in kind.schema],
+        {**views, **stale},
+        {name: TableEntry(table.topic, table.definition) for name, table in tables.items()},
+    )
+
+
+def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
+    """Whether a file holds state of a table that no view uses."""
+    is_state = item.group is not None and item.group.startswith((STATE, REPLACED))
+    return is_state and item.group not in {group for table in tables for group in (table.versions, table.replaced)}
+
+
+def _changes(
+    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], uri: str, folder: str
+) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
+    """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
+
+    ``anew``: the tables whose state is made from all raw records.
+    """
+    kinds: dict[str, TableType] = {}
+    parts: dict[str, tuple[TableType, DataFrame]] = {}
+    untyped: dict[str, DataFrame] = {}
+    for name, table in tables.items():
+        topic = table.topic
+        if topic not in stage.frames:
+            continue
+        if not matching.has_schema(stage.frames[topic]):
+            untyped |= {topic: stage.records(topic)} if topic in stage.reads else {}
+            continue
+        kinds[name] = table_type(table, stage.frames[topic], stage.state)
+        raw = stage.raw.get(topic)
+        if name in anew and stage.state is not None and raw is not None:
+            own = stage.ordering.carried(raw_rows(stage.spark, stage.state, raw, table), topic)
+            parts[name] = kinds[name], record_rows(kinds[name], own, stage.ordering)
+        elif topic in stage.reads:
+            parts[name] = kinds[name], record_rows(kinds[name], stage.records(topic), stage.ordering)
+    placeholder = stage.pipeline.unavailable_value
+    records, facts = look(parts, placeholder, small=stage.small)
+    # A rebuild takes no new records.
+    facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
+    reader, found = Reader(stage.spark, uri), dict[str, Change]()
+    for at, each in enumerate(records):
+        table = each.kind.table
+        before = StateFiles() if table.name in anew else state_files(stage.state, table)
+        below = f"{folder}/state-{at}"
+        found[table.name] = write_changes(reader, each, before, below, placeholder, small=stage.small)
+    return found, kinds, facts
+
+
+def _results(
+    stage: Stage,
+    kinds: Mapping[str, TableType],
+    changes: Mapping[str, Change],
+    anew: Collection[str],
+    uri: str,
+    columns: Columns,
+) -> tuple[list[DataFrame], dict[str, str]]:
+    """The results of the views, and the definitions of those that have been computed."""
+    rows: list[DataFrame] = []
+    views: dict[str, str] = {}
+    for index, rule in enumerate(stage.rules):
+        if rule.view is None:
+            continue
+        target = stage.types[rule.out].targets.get(rule.name)
+        types = rule_types(rule, stage.frames, stage.state)
+        if target is None or types is None:
+            continue  # a table has no schema yet
+        fresh = stage.head.views.get(rule.name) != definition_of(rule)
+        views[rule.name] = definition_of(rule)
+        names = {item.alias: table_of(item) for item in rule.view.tables}
+        whole = fresh or any(table.name in anew for table in names.values())
+        if stage.rebuild is not None and not whole:
+            continue
+        maintenance = Maintenance(
+            Query(rule),
+            index,
+            Reader(stage.spark, uri),
+            stage.ordering,
+            {alias: kinds[table.name] for alias, table in names.items()},
+            {
+                alias: StateFiles() if table.name in anew else state_files(stage.state, table)
+                for alias, table in names.items()
+            },
+            {alias: changes[table.name] for alias, table in names.items() if table.name in changes},
+            types,
+            fresh=whole,
+            small=stage.small,
+        )
+        found = maintenance.results(target, columns)
+        if stage.rebuild is not None and stage.state is not None and found is not None:
+            staged = frames.output_frame(stage.spark, stage.state, rule.out)
+            found = kept(differences(found, staged, rule.out, index, stage.ordering))
+        rows += [] if found is None else [found]
+    return rows, views
+
+
+@contextmanager
+def _errors(pool: str) -> Generator[None]:
+    """EtlError in place of the errors that expressions of views raise."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        split = split_error(pool, error)
+        if split is not None:
+            raise split from error
+        _, found, after = str(error).partition(DUPLICATE)
+        if found:
+            raise EtlError(
+                f"pool {pool}: {DUPLICATE}{after.splitlines()[0]}. Nothing was committed. Give the view a key: that is unique,"
+                " or say with on-duplicate-key: which row to use."
+            ) from error
+        raise

@@ -1,0 +1,103 @@
+"""Upkeep of state: the small files of many batches become few files.
+
+Each batch adds a file or two to each table. A fold writes the versions of some files again, sorted, without the versions that are
+replaced by another file of the fold. The live rows stay the same. The largest files are left alone until the smaller ones
+together hold as many records, so that the size of a record's file at least doubles with each fold.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zync_assets.crashes import crash_point
+from zync_assets.etl.views.state import Reader, StateFiles, state_files, without_versions, write_state
+from zync_assets.etl.views.tables import TableType, place_sql, stored_tables, stored_type
+from zync_assets.lake import compaction, storage, tables
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.staging import StagingState, staging_state
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+FILES = 24
+"""Files of a table before some of them are folded."""
+FILE_RECORDS = 1_000_000
+"""Records of a folded file, about."""
+
+
+def due_files(files: StateFiles) -> StateFiles | None:
+    """The files of a table to fold; None if no fold is due.
+
+    All files are due if a quarter of the versions is replaced, so that the state stays small.
+    """
+    if len(files.all) < FILES:
+        return None
+    replaced = sum(item.records for item in files.replaced)
+    if replaced * 4 >= sum(item.records for item in files.versions):
+        return files
+    run = {item.path for item in _balanced(files.all)}
+    due = StateFiles(*([item for item in each if item.path in run] for each in (files.versions, files.replaced)))
+    return due if len(due.all) >= FILES // 2 else None
+
+
+def _balanced(files: Sequence[DataFile]) -> Sequence[DataFile]:
+    """The files without the largest, each of which holds more records than all smaller files together."""
+    ordered = sorted(files, key=lambda item: -item.records)
+    left = sum(item.records for item in ordered)
+    for place, item in enumerate(ordered):
+        left -= item.records
+        if item.records <= left:
+            return ordered[place:]
+    return ()
+
+
+def fold_state(spark: SparkSession, before: StagingState | None) -> None:
+    """Fold the state of views' tables after a commit, where the table before the commit shows that this is due. A failure is
+    logged: a later commit tries again."""
+    if before is None or not any(due_files(state_files(before, table)) for table in stored_tables(before.head)):
+        return
+    with compaction.log_failures(before.table.uri):
+        state = staging_state(tables.open_table(before.table.uri))
+        if state is not None:
+            fold(spark, state)
+
+
+def fold(spark: SparkSession, state: StagingState) -> int:
+    """Fold what is due, in one commit; the number of files that it replaced. CommitConflict if another writer was first."""
+    from pyspark.sql import functions as F
+
+    uri, folder = state.table.uri, f"compact-{uuid.uuid4().hex}"
+    added: list[DataFile] = []
+    removed: list[list[DataFile]] = []
+    try:
+        for at, table in enumerate(stored_tables(state.head)):
+            due = due_files(state_files(state, table))
+            kind = stored_type(table, state)
+            if due is None or kind is None:
+                continue
+            frame = folded(Reader(spark, uri), kind, due)
+            parts = max(1, sum(item.records for item in due.versions) // FILE_RECORDS)
+            if parts > 1:
+                frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", kind.state_key)))
+            found = write_state(frame, kind, uri, f"{folder}/state-{at}", small=parts == 1)
+            added += found.all
+            removed.append(list(due.all))
+        if not removed:
+            return 0
+        crash_point("fold:written")
+        compaction.commit(state.table, added, removed)
+    except BaseException:
+        storage.remove_files(storage.join(uri, folder))
+        raise
+    crash_point("fold:committed")
+    return sum(map(len, removed))
+
+
+def folded(reader: Reader, kind: TableType, files: StateFiles) -> DataFrame:
+    """The versions of some files that none of the files replaces, and the replaced versions of other files: key, row, version,
+    gone."""
+    versions, replaced = reader.rows(kind, files.versions), reader.rows(kind, files.replaced)
+    live = without_versions(versions, replaced).selectExpr("0 AS gone", "*")
+    return live.unionByName(without_versions(replaced, versions).selectExpr("1 AS gone", "*"))

@@ -1,0 +1,390 @@
+"""The maintenance of a view: from the changes of its tables to the differences of its result.
+
+1. ``touched``: the keys of the view that the changes touch. From each changed row, before and after, joins lead along the join
+   tree to the tables of the view's key.
+2. ``rows``: the rows that contribute to these keys, table by table from the key outwards, before and after the batch.
+3. ``differences``: the results for these keys before and after, compared.
+
+A view without an earlier result takes all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import arrow_frame
+from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
+from zync_assets.etl.rules.matching import Columns, Ordering, Target
+from zync_assets.etl.views.changes import Change, RowFailures
+from zync_assets.etl.views.lookup import Values, cast_sql, kept, key_paths, plain_column, substituted
+from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Edge, Query, V, same_sql
+from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, without_versions
+from zync_assets.etl.views.tables import TableType, null_sql
+from zync_assets.lake.log import DataFile
+from zync_assets.spark.sql import name_sql, shape_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+FEW = 200_000
+"""Touched keys up to which the rows of each table are looked up by values. More are found by plain joins."""
+MOST_VALUES = 20_000
+"""Values whose ranges are fetched, so that Spark skips parts of files."""
+
+DUPLICATE = "two result rows have the key "
+
+
+@dataclass(frozen=True)
+class Maintenance:
+    """The maintenance of one view in a batch.
+
+    ``index``: the rule's. ``kinds``, ``before``, ``changes``: alias → the type of its table, the table's files before the batch,
+    and its changes, if there are some. ``fresh``: the pool has no result of the view yet.
+    """
+
+    query: Query
+    index: int
+    reader: Reader
+    ordering: Ordering
+    kinds: Mapping[str, TableType]
+    before: Mapping[str, StateFiles]
+    changes: Mapping[str, Change]
+    types: tuple[DataType, DataType, DataType | None]
+    fresh: bool
+    small: bool
+    _deltas: dict[str, DataFrame] = field(default_factory=dict[str, "DataFrame"])
+
+    @property
+    def all_new(self) -> bool:
+        """Whether all result rows are new ones."""
+        return self.fresh or not any(self.before[alias].versions for alias in self.query.aliases)
+
+    def results(self, target: Target, columns: Columns) -> DataFrame | None:
+        """The differences of the result as result rows (``matching``); None if no key of the view is touched.
+
+        Raises RowFailures for result rows with a null key.
+        """
+        joined = self._joined()
+        if joined is None:
+            return None
+        found = kept(self._differences(self.query.results(joined)))
+        keyless = null_sql(KEY, self.types[0])
+        [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
+        if row["keyless"]:
+            raise RowFailures(self._keyless(joined))
+        return self._outputs(found, target, columns) if row["count"] or self.fresh else None
+
+    def _joined(self) -> DataFrame | None:
+        """The joined rows of the touched keys, before and after the batch."""
+        query = self.query
+        if self.all_new:
+            return query.joined({alias: self.rows(alias) for alias in query.aliases})
+        touched = self.touched()
+        if touched is None:
+            return None
+        touched, few = self._counted(touched)
+        if touched is None:
+            return None
+        start, own = self._start()
+        paths = [(sql, path) for sql, path in key_paths(query.rule.key, KEY) if query.owners(sql) == {start}]
+        values = touched.selectExpr(*(f"{path} AS k{at}" for at, (_, path) in enumerate(paths)))
+        rows = {
+            start: self.rows(start, self._values(start, values, [sql for sql, _ in paths], few=few, null_safe=True))
+        }
+        for edge, near, far in self._outwards(start):
+            pairs = edge.values(near, query)
+            if not few or not pairs:
+                rows[far] = self.rows(far)
+                continue
+            rows[near] = kept(rows[near])
+            values = rows[near].selectExpr(*(f"{one} AS k{at}" for at, (one, _) in enumerate(pairs))).distinct()
+            rows[far] = self.rows(far, self._values(far, values, [other for _, other in pairs], few=True))
+        joined = query.joined(rows)
+        if not own:
+            from pyspark.sql import functions as F
+
+            mine = joined.withColumn("z_mine", F.expr(shape_sql(query.rule.key)))
+            other = touched.withColumnRenamed(KEY, "z_touched")
+            joined = mine.join(other, F.expr("z_mine <=> z_touched"), "left_semi").drop("z_mine")
+        return joined
+
+    def _start(self) -> tuple[str, bool]:
+        """The alias of the first field of the key that is of one alias; whether all fields are of this alias."""
+        owners = [self.query.owners(sql) for sql in self.query.key_leaves]
+        first = next((each for each in owners if len(each) == 1), None)
+        if first is None:
+            return self.query.view.root, False
+        return next(iter(first)), all(each == first for each in owners)
+
+    def touched(self) -> DataFrame | None:
+        """The keys (column KEY) of the view that the changes touch; None if no row changed."""
+        parts = [self._touched_by(alias) for alias in self.query.aliases if alias in self.changes]
+        if not parts:
+            return None
+        return reduce(lambda one, other: one.unionByName(other), parts).distinct()
+
+    def _touched_by(self, alias: str) -> DataFrame:
+        """The keys that the changed rows of an alias touch."""
+        from pyspark.sql import functions as F
+
+        query = self.query
+        frame = self.delta(alias).where("z_changed").select(V, name_sql(alias))
+        wanted = {owner for sql in query.key_leaves for owner in query.owners(sql)}
+        substitutes: dict[str, str] = {}
+        for edge, near, far in self._path(alias, wanted):
+            pairs = edge.values(near, query)
+            of_far = [sql for sql in query.key_leaves if far in query.owners(sql)]
+            equal = {other.strip(): one for one, other in pairs}
+            last = not any(step[1] == far for step in self._path(alias, wanted))
+            if last and all(sql.strip() in equal for sql in of_far):
+                # The changed row has the key already.
+                substitutes |= {sql: equal[sql.strip()] for sql in of_far}
+                continue
+            few = self.small and bool(pairs)
+            values = None
+            if few:
+                each = frame.selectExpr(*(f"{one} AS k{at}" for at, (one, _) in enumerate(pairs))).distinct()
+                values = self._values(far, each, [other for _, other in pairs], few=True)
+            other = self.rows(far, values).selectExpr(f"{V} AS z_other", name_sql(far))
+            equality = " AND ".join(f"({one}) = ({two})" for one, two in pairs) or "true"
+            frame = frame.join(other, F.expr(f"{V} = z_other AND {equality}")).drop("z_other")
+        key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
+        return frame.selectExpr(f"{key} AS {KEY}")
+
+    def _outwards(self, start: str) -> list[tuple[Edge, str, str]]:
+        """The joins from an alias outwards: (join, the nearer alias, the farther alias)."""
+        edges, found, known = self.query.edges(), list[tuple[Edge, str, str]](), [start]
+        for near in known:
+            for edge in edges:
+                far = edge.far if edge.near == near else edge.near if edge.far == near else None
+                if far is not None and far not in known:
+                    known.append(far)
+                    found.append((edge, near, far))
+        return found
+
+    def _path(self, start: str, wanted: set[str]) -> list[tuple[Edge, str, str]]:
+        """The joins that lead from an alias to all ``wanted`` aliases."""
+        steps = self._outwards(start)
+        above = {far: near for _, near, far in steps}
+        needed: set[str] = set()
+        for alias in wanted:
+            while alias in above and alias not in needed:
+                needed.add(alias)
+                alias = above[alias]
+        return [step for step in steps if step[2] in needed]
+
+    def _values(
+        self, alias: str, frame: DataFrame, own: Sequence[str], *, few: bool, null_safe: bool = False
+    ) -> Values:
+        from pyspark.sql import functions as F
+        from pyspark.sql.types import IntegralType, StructType
+
+        found = Values(frame, own, null_safe=null_safe)
+        if not few:
+            return found
+        table = self._fetched(frame)
+        if table is None:
+            return replace(found, frame=F.broadcast(kept(frame)))
+        found = replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
+        kind, name = self.kinds[alias].state_row, plain_column(own[0], alias)
+        types = {item.name.lower(): item for item in kind} if isinstance(kind, StructType) else {}
+        item = types.get((name or "").lower())
+        values = table["k0"]
+        if item is None or not isinstance(item.dataType, IntegralType) or not pa.types.is_integer(values.type):
+            return found
+        if null_safe and values.null_count:
+            return found
+        return replace(found, column=item.name, ranges=ranges_of(sorted(set(values.drop_null().to_pylist()))))
+
+    def _fetched(self, frame: DataFrame) -> pa.Table | None:
+        """The rows of a frame of keys; None if they are many."""
+        if not self.small:
+            return None
+        table = frame.limit(MOST_VALUES + 1).toArrow()
+        return table if table.num_rows <= MOST_VALUES else None
+
+    def _counted(self, touched: DataFrame) -> tuple[DataFrame | None, bool]:
+        """The touched keys, None if there are none; whether they are few."""
+        table = self._fetched(touched)
+        if table is not None:
+            return (arrow_frame(self.reader.spark, table) if table.num_rows else None), True
+        touched = kept(touched)
+        count = touched.count()
+        return (touched if count else None), count <= FEW
+
+    def rows(self, alias: str, values: Values | None = None) -> DataFrame:
+        """The rows of an alias before and after the batch: the row under the alias, V, ORD, CAUSE. ``values``: of the wanted
+        rows."""
+        frames = [self._unchanged(alias, values)] if self.before[alias].versions else []
+        if alias in self.changes:
+            delta = self.delta(alias).drop("z_changed")
+            frames.append(delta if values is None else values.keep(delta))
+        if not frames:
+            return (
+                self._of_versions(alias, (), None, self._no_cause())
+                .where("false")
+                .selectExpr("*", f"1 AS {V}")
+                .drop("version")
+            )
+        return reduce(lambda one, other: one.unionByName(other), frames)
+
+    def _unchanged(self, alias: str, values: Values | None) -> DataFrame:
+        """The rows that the batch does not change."""
+        before, change = self.before[alias], self.changes.get(alias)
+        cause = self._cause_sql(alias, "array(version.offset)", "version.offset") if self.fresh else self._no_cause()
+        found = self._of_versions(alias, before.versions, values, cause)
+        gone = (*before.replaced, *(change.files.replaced if change is not None else ()))
+        if gone:
+            found = without_versions(found, self._of_versions(alias, gone, values, ()).select("version"))
+        versions = "1" if self.all_new else "explode(array(0, 1))"
+        return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
+
+    def _of_versions(
+        self, alias: str, files: Sequence[DataFile], values: Values | None, columns: Sequence[str]
+    ) -> DataFrame:
+        """The rows of some files under the alias, their ``version``, and further columns."""
+        kind = self.kinds[alias]
+        rows = self.reader.rows(kind, files).where("row IS NOT NULL")
+        rows = rows if values is None else values.within(rows)
+        made = self.query.row_sql(alias, kind.state_row)
+        found = rows.selectExpr(f"{made} AS {name_sql(alias)}", "version", *columns)
+        return found if values is None else values.keep(found)
+
+    def delta(self, alias: str) -> DataFrame:
+        """The rows of the keys that the batch changes: the row under the alias, V, ORD, CAUSE, ``z_changed``. A row is
+        changed if a column that the view needs is."""
+        found = self._deltas.get(alias)
+        if found is None:
+            made = self._delta(alias)
+            found = self._deltas[alias] = kept(made) if self.small else made
+        return found
+
+    def _delta(self, alias: str) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        kind, files = self.kinds[alias], self.changes[alias].files
+        row = self.query.row_sql(alias, kind.state_row)
+        after = self.reader.rows(kind, files.versions).selectExpr("key", f"{row} AS after", "version")
+        cause = self._cause_sql(alias, "version.offsets", "element_at(version.offsets, -1)")
+        if not files.replaced:
+            return after.where("after IS NOT NULL").selectExpr(
+                f"after AS {name_sql(alias)}", f"1 AS {V}", *cause, "true AS z_changed"
+            )
+        old = self.reader.rows(kind, files.replaced).selectExpr("key AS old_key", f"{row} AS before")
+        pairs = after.join(old, F.expr("key = old_key"), "left")
+        same = same_sql("before", "after", pairs.schema["after"].dataType)
+        each = "explode(array(named_struct('v', 0, 'row', before), named_struct('v', 1, 'row', after))) AS each"
+        # A record that changes no column that the view needs is no cause.
+        changed = f"NOT {same}"
+        return (
+            pairs.selectExpr(*cause, f"{changed} AS z_changed", each)
+            .where("each.row IS NOT NULL" + (" AND each.v = 1" if self.all_new else ""))
+            .selectExpr(
+                f"each.row AS {name_sql(alias)}",
+                f"each.v AS {V}",
+                *(
+                    f"CASE WHEN z_changed{' OR true' if self.fresh else ''} THEN {name} END AS {name}"
+                    for name in (ORD, CAUSE)
+                ),
+                "z_changed",
+            )
+        )
+
+    def _cause_sql(self, alias: str, offsets: str, last: str) -> tuple[str, str]:
+        """ORD and CAUSE of a version that some records of the table's topic made."""
+        ordering, topic = self.ordering, self.kinds[alias].table.topic
+        place = ordering.places[topic]
+        values = {
+            "rank": str(list(ordering.groups).index(ordering.domains.get(topic))),
+            "high": "version.high",
+            "low": "version.low",
+            "place": str(place),
+            "partition": "version.partition",
+            "offset": last,
+        }
+        order = ", ".join(f"{values[name]} AS {name}" for name in ordering.parts)
+        each = f"named_struct('place', {place}, 'partition', version.partition, 'offset', it)"
+        return f"struct({order}) AS {ORD}", f"transform({offsets}, it -> {each}) AS {CAUSE}"
+
+    def _no_cause(self) -> tuple[str, str]:
+        """ORD and CAUSE of a row that the batch does not change."""
+        kinds = {"rank": "INT", "place": "INT", "partition": "INT"}
+        order = ", ".join(f"{name}: {kinds.get(name, 'BIGINT')}" for name in self.ordering.parts)
+        cause = "ARRAY<STRUCT<place: INT, partition: INT, offset: BIGINT>>"
+        return f"CAST(NULL AS STRUCT<{order}>) AS {ORD}", f"CAST(NULL AS {cause}) AS {CAUSE}"
+
+    def _differences(self, results: DataFrame) -> DataFrame:
+        """The keys whose result differs: KEY, VALUE and HEADERS (null: the result has no such key any more), ORD,
+        CAUSE. The frame fails for several result rows with one key."""
+        from pyspark.sql import functions as F
+
+        row = f"struct({VALUE}, {HEADERS})"
+        chosen = self.query.view.on_duplicate_key is not None
+
+        def picked(v: int) -> str:
+            best = f"struct({CHOICE}, to_json(struct({VALUE})))"
+            made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
+            return f"{made} FILTER (WHERE {V} = {v})"
+
+        columns = [
+            f"max({ORD}) AS {ORD}",
+            f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}",
+            f"{picked(1)} AS after",
+        ]
+        columns.append("CAST(0 AS BIGINT) AS copies" if chosen else f"count_if({V} = 1) AS copies")
+        if not chosen:
+            columns.append(f"concat_ws(' and ', min(to_json(struct({VALUE}))), max(to_json(struct({VALUE})))) AS texts")
+        if not self.all_new:
+            columns.append(f"{picked(0)} AS before")
+        found = results.groupBy(KEY).agg(*map(F.expr, columns))
+        if not self.all_new:
+            kind = found.schema["after"].dataType
+            found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
+        key = KEY
+        if not chosen:
+            text = f"concat({text_sql(DUPLICATE)}, to_json(struct({KEY} AS key)), ': ', texts)"
+            key = (
+                f"CASE WHEN copies > 1 AND NOT ({null_sql(KEY, self.types[0])}) THEN raise_error({text}) ELSE {KEY} END"
+            )
+        sides = (f"after.{name} AS {name}" for name in (VALUE, HEADERS))
+        return found.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
+
+    def _outputs(self, found: DataFrame, target: Target, columns: Columns) -> DataFrame:
+        """The differences as result rows."""
+        # The columns hold what the rule makes: the rule's shapes are their names.
+        rule = replace(self.query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
+        if self.query.rule.headers is None:
+            rule = replace(rule, headers=None)
+        at = f"named_struct('place', {ORD}.place, 'partition', {ORD}.partition, 'offset', {ORD}.offset)"
+        return found.selectExpr(
+            "'out' AS kind",
+            f"{self.index} AS rule",
+            f"{ORD} AS ord",
+            f"sort_array({CAUSE}) AS source",
+            f"CAST(array_position(sort_array({CAUSE}), {at}) - 1 AS INT) AS last",
+            "0 AS waited",
+            "CAST(NULL AS BIGINT) AS hash",
+            *(f"{sql} AS {name_sql(name)}" for name, sql in columns(rule, target)),
+        )
+
+    def _keyless(self, joined: DataFrame) -> dict[Place, Failure]:
+        """The records that complete result rows with a null key."""
+        keyless = null_sql(KEY, self.types[0])
+        rows = self.query.results(joined).where(f"{V} = 1 AND ({keyless}) AND {ORD} IS NOT NULL")
+        topics = {place: topic for topic, place in self.ordering.places.items()}
+        found: dict[Place, Failure] = {}
+        for row in (
+            rows.selectExpr(f"{ORD}.place", f"{ORD}.partition", f"{ORD}.offset")
+            .distinct()
+            .limit(MOST_FAILURES + 1)
+            .collect()
+        ):
+            at = topics[row["place"]], row["partition"], row["offset"]
+            found[at] = Failure(*at, self.query.rule.name, "key: the key of the view, or a part of it, is null")
+        return found

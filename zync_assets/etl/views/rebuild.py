@@ -1,0 +1,90 @@
+"""The rebuild of views: the state of a table from its raw records, and a result compared with the records that are staged.
+
+A rebuild takes no new records. Its outputs are the differences between the result and the last staged record of each key. Offsets
+that are published never change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import EtlError
+from zync_assets.etl.failures import Failure, Failures
+from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.views.query import same_sql
+from zync_assets.etl.views.tables import Table
+from zync_assets.lake import staging
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.spark import frames
+from zync_assets.spark.sql import name_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Table) -> DataFrame:
+    """All raw records of a table's topic that the pool has taken, without those that a rule failed on.
+
+    EtlError if retention removed some of them.
+    """
+    topic = table.topic
+    positions = {part: item for (name, part), item in state.head.inputs.items() if name == topic}
+    for part, item in sorted(positions.items()):
+        kept = raw.retention_start.get(part, 0)
+        if kept > item.first:
+            raise EtlError(
+                f"table {table.name}: retention removed the records of topic {topic}, partition {part}, offsets {item.first} to"
+                f" {kept - 1} from {raw.table.uri}, so that the state can't be made again. Nothing was done. Restore the raw"
+                " table to a version with these records, or go on with the present state."
+            )
+    ranges = [OffsetRange(part, item.first, item.seen) for part, item in positions.items()]
+    frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
+    failed = _failed(state, topic).condition(topic)
+    return frame if failed is None else frame.where(f"NOT ({failed})")
+
+
+def _failed(state: StagingState, topic: str) -> Failures:
+    """The records of a topic in the pool's quarantine."""
+    rows = staging.read_ledger(state, ["quarantined"])
+    rows = rows.filter(pc.and_(pc.equal(rows["topic"], topic), pc.is_valid(rows["text"])))
+    places = [(topic, row["partition"], at) for row in rows.to_pylist() for at in range(row["first"], row["end"])]
+    return Failures({place: Failure(*place, "", "") for place in places})
+
+
+def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering) -> DataFrame:
+    """The result rows (``matching``) that differ from the last staged record of their key, and a tombstone for each staged key
+    that the result lacks.
+
+    ``rows``: the whole result of the view's rule, ``index``; ``staged``: of its output ``topic`` (``frames.output_frame``).
+    """
+    from pyspark.sql import functions as F
+
+    key, value = staging.key_column(topic), staging.value_column(topic)
+    last = (
+        staged.groupBy(F.col("key").alias("staged_key"))
+        .agg(F.expr("max_by(struct(value, source), kafka.offset) AS latest"))
+        .where("latest.value IS NOT NULL")
+    )
+    both = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
+    same = same_sql(name_sql(value), "latest.value", rows.schema[value].dataType)
+    places = " ".join(f"WHEN {text_sql(name)} THEN {place}" for name, place in ordering.places.items())
+    # An input that the file has no more can't be named.
+    each = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
+    source = f"transform(latest.source, it -> {each})"
+    at = {name: f"element_at({source}, -1).{name}" for name in ("place", "partition", "offset")}
+    order = ", ".join(f"{({'rank': '0'} | at).get(name, '0L')} AS {name}" for name in ordering.parts)
+    tombstone = {
+        "kind": "'out'",
+        "rule": str(index),
+        "ord": f"struct({order})",
+        "source": source,
+        "last": "CAST(size(latest.source) - 1 AS INT)",
+        "waited": "0",
+        key: "staged_key",
+    }
+    columns = [(name_sql(name), tombstone.get(name, "NULL")) for name in rows.columns]
+    made = (f"CASE WHEN kind IS NULL THEN {gone} ELSE {name} END AS {name}" for name, gone in columns)
+    return both.where(f"kind IS NULL OR staged_key IS NULL OR NOT {same}").selectExpr(*made)

@@ -1,0 +1,223 @@
+"""Tables of views: how an input's records become rows, and the columns that hold the rows in the staging table.
+
+A table is an input topic with the expressions for its key, its row, and its deletion. All views of a pool that define a table
+alike share the table's state. The state has two groups of files in the staging table:
+
+    topic=#state:<table>      versions of rows: the last record of a key in a batch. A deleted row is null.
+    topic=#replaced:<table>   the versions that a later batch replaced, whole again
+
+The live version of a key is the version that no file of replaced versions has. A version is known by its record (partition and
+offset). Any condition on rows therefore finds a version and its replacement alike. A look-up needs no order of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from zync_assets.codecs.spark_types import arrow_type, spark_type
+from zync_assets.errors import EtlError
+from zync_assets.etl.rules.shapes import expression_type, schema_of, shape_type, unify
+from zync_assets.lake.head import Head
+from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import ORDER_TYPE
+from zync_assets.lake.staging import REPLACED, STATE, StagingState
+from zync_assets.lake.storage import wider_schema
+from zync_assets.pipeline import Rule, Shape, ViewTable
+from zync_assets.spark.sql import name_sql, shape_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+VERSION = "version"
+"""The column that says which record made a version of a row."""
+VERSION_TYPE = pa.struct(
+    [
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("high", pa.int64()),
+        ("low", pa.int64()),
+        ("offsets", pa.list_(pa.int64())),
+    ]
+)
+"""``partition``, ``offset``: of the record; ``high``, ``low``: its place in the order of outputs; ``offsets``: those of all
+records of the key in the batch of the version."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of views. ``name``: of its state; ``topic``: of its input; the rest: see ``pipeline.ViewTable``."""
+
+    name: str
+    topic: str
+    key: Shape
+    row: str | None
+    deleted: str | None
+
+    @property
+    def versions(self) -> str:
+        """The group of the files with versions of rows."""
+        return f"{STATE}{self.name}"
+
+    @property
+    def replaced(self) -> str:
+        """The group of the files with replaced versions."""
+        return f"{REPLACED}{self.name}"
+
+    @property
+    def key_column(self) -> str:
+        return f"state-key:{self.name}"
+
+    @property
+    def row_column(self) -> str:
+        return f"state-row:{self.name}"
+
+    @property
+    def definition(self) -> str:
+        """The table's definition as JSON, for the account's head."""
+        return json.dumps({"key": self.key, "row": self.row, "deleted": self.deleted}, sort_keys=True)
+
+
+def table_of(item: ViewTable) -> Table:
+    """The table of an alias. A table with the default expressions has its topic's name."""
+    plain = item.key == "key" and item.row is None and item.deleted is None
+    text = json.dumps([item.key, item.row, item.deleted], sort_keys=True)
+    name = item.topic if plain else f"{item.topic}#{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return Table(name, item.topic, item.key, item.row, item.deleted)
+
+
+def stored_tables(head: Head) -> list[Table]:
+    """The tables whose state a pool has."""
+    return [Table(name, item.topic, **json.loads(item.definition)) for name, item in sorted(head.tables.items())]
+
+
+def stored_type(table: Table, state: StagingState) -> TableType | None:
+    """The types of a table's state as it is stored; None before its first row."""
+    have = {item.name: item for item in state.schema}
+    names = (ORDER, VERSION, table.key_column, table.row_column)
+    if not all(name in have for name in names):
+        return None
+    key, row = (spark_type(have[name].type) for name in names[2:])
+    return TableType(table, key, row, "", "", "", False, pa.schema([have[name] for name in names]))
+
+
+def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
+    """The tables of all views among the rules, by name."""
+    each = (table_of(item) for rule in rules if rule.view is not None for item in rule.view.tables)
+    return {table.name: table for table in each}
+
+
+def definition_of(rule: Rule) -> str:
+    """The definition of a view as JSON: all that its result depends on."""
+    assert rule.view is not None
+    return json.dumps([asdict(rule.view), rule.key, rule.value, rule.headers, rule.out], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class TableType:
+    """A table whose topic has a schema. ``key``, ``row``: the types in the records at hand; ``schema``: the columns of the
+    table's files, old and new types united; ``envelope``: whether the records are those of Debezium."""
+
+    table: Table
+    key: DataType
+    row: DataType
+    key_sql: str
+    row_sql: str
+    deleted_sql: str
+    envelope: bool
+    schema: pa.Schema = field(repr=False)
+
+    @property
+    def state_key(self) -> DataType:
+        return spark_type(self.schema.field(self.table.key_column).type)
+
+    @property
+    def state_row(self) -> DataType:
+        return spark_type(self.schema.field(self.table.row_column).type)
+
+
+def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> TableType:
+    """The types of a table. ``frame``: the records of its topic, whose values have a schema.
+
+    Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
+    """
+    value = schema_of(frame)["value"].dataType
+    envelope = _is_envelope(value)
+    row_sql = table.row or ("value.after" if envelope else "value")
+    absent = "(value IS NULL OR coalesce(value.op = 'd', false))" if envelope else "value IS NULL"
+    deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else absent
+    key = shape_type({"": frame}, table.key, f"table {table.name}", "key")
+    row = expression_type({"": frame}, f"({row_sql})", f"table {table.name}", "row")
+    expression_type({"": frame}, deleted, f"table {table.name}", "deleted")
+    for side, kind in (("key", key), ("row", row)):
+        if kind.simpleString() == "void":
+            raise EtlError(
+                f"table {table.name}: its {side} has no type, because all values are null. Give the table another {side}:"
+            )
+    columns = [pa.field(ORDER, ORDER_TYPE), pa.field(VERSION, VERSION_TYPE)]
+    have = {item.name: item for item in state.schema} if state else {}
+    for side, name, kind in (("key", table.key_column, key), ("row", table.row_column, row)):
+        before = spark_type(have[name].type) if name in have else None
+        columns.append(pa.field(name, arrow_type(unify([(f"table {table.name}", kind)], table.topic, side, before))))
+    # With the notes of the staging table's columns, by which Spark finds files with narrower types.
+    schema = wider_schema(pa.schema([have[item.name] for item in columns if item.name in have]), pa.schema(columns))
+    return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, envelope, schema)
+
+
+def _is_envelope(value: DataType) -> bool:
+    """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
+    from pyspark.sql.types import StringType, StructType
+
+    if not isinstance(value, StructType) or not {"op", "after"} <= set(value.names):
+        return False
+    return isinstance(value["op"].dataType, StringType) and isinstance(value["after"].dataType, StructType)
+
+
+def leaves_of(sql: str, kind: DataType) -> Iterator[tuple[str, DataType]]:
+    """The fields of a key, each as SQL, with its type."""
+    from pyspark.sql.types import StructType
+
+    if not isinstance(kind, StructType):
+        yield sql, kind
+        return
+    for item in kind:
+        yield from leaves_of(f"{sql}.{name_sql(item.name)}", item.dataType)
+
+
+def place_sql(sql: str, kind: DataType) -> str:
+    """The place of a key in the order of a state's files: struct(high, low), of its first two fields.
+
+    A number keeps its place when its column gets a wider type. Texts have the place of their hash.
+    """
+    parts = [_number_sql(*leaf) for leaf in leaves_of(sql, kind)][:2]
+    high, low = [*parts, "0L", "0L"][:2]
+    return f"named_struct('high', {high}, 'low', {low})"
+
+
+def _number_sql(sql: str, kind: DataType) -> str:
+    from pyspark.sql import types as spark
+
+    if isinstance(kind, spark.IntegralType | spark.BooleanType):
+        made = f"CAST({sql} AS BIGINT)"
+    elif isinstance(kind, spark.NumericType):
+        made = f"try_cast(floor({sql}) AS BIGINT)"
+    elif isinstance(kind, spark.DateType):
+        made = f"CAST(unix_date({sql}) AS BIGINT)"
+    elif isinstance(kind, spark.TimestampType):
+        made = f"unix_micros({sql})"
+    elif isinstance(kind, spark.StringType | spark.BinaryType):
+        made = f"xxhash64(CAST({sql} AS BINARY))"
+    else:
+        made = f"xxhash64(to_json(named_struct('it', {sql})))"
+    return f"coalesce({made}, 0L)"
+
+
+def null_sql(sql: str, kind: DataType) -> str:
+    """Whether a key is null, or one of its fields."""
+    return " OR ".join(f"{leaf} IS NULL" for leaf, _ in leaves_of(sql, kind))

@@ -1,0 +1,259 @@
+"""Views on small topics: after every batch, the folded output is the query's result over the latest rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pytest
+
+from zync_assets import load_pipeline
+from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
+from zync_assets.cli.query import rewrite, run_query, tables_of
+from zync_assets.errors import EtlError
+from zync_assets.etl import positions
+from zync_assets.etl.views import fold
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets.runner import rebuild_all
+from zync_assets_tests.mini import Mini, make_pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TABLES = {
+    "o": "id bigint, customer bigint, status string",
+    "c": "id bigint, name string",
+    "l": "id bigint, order_id bigint, qty bigint, note string",
+}
+
+
+@dataclass
+class Shop:
+    """Three tables as topics, the rows that they have by now, and one view a rule."""
+
+    it: Mini
+    topics: Mapping[str, str]
+    rows: dict[str, dict[int, dict[str, Any]]] = field(default_factory=lambda: {alias: {} for alias in TABLES})
+
+    def send(self, alias: str, *records: tuple[int, dict[str, Any] | None]) -> None:
+        """Records (id, the rest of the row, or None for a delete)."""
+        sent: list[tuple[str, Any]] = []
+        for key, rest in records:
+            row = None if rest is None else {"id": key, **rest}
+            sent.append((json.dumps({"id": key}), row))
+            self.rows[alias].pop(key, None)
+            if row is not None:
+                self.rows[alias][key] = row
+        self.it.send(self.topics[alias], *sent)
+
+    def folded(self, topic: str) -> dict[str, Any]:
+        """Key → value of an output topic, tombstones applied."""
+        found: dict[str, Any] = {}
+        for row in self.it.staged(topic):
+            key = json.dumps(row["key"])
+            if row["value"] is None:
+                assert key in found, f"a tombstone for {key}, which has no row"
+                del found[key]
+            else:
+                assert found.get(key) != row["value"], f"the same value of {key} again"
+                found[key] = row["value"]
+        return found
+
+    def expected(self, sql: str) -> dict[str, Any]:
+        """Key → value, by DuckDB. ``sql``: its columns are key and value."""
+        database = duckdb.connect()
+        for alias, columns in TABLES.items():
+            database.execute(f"CREATE TABLE {alias} ({columns})")
+            names = [column.split()[0] for column in columns.split(", ")]
+            rows = [[row.get(name) for name in names] for row in self.rows[alias].values()]
+            if rows:
+                database.executemany(f"INSERT INTO {alias} VALUES ({', '.join('?' * len(names))})", rows)
+        rows = database.execute(sql).fetchall()
+        found = {json.dumps(key): value for key, value in rows}
+        assert len(found) == len(rows)
+        return found
+
+    def check(self, views: Mapping[str, str]) -> None:
+        """``views``: output topic → the query of its view."""
+        for topic, sql in views.items():
+            assert self.folded(topic) == self.expected(sql), topic
+        results = [contiguous_output_offsets(self.it.pipeline, topic) for topic in views]
+        results.append(exactly_once_done_coverage(self.it.pipeline, "Staging"))
+        assert [result for result in results if not result.passed] == []
+
+
+Make = Callable[..., Shop]
+
+
+@pytest.fixture
+def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Make:
+    """``make(*views)``: a pipeline with the three tables, and views whose outputs are ``out0``, ``out1`` … ."""
+
+    def made(*views: str, partitions: int = 1) -> Shop:
+        topics = {alias: f"{unique}.{alias}" for alias in TABLES}
+        text = pipeline_text(topics, [f"{unique}.out{at}" for at, _ in enumerate(views)], views)
+        pipeline = make_pipeline(services, tmp_path, text)
+        for topic in topics.values():
+            create_topic(pipeline.kafka, topic, partitions, 1, {})
+        return Shop(Mini(pipeline, spark, topics["o"], topics["c"], pipeline.outputs[0].topic), topics)
+
+    return made
+
+
+def pipeline_text(topics: Mapping[str, str], outs: Sequence[str], views: Sequence[str]) -> str:
+    """The file's text after ``HEADER``. ``topics``: alias → input; ``views``: the rules' keys but for ``type`` and ``out``."""
+    lines = ["inputs:"]
+    lines += [
+        f"  - {{topic: {topic}, pool: Raw, format: json, key-schema: id bigint, value-schema: '{TABLES[alias]}'}}"
+        for alias, topic in topics.items()
+    ]
+    lines += ["outputs:", *(f"  - {{topic: {out}, pool: Staging, format: json, create: {{}}}}" for out in outs)]
+    lines.append("transforms:")
+    for out, view in zip(outs, views, strict=True):
+        own = {alias: topic for alias, topic in topics.items() if f"{alias}." in view}
+        lines += [f"  - type: view\n    out: {out}\n    tables: {json.dumps(own)}", indent(view.strip("\n"), "    ")]
+    return "\n".join(lines) + "\n"
+
+
+DOCUMENTS = """
+from: o JOIN c ON o.customer = c.id LEFT JOIN l ON l.order_id = o.id
+where: o.status <> 'draft'
+key: {id: o.id}
+value:
+  id: o.id
+  customer: c.name
+  lines: collect_list(CASE WHEN l.id IS NOT NULL THEN struct(l.id, l.qty) END)
+  total: sum(l.qty)
+"""
+DOCUMENTS_SQL = """
+    SELECT {'id': o.id}, {'id': o.id, 'customer': c.name,
+        'lines': coalesce(list({'id': l.id, 'qty': l.qty} ORDER BY l.id, l.qty) FILTER (l.id IS NOT NULL), []),
+        'total': sum(l.qty)::bigint}
+    FROM o JOIN c ON o.customer = c.id LEFT JOIN l ON o.id = l.order_id WHERE o.status <> 'draft' GROUP BY o.id, c.name"""
+ROWS = """
+from: o JOIN c ON o.customer = c.id JOIN l ON l.order_id = o.id
+key: {order: o.id, line: l.id}
+value: {name: c.name, qty: l.qty}
+"""
+ROWS_SQL = """
+    SELECT {'order': o.id, 'line': l.id}, {'name': c.name, 'qty': l.qty}
+    FROM o JOIN c ON o.customer = c.id JOIN l ON o.id = l.order_id"""
+TOTALS = """
+from: c LEFT JOIN o ON c.id = o.customer
+key: {customer: c.id}
+value: {orders: count(o.id), open: count(*) FILTER (WHERE o.status = 'open'), name: c.name}
+"""
+TOTALS_SQL = """
+    SELECT {'customer': c.id}, {'orders': count(o.id), 'open': count(*) FILTER (o.status = 'open'), 'name': c.name}
+    FROM c LEFT JOIN o ON c.id = o.customer GROUP BY c.id, c.name"""
+
+
+def test_a_document_follows_its_tables(make: Make) -> None:
+    shop = make(DOCUMENTS)
+    out = shop.it.out
+    shop.send("c", (1, {"name": "Ann"}), (2, {"name": "Bob"}))
+    shop.send("o", (10, {"customer": 1, "status": "open"}), (11, {"customer": 2, "status": "draft"}))
+    shop.send(
+        "l", (100, {"order_id": 10, "qty": 3}), (101, {"order_id": 10, "qty": 4}), (102, {"order_id": 99, "qty": 9})
+    )
+    assert shop.it.step() is not None
+    shop.check({out: DOCUMENTS_SQL})
+    shop.send("c", (1, {"name": "Anna"}))
+    shop.send("o", (11, {"customer": 2, "status": "open"}))
+    shop.send("l", (101, None))
+    assert shop.it.step() is not None
+    shop.check({out: DOCUMENTS_SQL})
+    shop.send("o", (10, None))
+    assert shop.it.step() is not None
+    shop.check({out: DOCUMENTS_SQL})
+    staged = len(shop.it.staged())
+    shop.send("l", (101, {"order_id": 11, "qty": 1, "note": "unused"}))
+    shop.it.step()
+    shop.send("l", (101, {"order_id": 11, "qty": 1, "note": "changed"}))
+    shop.it.step()
+    shop.check({out: DOCUMENTS_SQL})
+    assert len(shop.it.staged()) == staged + 1
+    _, rows = run_query(
+        shop.it.pipeline, rewrite(f"select key, value from Staging.`{out}`@latest", tables_of(shop.it.pipeline))
+    )
+    assert {json.dumps(row["key"]): row["value"] for row in rows} == shop.folded(out)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small batches and in large ones, with folds of state between them."""
+    monkeypatch.setattr(fold, "FILES", 4)
+    monkeypatch.setattr(positions, "SMALL", 0 if seed else positions.SMALL)
+    shop = make(DOCUMENTS, ROWS, TOTALS)
+    outs = [item.topic for item in shop.it.pipeline.outputs]
+    views = dict(zip(outs, (DOCUMENTS_SQL, ROWS_SQL, TOTALS_SQL), strict=True))
+    chance = random.Random(seed)
+    # A view has no result before each of its tables has a type.
+    for alias in TABLES:
+        shop.send(alias, (99, dict.fromkeys(column.split()[0] for column in TABLES[alias].split(", ")[1:])))
+    for _ in range(5):
+        for _ in range(chance.randint(1, 25)):
+            alias = chance.choice("oolllc")
+            key = chance.randint(0, 8)
+            gone = chance.random() < 0.2
+            made: dict[str, Any] = {
+                "o": {"customer": chance.choice([None, *range(5)]), "status": chance.choice(["open", "draft", "paid"])},
+                "c": {"name": chance.choice(["x", "y"])},
+                "l": {
+                    "order_id": chance.choice([None, *range(9)]),
+                    "qty": chance.randint(1, 3),
+                    "note": chance.choice("ab"),
+                },
+            }[alias]
+            shop.send(alias, (key, None if gone else made))
+        shop.it.step()
+        shop.check(views)
+
+
+def test_a_rebuild_stages_the_differences(make: Make) -> None:
+    shop = make(DOCUMENTS)
+    out, path = shop.it.out, shop.it.pipeline.path
+    shop.send("c", (1, {"name": "Ann"}), (2, {"name": "Bob"}))
+    shop.send("o", *((id, {"customer": 1 + id % 2, "status": "open"}) for id in range(4)))
+    shop.send("l", (1, {"order_id": 1, "qty": 3}), (2, {"order_id": 2, "qty": 4}))
+    shop.it.step()
+    path.write_text(
+        path.read_text().replace("<> 'draft'", "<> 'draft' AND o.id < 3").replace("c.name", "upper(c.name)")
+    )
+    edited = Shop(Mini(load_pipeline(path), shop.it.spark, shop.it.left, shop.it.right, out), shop.topics, shop.rows)
+    edited.send("c", (2, {"name": "Bo"}))
+    edited.it.ingest()
+    with pytest.raises(EtlError, match=r"the definition of view .* changed .* zync rebuild"):
+        edited.it.etl()
+    sql = DOCUMENTS_SQL.replace("<> 'draft'", "<> 'draft' AND o.id < 3").replace("c.name,", "upper(c.name),", 1)
+    assert len(list(rebuild_all(edited.it.pipeline, lambda: edited.it.spark, "views"))) == 1
+    edited.it.etl()
+    edited.check({out: sql})
+    staged = len(edited.it.staged())
+    assert staged == 4 + 4 + 1  # a tombstone and three other names; then Bob's order is Bo's
+    # The state from raw is the same state.
+    list(rebuild_all(edited.it.pipeline, lambda: edited.it.spark, "state"))
+    assert len(edited.it.staged()) == staged
+    edited.send("l", (2, None))
+    edited.it.step()
+    edited.check({out: sql})
+
+
+def test_rows_that_no_view_can_show(make: Make) -> None:
+    shop = make("from: o\nkey: {customer: o.customer}\nvalue: {id: o.id}")
+    shop.send("o", (1, {"customer": 7}), (2, {"customer": None}))
+    shop.it.step()
+    assert [row["value"] for row in shop.it.staged()] == [{"id": 1}]
+    assert shop.it.classes(shop.topics["o"]) == {"done": 1, "quarantined": 1}
+    shop.send("o", (3, {"customer": 7}))
+    shop.it.ingest()
+    with pytest.raises(EtlError, match=r'two result rows have the key .*"customer":7.*"id":1.*"id":3') as caught:
+        shop.it.etl()
+    assert "on-duplicate-key" in str(caught.value)
