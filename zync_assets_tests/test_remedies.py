@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from deltalake import DeltaTable
 
 import zync_assets
-from zync_assets.cli import records
+from zync_assets.cli import quarantine
 from zync_assets.cli.main import COMMANDS, main
 from zync_assets.lake import tables
 from zync_assets.lake.staging import open_staging
@@ -180,7 +180,7 @@ def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.send_bad()
     it.step()
     assert "no JSON" in shop.paste(shop.zync("quarantine show", it.left, "999", code=1))
-    monkeypatch.setattr(records, "REASONS", 0)
+    monkeypatch.setattr(quarantine, "REASONS", 0)
     assert "no JSON" in shop.paste(shop.zync("quarantine replay", code=1))
 
     shop.send_bad()

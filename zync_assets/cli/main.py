@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "check": Lazy("zync_assets.cli.status:check", "Verify the pools and the output topics."),
     "query": Lazy("zync_assets.cli.query:query", "SQL over the pools."),
     "pending": Lazy("zync_assets.cli.records:pending", "The raw records that wait, and why."),
-    "quarantine": Lazy("zync_assets.cli.records:quarantine", "Bad records: list, show, replay, drop."),
+    "quarantine": Lazy("zync_assets.cli.quarantine:quarantine", "Bad records: list, show, replay, drop."),
     "trace": Lazy("zync_assets.cli.records:trace", "The raw records that made an output."),
     "ls": Lazy("zync_assets.cli.topics:ls", "The subjects of the schema registry."),
     "info": Lazy("zync_assets.cli.topics:info", "The watermarks of a topic."),

@@ -1,4 +1,4 @@
-"""``zync pending``, ``trace`` and ``quarantine``: single records, where they come from, and what to do with bad ones."""
+"""``zync pending`` and ``trace``: single records, and where they come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,23 @@ import click
 
 from zync_assets.audit.account import read_waiting
 from zync_assets.cli.terminal import (
-    MAX_OFFSET,
-    MAX_PARTITION,
     OFFSET,
     PARTITION,
     TOPIC,
     Format,
-    excerpt,
     format_option,
-    print_json,
     print_rows,
-    whole,
 )
-from zync_assets.codecs.arrays import python_rows
 from zync_assets.codecs.spark_types import original_name
-from zync_assets.errors import LakeError, ZyncError
+from zync_assets.errors import LakeError
 from zync_assets.etl.rules import kind_of
 from zync_assets.lake import raw, staging
-from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.rows import DamagedFile, rows_at
-from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Rule, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
-from zync_assets.quarantine.replay import ReplayCommit
-from zync_assets.runner import drop_all, replay_all
-from zync_assets.spark.session import spark_session
 
 PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
 TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", "value")
@@ -261,186 +249,3 @@ def _column(expression: str, row: Mapping[str, Any]) -> object:
         name = name.strip("`")
         found = named.get(name, named.get(name.lower()))
     return found
-
-
-COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
-
-REASONS = 100
-"""Records for which a replay says why they stay."""
-
-_RANGE = re.compile(r"([0-9]+):([0-9]+)(?:-([0-9]+))?")
-
-_pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
-_topics = click.option(
-    "--topic", "topics", type=TOPIC, multiple=True, help="Only this input topic; may be given again."
-)
-_ranges = click.option(
-    "--offsets",
-    "ranges",
-    multiple=True,
-    metavar="P:FIRST[-LAST]",
-    help="Only these offsets of partition P, such as 0:17 or 0:17-99; may be given again.",
-)
-
-
-@click.group()
-def quarantine() -> None:
-    """Records that could not be decoded or transformed, and what to do with them.
-
-    Such a record costs only itself: it is kept whole, and the records around it go their way.
-    """
-
-
-@quarantine.command("list")
-@_pipeline
-@_topics
-@_ranges
-@format_option
-def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
-    """Show the records that lie in quarantine, a row each, and why.
-
-    stage: key or value (it could not be decoded), or etl (a rule fails on it). Starts no JVM.
-    """
-    loaded = load(pipeline)
-    found = quarantined_records(loaded, selection(loaded, topics, ranges))
-    print_rows(({name: getattr(record, name) for name in COLUMNS} for record in found), COLUMNS, fmt)
-
-
-@quarantine.command()
-@_pipeline
-@click.argument("topic", type=TOPIC)
-@click.argument("offset", type=OFFSET)
-@click.option("--partition", type=PARTITION, default=0, show_default=True)
-@format_option
-def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
-    """Show one record of quarantine, whole: key, value, headers, and what is wrong with it.
-
-    Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. Starts no JVM.
-    """
-    loaded = load(pipeline)
-    found = quarantined_records(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
-    if not found:
-        raise ZyncError(
-            f"{place_text(topic, partition, offset)} is not in quarantine. What is: {loaded.command('quarantine list')}"
-        )
-    for record in found:
-        whole = _whole(loaded, record, fmt)
-        if fmt == "json":
-            print_json(whole)
-        else:
-            print_rows([{"field": name, "is": value} for name, value in whole.items()], ("field", "is"), fmt)
-
-
-@quarantine.command()
-@_pipeline
-@_topics
-@_ranges
-@format_option
-def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
-    """Process quarantined records again, after the cause was fixed. The options select records; default: every record.
-
-    A record that can be decoded now goes to its place in the raw pool. A record that a rule failed on goes through the rules
-    again. A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1.
-    """
-    loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges)
-    session = partial(spark_session, loaded.spark, loaded.lake)
-    before = {record.place for record in quarantined_records(loaded, asked)}
-    reasons: dict[tuple[str, int, int], str] = {}
-    for made in replay_all(loaded, session, asked):
-        if isinstance(made, ReplayCommit):
-            reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
-    # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
-    left = {record.place: reasons.get(record.place, record.error) for record in quarantined_records(loaded, asked)}
-    for (topic, partition, offset), reason in list(left.items())[:REASONS]:
-        click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
-    if len(left) > REASONS:
-        others = loaded.command("quarantine list")
-        click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)
-    _say({"replayed": len(before - left.keys()), "left": len(left)}, fmt)
-    if left:
-        raise click.exceptions.Exit(1)
-
-
-@quarantine.command()
-@_pipeline
-@_topics
-@_ranges
-@click.option("--all", "everything", is_flag=True, help="Every record of quarantine.")
-@format_option
-def drop(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], everything: bool, fmt: Format) -> None:
-    """Give up the records of quarantine that the options name: the account has them as dropped.
-
-    Starts no JVM.
-    """
-    if not (topics or ranges or everything):
-        raise ZyncError("say which records are to be dropped: --topic, --offsets or --all.")
-    loaded = load(pipeline)
-    _say({"dropped": drop_all(loaded, selection(loaded, topics, ranges))}, fmt)
-
-
-def _say(numbers: Mapping[str, int], fmt: Format) -> None:
-    if fmt == "json":
-        print_json(dict(numbers))
-    else:
-        click.echo(", ".join(f"{count} {name}" for name, count in numbers.items()))
-
-
-def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...]) -> Selection:
-    """The options as a selection; ZyncError for a topic that is no input, or for text that is no range."""
-    names = [item.topic for item in pipeline.inputs]
-    for topic in topics:
-        if topic not in names:
-            raise ZyncError(f"topic {topic} is no input of this pipeline; its inputs are {', '.join(names)}.")
-    return Selection(topics, tuple(_range(text) for text in ranges))
-
-
-def _range(text: str) -> OffsetRange:
-    found = _RANGE.fullmatch(text)
-    if found is not None:
-        partition, first = whole(found[1], MAX_PARTITION), whole(found[2], MAX_OFFSET)
-        last = whole(found[3] or found[2], MAX_OFFSET)
-        if partition is not None and first is not None and last is not None and first <= last:
-            return OffsetRange(partition, first, last + 1)
-    raise ZyncError(
-        f"--offsets {excerpt(text)}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99; partitions end at"
-        f" {MAX_PARTITION}, offsets at {MAX_OFFSET}."
-    )
-
-
-def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[str, Any]:
-    snapshot = Snapshot(pipeline)
-    state = snapshot.raw(record.topic)
-    if state is None:
-        raise ZyncError(f"topic {record.topic}: its raw table is missing")
-    whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
-    if record.stage == "etl":
-        span = OffsetRange(record.partition, record.offset, record.offset + 1)
-        ids = ["key_schema_id", "value_schema_id"]
-        columns = ["key", "value", *ids]
-        row = rows_at(state.table.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
-        found: Mapping[str, Any] = row.get(record.offset, {})
-        sides = {name: found.get(name) for name in columns}
-    else:
-        rows = python_rows(entries(state, snapshot.quarantine(record.topic), ["key", "value"]))
-        found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
-        sides = {}
-        for name in ("key", "value"):
-            sides |= _bytes(name, found[name], fmt)
-    headers = (found.get("kafka") or {}).get("headers")
-    return whole | sides | {"headers": None if headers is None else [_header(each, fmt) for each in headers]}
-
-
-def _bytes(name: str, data: bytes | None, fmt: Format) -> dict[str, Any]:
-    """The bytes, for a terminal as hex, and as text where they are that."""
-    if data is None:
-        return {name: None}
-    shown = {name: data if fmt == "json" else data.hex(" ")}
-    try:
-        return shown | {f"{name}_text": data.decode()}
-    except UnicodeDecodeError:
-        return shown
-
-
-def _header(header: Mapping[str, Any], fmt: Format) -> dict[str, Any]:
-    return {"key": header["key"], **_bytes("value", header["value"], fmt)}

@@ -100,7 +100,7 @@ def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTab
     frame = frame.coalesce(1) if count == 1 else frame.repartition(count, *_spread(layout))
     if layout.spec.mode == "upsert":
         frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
-    results = _in_tasks(frame, partial(_load_task, plan.sink, layout, run))
+    results = in_tasks(frame, partial(_load_task, plan.sink, layout, run))
     return [load for load in results if load is not None and load.rows]
 
 
@@ -118,7 +118,7 @@ def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.Record
     first = next(batches, None)
     if first is None:
         return None
-    return open_target(sink).load(layout.spec, name, _loaded(layout, _chained(first, batches)))
+    return open_target(sink).load(layout.spec, name, loaded(layout, _chained(first, batches)))
 
 
 def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -126,7 +126,7 @@ def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterato
     yield from others
 
 
-def _loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The rows of a load table."""
     if layout.spec.mode == "insert":
         return (layout.appended(batch) for batch in batches)
@@ -134,7 +134,7 @@ def _loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
     return fold_all((layout.records(batch) for batch in batches), layout.spec.key, others)
 
 
-def _in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], object]) -> list:
+def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], object]) -> list:
     """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -161,7 +161,7 @@ def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[B
     plan = batch.plan
     frame = batch.dataframe(layout).coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
     known = len(plan.progress.bad)
-    found = _in_tasks(
+    found = in_tasks(
         frame, partial(_search_task, SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), known))
     )
     return found[0]
@@ -236,7 +236,7 @@ class Search:
             order = [*layout.key_names, PARTITION, OFFSET]
             part = part.take(pc.sort_indices(part, [(name, "ascending") for name in order]))
         self.loads += 1
-        load = self.target.load(layout.spec, f"{self.task.run}{self.loads}", _loaded(layout, [part]))
+        load = self.target.load(layout.spec, f"{self.task.run}{self.loads}", loaded(layout, [part]))
         self._merge(self._after(end), (load,), ())
         self.count += load.rows
 

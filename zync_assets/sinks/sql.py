@@ -356,6 +356,9 @@ class SqlTarget(Target):
             else:
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
         names = {"pipeline": merge.place.pipeline, "sink": merge.place.sink, "source": merge.place.source}
+        for partition, offset in merge.cured:
+            where = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
+            connection.execute(sa.delete(QUARANTINE).where(*_at(QUARANTINE, merge.place), *where))
         for bad in merge.bad:
             values = {"partition": bad.partition, "offset": bad.offset, "key": bad.key, "error": bad.error}
             connection.execute(sa.insert(QUARANTINE).values(**names, **values))

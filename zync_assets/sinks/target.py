@@ -105,8 +105,12 @@ class LoadTable:
 
 @dataclass(frozen=True)
 class Merge:
-    """What one transaction does. ``expected`` and ``upcoming``: partition → next offset before and after; before the first
-    batch, ``expected`` is None. ``origin``: as in Progress. ``clear``: empties the table and forgets the place first."""
+    """What one transaction does.
+
+    ``expected`` and ``upcoming``: partition → next offset before and after; before the first batch, ``expected`` is None.
+    ``origin``: as in Progress. ``clear``: empties the table and forgets the place first. ``cured``: (partition, offset) of the
+    records that leave quarantine.
+    """
 
     place: Place
     spec: TableSpec
@@ -116,6 +120,7 @@ class Merge:
     loads: tuple[LoadTable, ...] = ()
     bad: tuple[BadRecord, ...] = ()
     clear: bool = False
+    cured: tuple[tuple[int, int], ...] = ()
 
 
 class Target(ABC):

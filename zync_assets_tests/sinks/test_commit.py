@@ -14,7 +14,9 @@ import pytest
 
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.errors import BadRecords
+from zync_assets.lake.quarantine import Selection
 from zync_assets.local.services import Services
+from zync_assets.sinks.replay import OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 
@@ -103,6 +105,42 @@ def test_a_refused_record_is_found_and_put_aside_with_the_message(
             write(strict)
         assert rows(it, "SELECT v FROM rows WHERE id = 1") == [(more[:3],)]
         assert [made.quarantined for made in sink_all(it.pipeline, lambda: spark)] == [1]
+
+
+def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_written(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXT)
+
+    def table(check: str) -> None:
+        with sqlite3.connect(tmp_path / "shop.db") as connection:
+            connection.execute("DROP TABLE IF EXISTS rows")
+            connection.execute(f"CREATE TABLE rows (id BIGINT PRIMARY KEY, v TEXT {check}, twice TEXT)")
+
+    table("CHECK (v NOT LIKE 'bad%')")
+    for records in ([row(1, "bad1"), row(2, "bad2"), row(3, "bad3")], [row(2, "b"), row(3, "bad4")]):
+        it.send(it.left, *records)
+        it.step()
+        write(it)
+    assert rows(it, "SELECT id, v FROM rows") == [(2, "b")]
+
+    def session() -> SparkSession:
+        return spark
+
+    everything = Selection()
+    assert [str(item.bad.offset) for item in refused_records(it.pipeline, everything)] == ["0", "1", "2", "4"]
+    count, left = replay_refused(it.pipeline, session, everything)
+    assert (count, len(left)) == (0, 4)
+    assert sum("CHECK constraint failed" in reason for reason in left.values()) == 3
+    table("")
+    count, left = replay_refused(it.pipeline, session, everything)
+    assert count == 3
+    ((place, reason),) = left.items()
+    assert "offset 1" in place and reason == OVERTAKEN
+    assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(1, "bad1"), (3, "bad4")]
+    assert drop_refused(it.pipeline, everything) == 1
+    assert list(refused_records(it.pipeline, everything)) == []
+    assert rows(it, "SELECT next FROM zync_positions") == [(5,)]
 
 
 ENVELOPE = """

@@ -1,0 +1,236 @@
+"""``zync quarantine``: bad records, and what to do with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zync_assets.cli.terminal import (
+    MAX_OFFSET,
+    MAX_PARTITION,
+    OFFSET,
+    PARTITION,
+    TOPIC,
+    Format,
+    excerpt,
+    format_option,
+    print_json,
+    print_rows,
+    whole,
+)
+from zync_assets.codecs.arrays import python_rows
+from zync_assets.errors import ZyncError
+from zync_assets.lake import raw
+from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
+from zync_assets.lake.rows import rows_at
+from zync_assets.lake.snapshot import Snapshot
+from zync_assets.offsets import OffsetRange, place_text
+from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file import load
+from zync_assets.quarantine.replay import ReplayCommit
+from zync_assets.runner import drop_all, replay_all
+from zync_assets.sinks.replay import drop_refused, refused_records, replay_refused
+from zync_assets.spark.session import spark_session
+
+COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
+
+REASONS = 100
+"""Records for which a replay says why they stay."""
+
+_RANGE = re.compile(r"([0-9]+):([0-9]+)(?:-([0-9]+))?")
+
+_pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
+_topics = click.option(
+    "--topic",
+    "topics",
+    type=TOPIC,
+    multiple=True,
+    help="Only this input topic, or source of a sink; may be given again.",
+)
+_ranges = click.option(
+    "--offsets",
+    "ranges",
+    multiple=True,
+    metavar="P:FIRST[-LAST]",
+    help="Only these offsets of partition P, such as 0:17 or 0:17-99; may be given again.",
+)
+
+
+@click.group()
+def quarantine() -> None:
+    """Records that could not be decoded or transformed, and what to do with them.
+
+    Such a record costs only itself: it is kept whole, and the records around it go their way.
+    """
+
+
+@quarantine.command("list")
+@_pipeline
+@_topics
+@_ranges
+@format_option
+def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+    """Show the records that lie in quarantine, a row each, and why.
+
+    stage: key or value (it could not be decoded), etl (a rule fails on it), or sink (a target database refused it). Starts
+    no JVM.
+    """
+    loaded = load(pipeline)
+    found = quarantined_records(loaded, selection(loaded, topics, ranges))
+    rows: list[dict[str, object]] = [{name: getattr(record, name) for name in COLUMNS} for record in found]
+    for record in refused_records(loaded, selection(loaded, topics, ranges)):
+        place = {"pool": record.table.pool, "topic": record.table.topic, "partition": record.bad.partition}
+        why = {"stage": "sink", "rule": f"{record.sink.name}/{record.table.name}", "error": record.bad.error}
+        rows.append({**place, "offset": record.bad.offset, "time": None, **why})
+    print_rows(rows, COLUMNS, fmt)
+
+
+@quarantine.command()
+@_pipeline
+@click.argument("topic", type=TOPIC)
+@click.argument("offset", type=OFFSET)
+@click.option("--partition", type=PARTITION, default=0, show_default=True)
+@format_option
+def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
+    """Show one record of quarantine, whole: key, value, headers, and what is wrong with it.
+
+    Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. Starts no JVM.
+    """
+    loaded = load(pipeline)
+    found = quarantined_records(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
+    if not found:
+        raise ZyncError(
+            f"{place_text(topic, partition, offset)} is not in quarantine. What is: {loaded.command('quarantine list')}"
+        )
+    for record in found:
+        whole = _whole(loaded, record, fmt)
+        if fmt == "json":
+            print_json(whole)
+        else:
+            print_rows([{"field": name, "is": value} for name, value in whole.items()], ("field", "is"), fmt)
+
+
+@quarantine.command()
+@_pipeline
+@_topics
+@_ranges
+@format_option
+def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+    """Process quarantined records again, after the cause was fixed. The options select records; default: every record.
+
+    A record that can be decoded now goes to its place in the raw pool. A record that a rule failed on goes through the rules
+    again. A record that a target refused is written, unless a later record of its key has been written: then nothing changes.
+    A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1.
+    """
+    loaded = load(pipeline)
+    asked = selection(loaded, topics, ranges)
+    session = partial(spark_session, loaded.spark, loaded.lake)
+    before = {record.place for record in quarantined_records(loaded, asked)}
+    reasons: dict[tuple[str, int, int], str] = {}
+    for made in replay_all(loaded, session, asked):
+        if isinstance(made, ReplayCommit):
+            reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
+    # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
+    left = {record.place: reasons.get(record.place, record.error) for record in quarantined_records(loaded, asked)}
+    count, refused = replay_refused(loaded, session, asked)
+    for place, reason in list(refused.items())[:REASONS]:
+        click.echo(f"{place} stays: {reason}", err=True)
+    for (topic, partition, offset), reason in list(left.items())[:REASONS]:
+        click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
+    if len(left) > REASONS:
+        others = loaded.command("quarantine list")
+        click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)
+    _say({"replayed": len(before - left.keys()) + count, "left": len(left) + len(refused)}, fmt)
+    if left or refused:
+        raise click.exceptions.Exit(1)
+
+
+@quarantine.command()
+@_pipeline
+@_topics
+@_ranges
+@click.option("--all", "everything", is_flag=True, help="Every record of quarantine.")
+@format_option
+def drop(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], everything: bool, fmt: Format) -> None:
+    """Give up the records of quarantine that the options name: the account has them as dropped.
+
+    Starts no JVM.
+    """
+    if not (topics or ranges or everything):
+        raise ZyncError("say which records are to be dropped: --topic, --offsets or --all.")
+    loaded = load(pipeline)
+    asked = selection(loaded, topics, ranges)
+    _say({"dropped": drop_all(loaded, asked) + drop_refused(loaded, asked)}, fmt)
+
+
+def _say(numbers: Mapping[str, int], fmt: Format) -> None:
+    if fmt == "json":
+        print_json(dict(numbers))
+    else:
+        click.echo(", ".join(f"{count} {name}" for name, count in numbers.items()))
+
+
+def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...]) -> Selection:
+    """The options as a selection; ZyncError for a topic that is no input, or for text that is no range."""
+    names = [item.topic for item in pipeline.inputs]
+    staged = {table.topic for sink in pipeline.sinks for table in sink.tables if table.staged}
+    for topic in topics:
+        if topic not in names and topic not in staged:
+            raise ZyncError(f"topic {topic} is no input of this pipeline; its inputs are {', '.join(names)}.")
+    return Selection(topics, tuple(_range(text) for text in ranges))
+
+
+def _range(text: str) -> OffsetRange:
+    found = _RANGE.fullmatch(text)
+    if found is not None:
+        partition, first = whole(found[1], MAX_PARTITION), whole(found[2], MAX_OFFSET)
+        last = whole(found[3] or found[2], MAX_OFFSET)
+        if partition is not None and first is not None and last is not None and first <= last:
+            return OffsetRange(partition, first, last + 1)
+    raise ZyncError(
+        f"--offsets {excerpt(text)}: write partition:offset or partition:first-last, such as 0:17 or 0:17-99; partitions end at"
+        f" {MAX_PARTITION}, offsets at {MAX_OFFSET}."
+    )
+
+
+def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[str, Any]:
+    snapshot = Snapshot(pipeline)
+    state = snapshot.raw(record.topic)
+    if state is None:
+        raise ZyncError(f"topic {record.topic}: its raw table is missing")
+    whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
+    if record.stage == "etl":
+        span = OffsetRange(record.partition, record.offset, record.offset + 1)
+        ids = ["key_schema_id", "value_schema_id"]
+        columns = ["key", "value", *ids]
+        row = rows_at(state.table.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
+        found: Mapping[str, Any] = row.get(record.offset, {})
+        sides = {name: found.get(name) for name in columns}
+    else:
+        rows = python_rows(entries(state, snapshot.quarantine(record.topic), ["key", "value"]))
+        found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
+        sides = {}
+        for name in ("key", "value"):
+            sides |= _bytes(name, found[name], fmt)
+    headers = (found.get("kafka") or {}).get("headers")
+    return whole | sides | {"headers": None if headers is None else [_header(each, fmt) for each in headers]}
+
+
+def _bytes(name: str, data: bytes | None, fmt: Format) -> dict[str, Any]:
+    """The bytes, for a terminal as hex, and as text where they are that."""
+    if data is None:
+        return {name: None}
+    shown = {name: data if fmt == "json" else data.hex(" ")}
+    try:
+        return shown | {f"{name}_text": data.decode()}
+    except UnicodeDecodeError:
+        return shown
+
+
+def _header(header: Mapping[str, Any], fmt: Format) -> dict[str, Any]:
+    return {"key": header["key"], **_bytes("value", header["value"], fmt)}

@@ -1,0 +1,156 @@
+"""Refused records of targets, written again after the table or the target was corrected, or given up.
+
+A record is written again only if no later record of its key has been written. Otherwise the row would go back in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+
+import pyarrow as pa
+
+from zync_assets.errors import TargetRefused
+from zync_assets.lake.quarantine import Selection
+from zync_assets.offsets import OffsetRange, place_text
+from zync_assets.pipeline import Pipeline, Sink, SinkTable
+from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.commit import in_tasks, loaded
+from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
+from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
+from zync_assets.spark.session import Session
+
+OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
+
+Spot = tuple[int, int]
+"""Partition and offset."""
+
+
+@dataclass(frozen=True)
+class RefusedRecord:
+    """A record in the quarantine of a sink."""
+
+    sink: Sink
+    table: SinkTable
+    bad: BadRecord
+
+    def __str__(self) -> str:
+        place = place_text(self.table.topic, self.bad.partition, self.bad.offset)
+        return f"{place}, sink {self.sink.name}/{self.table.name},"
+
+
+def refused_records(pipeline: Pipeline, selection: Selection) -> Iterator[RefusedRecord]:
+    """The records that targets refused. Raises TargetUnavailable."""
+    for plan in _plans(pipeline, selection):
+        for bad in _chosen(plan, selection):
+            yield RefusedRecord(plan.sink, plan.table, bad)
+
+
+def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
+    """Write refused records again: the number that was written, and record → why it stays."""
+    count, left = 0, dict[str, str]()
+    for plan in _plans(pipeline, selection):
+        if bad := _chosen(plan, selection):
+            reasons = _replay(plan, session, bad)
+            count += len(bad) - len(reasons)
+            by_spot = {(item.partition, item.offset): item for item in bad}
+            left |= {str(RefusedRecord(plan.sink, plan.table, by_spot[at])): text for at, text in reasons.items()}
+    return count, left
+
+
+def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
+    """Give up refused records; returns their number. Needs no JVM."""
+    count = 0
+    for plan in _plans(pipeline, selection):
+        if bad := _chosen(plan, selection):
+            spots = tuple((item.partition, item.offset) for item in bad)
+            # No load table is merged, so that the columns do not matter.
+            plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), spots))
+            count += len(bad)
+    return count
+
+
+def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            if not selection.topics or table.topic in selection.topics:
+                yield plan_sink(pipeline, sink, table)
+
+
+def _chosen(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
+    chosen = [bad for bad in plan.progress.bad if selection.takes(plan.table.topic, bad.partition, bad.offset)]
+    return sorted(chosen, key=lambda bad: (bad.partition, bad.offset))
+
+
+def _merge(plan: SinkPlan, spec: TableSpec, cured: tuple[Spot, ...]) -> Merge:
+    """A transaction that moves no position. Another run that moved one in the meantime makes it a conflict."""
+    return Merge(plan.place, spec, plan.origin, dict(plan.progress.next), {}, cured=cured)
+
+
+def _replay(plan: SinkPlan, session: Session, bad: Sequence[BadRecord]) -> dict[Spot, str]:
+    """Write refused records of one table again: place → why the record stays."""
+    made = layout(plan, session)
+    spots = [(item.partition, item.offset) for item in bad]
+    ranges = tuple(OffsetRange(partition, offset, offset + 1) for partition, offset in spots)
+    frame = source_frame(session(), plan, made, ranges)
+    overtaken = _overtaken(plan, session, made, bad) if plan.sink.mode == "upsert" else set[Spot]()
+    frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
+    with plan.target().run(plan.place) as run:
+        merge = _merge(plan, made.spec, ())
+        task = ReplayTask(plan.sink, made, run, merge, frozenset(overtaken))
+        (reasons,) = in_tasks(frame, partial(_replay_task, task))
+    return reasons
+
+
+def _overtaken(plan: SinkPlan, session: Session, made: Layout, bad: Sequence[BadRecord]) -> set[Spot]:
+    """The records after which a record of the same key was written."""
+    from pyspark.sql import functions as F
+
+    refused = {(item.partition, item.offset) for item in plan.progress.bad}
+    starts = {item.partition: min(each.offset for each in bad if each.partition == item.partition) for item in bad}
+    ranges = tuple(
+        OffsetRange(partition, starts.get(partition, plan.starts.get(partition, upcoming)), upcoming)
+        for partition, upcoming in plan.progress.next.items()
+        if starts.get(partition, plan.starts.get(partition, upcoming)) < upcoming
+    )
+    names = made.key_names
+    later = source_frame(session(), plan, made, ranges).select(*names, PARTITION, OFFSET)
+    spots = tuple(OffsetRange(item.partition, item.offset, item.offset + 1) for item in bad)
+    own = source_frame(session(), plan, made, spots)
+    own = own.select(
+        *(F.col(name).alias(f"own_{name}") for name in names), F.col(PARTITION).alias("p"), F.col(OFFSET).alias("o")
+    )
+    same = reduce(lambda left, right: left & right, [F.col(name).eqNullSafe(F.col(f"own_{name}")) for name in names])
+    follows = F.expr(f"{PARTITION} > p OR ({PARTITION} = p AND {OFFSET} > o)")
+    rows = later.join(F.broadcast(own), same & follows).select("p", "o", PARTITION, OFFSET).distinct().collect()
+    return {(row[0], row[1]) for row in rows if (row[2], row[3]) not in refused}
+
+
+@dataclass(frozen=True)
+class ReplayTask:
+    """What the task of a replay needs. ``merge``: moves no position; ``overtaken``: records that are too late."""
+
+    sink: Sink
+    layout: Layout
+    run: str
+    merge: Merge
+    overtaken: frozenset[Spot]
+
+
+def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str]:
+    target, reasons = open_target(task.sink), dict[Spot, str]()
+    for batch in batches:
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
+            spot = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
+            if spot in task.overtaken:
+                reasons[spot] = OVERTAKEN
+                continue
+            try:
+                name = f"{task.run}r{spot[0]}_{spot[1]}"
+                load = target.load(task.layout.spec, name, loaded(task.layout, [row]))
+                target.merge(replace(task.merge, loads=(load,), cured=(spot,)))
+            except TargetRefused as error:
+                reasons[spot] = str(error)
+    return reasons
