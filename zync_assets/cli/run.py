@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 from zync_assets import runner
+from zync_assets.checks.sink_checks import rows_match
 from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, print_json, print_rows
 from zync_assets.conflicts import PASSING
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
@@ -141,9 +142,13 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
 @_pipeline
 @click.option("--sink", "names", metavar="SINK", multiple=True, help="Only this sink; may be given again.")
 @click.option("--reset", metavar="TABLE", help="Empty this table first, and load it again from the start.")
+@click.option("--verify", is_flag=True, help="Write nothing: compare every row of the tables with its records.")
 @format_option
-def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, fmt: Format) -> None:
-    """Write the sources of the sinks of PIPELINE to their tables, up to the present ends of the sources."""
+def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, verify: bool, fmt: Format) -> None:
+    """Write the sources of the sinks of PIPELINE to their tables, up to the present ends of the sources.
+
+    With --verify, the exit code is 1 when a row differs.
+    """
     model = load(pipeline)
     known = [item.name for item in model.sinks]
     for name in names:
@@ -157,6 +162,11 @@ def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, fmt: Format)
             cure = "name its sink with --sink" if chosen else f"there are {tables or 'no tables'}"
             raise ZyncError(f"--reset {excerpt(reset)}: {cure}.")
         reset_sink(model, _session(model), chosen[0], reset)
+    if verify:
+        results = [rows_match(model, _session(model), item, table) for item in model.sinks for table in item.tables]
+        rows = [{"of": found.subject, "passed": found.passed, "summary": found.summary} for found in results]
+        print_rows(rows, ("of", "passed", "summary"), fmt)
+        raise SystemExit(0 if all(found.passed for found in results) else 1)
     _report(sink_all(model, _session(model), names), fmt)
 
 

@@ -119,7 +119,7 @@ class PostgresTarget(SqlTarget):
             import json
 
             return json.dumps(value)
-        return value
+        return super().value(column, value)
 
 
 @contextmanager
