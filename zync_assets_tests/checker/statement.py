@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from zync_assets_tests.model import OneToOne, Pair, Record
 from zync_assets_tests.shop_rules import shop_rules, shop_topics
@@ -33,6 +34,20 @@ class Output:
     held: bool = False
 
 
+Rows: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Topic → key → latest row."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of Debezium's topics. ``tables``: these topics; ``result``: the (key, value) pairs for some latest rows."""
+
+    name: str
+    out: str
+    tables: tuple[str, ...]
+    result: Callable[[Rows], Iterable[tuple[Any, Any]]]
+
+
 @dataclass(frozen=True)
 class Statement:
     """``inputs`` and ``rules`` are in the pipeline file's order; ``rules`` are those of the staging pool alone."""
@@ -41,6 +56,16 @@ class Statement:
     staging: str
     outputs: Sequence[Output]
     rules: Sequence[OneToOne | Pair]
+    views: Sequence[View] = ()
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """The inputs that are tables of views."""
+        return frozenset(topic for view in self.views for topic in view.tables)
+
+    def is_view(self, output: str) -> bool:
+        """Whether an output topic is that of a view."""
+        return any(view.out == output for view in self.views)
 
     def place(self, topic: str) -> int:
         return next(place for place, item in enumerate(self.inputs) if item.topic == topic)
@@ -72,5 +97,35 @@ def shop(prefix: str) -> Statement:
     )
 
 
-KNOWN: dict[str, Callable[[str], Statement]] = {"shop": shop}
+def orders(prefix: str) -> Statement:
+    """The orders demo. Its topics have the names of the demo, without a prefix."""
+    names = tuple(f"{prefix}shop.public.{name}" for name in ("customers", "orders", "lines"))
+    view = View(
+        "order-document", f"{prefix}OrderDocuments", names, lambda rows: _documents(*(rows[name] for name in names))
+    )
+    inputs = tuple(Input(name, "Shop", "avro", "avro") for name in names)
+    return Statement(inputs, "Documents", (Output(view.out, "avro", "avro"),), (), (view,))
+
+
+def _documents(customers: Any, orders: Any, lines: Any) -> Iterable[tuple[Any, Any]]:
+    of = {row["id"]: row for row in customers.values()}
+    for order in orders.values():
+        customer = of.get(order["customer_id"])
+        if customer is None or order["status"] == "draft":
+            continue
+        own = [line for line in lines.values() if line["order_id"] == order["id"]]
+        own.sort(key=lambda line: (line["position"], line["item"], line["quantity"]))
+        yield (
+            {"id": order["id"]},
+            {
+                "id": order["id"],
+                "status": order["status"],
+                "customer": {"name": customer["name"], "city": customer["city"]},
+                "lines": [{name: line[name] for name in ("position", "item", "quantity")} for line in own],
+                "total": sum(line["quantity"] * line["price"] for line in own),
+            },
+        )
+
+
+KNOWN: dict[str, Callable[[str], Statement]] = {"shop": shop, "orders": orders}
 """Pipelines that the command knows by name."""

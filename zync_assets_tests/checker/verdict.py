@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zync_assets_tests.checker import account, held, outputs, raw
+from zync_assets_tests.checker import account, held, outputs, raw, views
 from zync_assets_tests.checker.account import Place
 from zync_assets_tests.checker.evidence import Evidence, Staging
 from zync_assets_tests.checker.findings import Report
@@ -66,9 +66,10 @@ def _judge_staging(
     report.add("account", account.problems(statement, evidence, staging, accounts, records, report.numbers))
     report.add("account", account.missed_pairs(statement, accounts, records))
     report.add("account", held.problems(statement, accounts, records))
-    report.add("sources", outputs.made_once(staging, accounts))
-    report.add("sources", outputs.made_at_all(staging, accounts, records))
+    report.add("sources", outputs.made_once(statement, staging, accounts))
+    report.add("sources", outputs.made_at_all(statement, staging, accounts, records))
     report.add("sources", outputs.pairs(statement, staging, records))
+    report.add("content", views.problems(statement, staging, accounts, records))
     times = {
         (topic, partition, offset): time
         for topic, found in evidence.raw.items()
