@@ -8,11 +8,9 @@ from zync_assets.errors import DataLoss, SinkError, TargetUnavailable, ZyncError
 from zync_assets.lake.check_results import CheckResult, Number, conclude
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.match import differences
 from zync_assets.sinks.plan import plan_sink
-from zync_assets.spark.session import Session
 
-SINK_POSITION, SINK_QUARANTINE, ROWS_MATCH = "sink_position", "sink_quarantine", "rows_match"
+SINK_POSITION, SINK_QUARANTINE = "sink_position", "sink_quarantine"
 
 
 def sink_subject(sink: Sink, table: SinkTable) -> str:
@@ -66,19 +64,6 @@ def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: 
         for last in sorted(bad, key=lambda item: item.offset)[-1:]
     ]
     return conclude(SINK_QUARANTINE, subject, "warn", problems, "the target refused no record", {"records": len(bad)})
-
-
-def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTable) -> CheckResult:
-    """The rows of a target table equal the fold of all records that were written. Names the keys of rows that differ.
-
-    Reads the whole source and the whole table, with Spark. Writers of the table must rest meanwhile.
-    """
-    plan = plan_sink(pipeline, sink, table)
-    found = differences(plan, session) if plan.progress.next else []
-    good = "every row is what its records make it" if plan.progress.next else "nothing was written yet"
-    return conclude(
-        ROWS_MATCH, sink_subject(sink, table), "error", found, good, {"offsets": sum(plan.progress.next.values())}
-    )
 
 
 def sink_results(pipeline: Pipeline) -> Iterator[CheckResult]:

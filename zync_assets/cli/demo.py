@@ -1,4 +1,4 @@
-"""``zync demo``: two tables become one, in four batches, on a broker, a registry and a lake of the demo's own."""
+"""``zync demo``: source tables become one, in four batches, on a broker, a registry and a lake of the demo's own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, topic_states
 from zync_assets.local import services
 from zync_assets.local.services import (
-    BATCHES,
-    TOPICS,
     Services,
     addresses,
     demo_environment,
@@ -32,20 +30,54 @@ from zync_assets.sinks.plan import layout, plan_sink
 from zync_assets.sinks.steps import sink_all
 from zync_assets.spark.session import spark_session
 
-OUTPUT = "NewInvoices"
-STORY = (
-    "two invoices with their statuses",
-    "Charlie and Dan order, but only Charlie's status comes",
-    "Dan's status comes, and Alice pays",
-    "the others pay",
+
+@dataclass(frozen=True)
+class Demo:
+    """A demo: its pipeline's file, and the story of its batches. ``folder``: of its data, within the folder ``demo``."""
+
+    name: str
+    output: str
+    story: tuple[str, ...]
+    folder: str = "."
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.yaml"
+
+
+INVOICES = Demo(
+    "invoices",
+    "NewInvoices",
+    (
+        "two invoices with their statuses",
+        "Charlie and Dan order, but only Charlie's status comes",
+        "Dan's status comes, and Alice pays",
+        "the others pay",
+    ),
 )
+ORDERS = Demo(
+    "orders",
+    "OrderDocuments",
+    (
+        "Alice has an order with two lines, and Bob's order is a draft",
+        "Bob's order gets a line and is open, and a line comes before its order",
+        "the order of that line comes, and Alice changes her name",
+        "a line of Alice's order is deleted, and so is Bob's order",
+    ),
+    folder="orders",
+)
+DEMOS = {demo.name: demo for demo in (INVOICES, ORDERS)}
 
 
 @click.command()
+@click.argument("name", type=click.Choice(list(DEMOS)), default=INVOICES.name)
 @click.option("--stop", is_flag=True, help="Stop the demo's services; what they hold is kept.")
 @click.option("--clean", is_flag=True, help="Stop them and remove all that the demo made.")
-def demo(stop: bool, clean: bool) -> None:
-    """Play the demo: four batches of changes from Kafka to the lake, back to Kafka and into a table. Goes on where it stopped."""
+def demo(name: str, stop: bool, clean: bool) -> None:
+    """Play the demo NAME: four batches of changes from Kafka to the lake, and back. Goes on where it stopped.
+
+    `invoices` joins pairs of records, `orders` keeps a view.
+    """
     home = demo_services_folder()
     if stop or clean:
         click.echo(
@@ -54,19 +86,19 @@ def demo(stop: bool, clean: bool) -> None:
             else "nothing to stop"
         )
         return
-    folder = demo_folder()
+    folder, played = demo_folder(), DEMOS[name]
     click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
     running = services.up(home)
-    pipeline = load(folder / "invoices.yaml", demo_environment(running))
+    pipeline = load(folder / played.file, demo_environment(running))
     has_scene = False
-    for scene in play(pipeline, folder):
+    for scene in play(pipeline, folder, played):
         has_scene = True
-        click.echo(f"\nBatch {scene.batch}: {STORY[scene.batch - 1]}\n")
-        _show_scene(scene)
+        click.echo(f"\nBatch {scene.batch}: {played.story[scene.batch - 1]}\n")
+        _show_scene(scene, played)
     if not has_scene:
-        click.echo("Nothing to do: all four batches are through.\n")
-        _show_scene(_scene(pipeline, BATCHES))
-    click.echo(_what_next(running))
+        click.echo(f"Nothing to do: all {len(played.story)} batches are through.\n")
+        _show_scene(_scene(pipeline, played, len(played.story)), played)
+    click.echo(_what_next(running, played))
 
 
 @dataclass(frozen=True)
@@ -79,25 +111,27 @@ class Scene:
     table: list[dict[str, object]]
 
 
-def play(pipeline: Pipeline, folder: Path) -> Iterator[Scene]:
+def play(pipeline: Pipeline, folder: Path, demo: Demo = INVOICES) -> Iterator[Scene]:
     """Produce the missing batches, run the pipeline after each batch, and yield the scene after each run.
 
     Continues an interrupted demo. Yields nothing after the last batch.
     """
-    for number in range(1, BATCHES + 1):
-        if not _produce(pipeline, folder, number) and number < BATCHES:
+    last = len(demo.story)
+    for number in range(1, last + 1):
+        if not _produce(pipeline, folder / demo.folder, number) and number < last:
             continue
         if _run(pipeline):
-            yield _scene(pipeline, number)
+            yield _scene(pipeline, demo, number)
 
 
 def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
     """Produce the records of the batches up to ``number`` that the topics lack; returns the number of produced records."""
     assert pipeline.registry is not None
     registry = Registry(pipeline.registry)
-    states = topic_states(pipeline.kafka, TOPICS)
+    topics = [item.topic for item in pipeline.inputs]
+    states = topic_states(pipeline.kafka, topics)
     count = 0
-    for topic in TOPICS:
+    for topic in topics:
         state = states.get(topic) or create_topic(pipeline.kafka, topic, 1, 1, {})
         lines = [line for batch in range(1, number + 1) for line in _lines(folder, batch, topic)]
         missing = lines[state.partitions[0].end :]
@@ -119,25 +153,26 @@ def _run(pipeline: Pipeline) -> bool:
 
     session = partial(spark_session, pipeline.spark, pipeline.lake)
     commits = [
-        *ingest_all(pipeline, session, TOPICS),
+        *ingest_all(pipeline, session, [item.topic for item in pipeline.inputs]),
         *etl_all(pipeline, session),
-        *publish_all(pipeline, session, [OUTPUT]),
+        *publish_all(pipeline, session, [item.topic for item in pipeline.outputs]),
         *sink_all(pipeline, session),
     ]
     return bool(commits)
 
 
-def _scene(pipeline: Pipeline, number: int) -> Scene:
+def _scene(pipeline: Pipeline, demo: Demo, number: int) -> Scene:
     waiting = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
-    return Scene(number, output_rows(pipeline), waiting, table_rows(pipeline))
+    return Scene(number, output_rows(pipeline, demo.output), waiting, table_rows(pipeline, demo.output))
 
 
-def _show_scene(scene: Scene) -> None:
+def _show_scene(scene: Scene, demo: Demo) -> None:
     flat = [{"offset": row["offset"], "key": row["key"], **_fields(row["value"])} for row in scene.output]
-    click.echo(f"topic {OUTPUT}:")
+    click.echo(f"topic {demo.output}:")
     print_rows(flat, list(dict.fromkeys(name for row in flat for name in row)), "table")
-    click.echo(f"table {OUTPUT} of the target database:")
-    print_rows(scene.table, list(dict.fromkeys(name for row in scene.table for name in row)), "table")
+    if scene.table:
+        click.echo(f"table {demo.output} of the target database:")
+        print_rows(scene.table, list(dict.fromkeys(name for row in scene.table for name in row)), "table")
     if scene.pending:
         click.echo("pending:")
         print_rows(scene.pending, ["topic", "partition", "offset", "rule", "key", "why"], "table")
@@ -149,37 +184,39 @@ def _fields(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def output_rows(pipeline: Pipeline) -> list[dict[str, object]]:
-    """The records of the output topic, read from Kafka: offset, key and value. An absent field is absent."""
+def output_rows(pipeline: Pipeline, output: str) -> list[dict[str, object]]:
+    """The records of an output topic, read from Kafka: offset, key and value. An absent field is absent."""
     assert pipeline.registry is not None
     registry = Registry(pipeline.registry)
-    state = topic_states(pipeline.kafka, [OUTPUT]).get(OUTPUT)
+    state = topic_states(pipeline.kafka, [output]).get(output)
     if state is None:
         return []
     ends = {part.partition: part.end for part in state.partitions}
     rows: list[dict[str, object]] = []
-    for record in follow(pipeline.kafka, OUTPUT, dict.fromkeys(ends, 0), ends):
+    for record in follow(pipeline.kafka, output, dict.fromkeys(ends, 0), ends):
         fields = render(record, registry)
         rows.append({"offset": record.offset, "key": fields["key"], "value": fields["value"]})
     return rows
 
 
-def table_rows(pipeline: Pipeline) -> list[dict[str, object]]:
-    """The rows of the target table, by key."""
+def table_rows(pipeline: Pipeline, output: str) -> list[dict[str, object]]:
+    """The rows of the target table, by key; none without a sink."""
+    if not pipeline.sinks:
+        return []
     (sink,) = pipeline.sinks
-    plan = plan_sink(pipeline, sink, sink.table(OUTPUT))
+    plan = plan_sink(pipeline, sink, sink.table(output))
     spec = layout(plan, partial(spark_session, pipeline.spark, pipeline.lake)).spec
     rows = [row for batch in plan.target().rows(spec) for row in batch.to_pylist()]
     return sorted(rows, key=lambda row: str([row[name] for name in spec.key]))
 
 
-def _what_next(running: Services) -> str:
+def _what_next(running: Services, demo: Demo) -> str:
     names = " ".join(f"{name}={value}" for name, value in addresses(running).items())
     return (
         "\nThe broker, the registry and the lake are still there."
         "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
         f"\n  go on by hand:    export {names}"
-        "\n                    zync status demo/invoices.yaml"
+        f"\n                    zync status demo/{demo.file}"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"
         f"\n  everything is in {running.state_dir}"
     )

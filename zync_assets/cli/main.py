@@ -34,6 +34,7 @@ class Lazy:
 
 COMMANDS: Mapping[str, Lazy] = {
     "validate": Lazy("zync_assets.cli.validate:validate", "Report every error of a pipeline file."),
+    "explain": Lazy("zync_assets.cli.run:explain_", "The SQL of every rule, and how each view is kept."),
     "from-kafka": Lazy("zync_assets.cli.run:from_kafka", "Read the input topics into the raw pools."),
     "etl": Lazy("zync_assets.cli.run:etl", "Transform raw records into the staging pools."),
     "rebuild": Lazy("zync_assets.cli.run:rebuild", "Compute changed views again."),

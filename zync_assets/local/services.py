@@ -220,10 +220,6 @@ def _services(home: Path, state: State) -> Services:
     )
 
 
-TOPICS = ("Invoices", "InvoiceStatus")
-BATCHES = 4
-
-
 def demo_folder() -> Path:
     """The folder ``demo`` of the repository: below the current folder, else beside the package.
 

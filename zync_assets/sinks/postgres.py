@@ -119,7 +119,7 @@ class PostgresTarget(SqlTarget):
             import json
 
             return json.dumps(value)
-        return super().value(column, value)
+        return value
 
 
 @contextmanager

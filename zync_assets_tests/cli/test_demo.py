@@ -11,38 +11,55 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from zync_assets.cli.demo import OUTPUT, play
+from zync_assets.cli.demo import INVOICES, ORDERS, Demo, play
 from zync_assets.cli.main import main
 from zync_assets.local.services import Services, demo_folder
-from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
+from zync_assets_tests.checker import statement as statements
+from zync_assets_tests.checker.evidence import Evidence, gather
+from zync_assets_tests.checker.statement import Statement
+from zync_assets_tests.checker.verdict import judge
+from zync_assets_tests.checker.wire import Schemas
 
 
-@pytest.fixture(scope="module")
-def pipeline(services: Services, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return load(
-        demo_folder() / "invoices.yaml",
-        {
-            "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
-            "SCHEMA_REGISTRY_URL": services.registry_url,
-            "ZYNC_LAKE": str(tmp_path_factory.mktemp("demo")),
-            "ZYNC_TARGET_URL": str(tmp_path_factory.mktemp("target") / "warehouse.db"),
-        },
-    )
-
-
-def test_each_batch_ends_as_the_file_beside_the_data_says(pipeline: Pipeline) -> None:
-    """Dan's invoice waits after the second batch and comes out in the third; then there is nothing to do."""
-    expected = json.loads((Path(demo_folder()) / "expected.json").read_text())
-    assert expected["topic"] == OUTPUT
-    scenes = list(play(pipeline, demo_folder()))
+@pytest.mark.parametrize("demo", [INVOICES, pytest.param(ORDERS, marks=pytest.mark.slow)], ids=lambda demo: demo.name)
+def test_each_batch_ends_as_the_file_beside_the_data_says(services: Services, tmp_path: Path, demo: Demo) -> None:
+    """A pending record waits after one batch and comes out in another. In the end there is nothing to do."""
+    env = {
+        "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
+        "SCHEMA_REGISTRY_URL": services.registry_url,
+        "ZYNC_LAKE": str(tmp_path / "lake"),
+        "ZYNC_TARGET_URL": str(tmp_path / "warehouse.db"),
+    }
+    pipeline, folder = load(demo_folder() / demo.file, env), demo_folder()
+    expected = json.loads((folder / demo.folder / "expected.json").read_text())
+    assert expected["topic"] == demo.output
+    scenes = list(play(pipeline, folder, demo))
     assert [f"batch-{scene.batch}.jsonl" for scene in scenes] == [after["batch"] for after in expected["after"]]
     for scene, after in zip(scenes, expected["after"], strict=True):
         assert scene.output == after["output"]
         seen = [{name: row[name] for name in ("topic", "partition", "offset", "rule", "key")} for row in scene.pending]
         assert seen == after["pending"]
-        assert scene.table == folded(scene.output)
-    assert list(play(pipeline, demo_folder())) == []
+        assert scene.table == (folded(scene.output) if demo is INVOICES else [])
+    assert list(play(pipeline, folder, demo)) == []
+    if demo is ORDERS:
+        statement = statements.orders("")
+        evidence = gather(services.bootstrap_servers, tmp_path / "lake", statement)
+        report = judge(statement, evidence, Schemas(services.registry_url), drained=True)
+        assert report.sound, str(report)
+        assert report.numbers["done"] == 17
+        assert_damage_is_found(statement, evidence, Schemas(services.registry_url))
+
+
+def assert_damage_is_found(statement: Statement, evidence: Evidence, schemas: Schemas) -> None:
+    """A document with another customer, and one that is there twice, are findings."""
+    [view] = statement.views
+    assert evidence.staging is not None
+    last = evidence.staging.outputs[view.out][-1].rows[-2]
+    last["value:OrderDocuments"]["customer"]["name"] = "Mallory"
+    report = judge(statement, evidence, schemas)
+    assert not report.sound
+    assert any("the view's result is" in finding.text and "Mallory" in finding.text for finding in report.findings)
 
 
 def folded(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,7 +92,7 @@ def test_the_commands_that_the_demo_prints_work_in_its_folder(tmp_path: Path, mo
         for pair in shlex.split(exports):
             monkeypatch.setenv(*pair.split("=", 1))
         status, stop, clean = re.findall(r"zync (status \S+|demo --\w+)", said)
-        assert OUTPUT in zync(status)
+        assert INVOICES.output in zync(status)
         assert zync(stop) == "the demo is stopped\n"
         assert zync(clean) == "the demo is stopped and removed\n"
         assert not (tmp_path / "demo").exists()

@@ -35,6 +35,26 @@ def test_a_rule_that_is_none_is_said_with_those_that_are() -> None:
     )
 
 
+def test_explain_shows_the_query_of_a_view_and_the_keys_that_each_table_touches() -> None:
+    orders = str(Path(DEMO).with_name("orders.yaml"))
+    result = CliRunner().invoke(main, ["explain", "--format", "json", orders])
+    query, plan = (json.loads(line) for line in result.stdout.splitlines())
+    assert [(each["kind"], each["name"], each["pool"]) for each in (query, plan)] == [
+        ("rule", "order-document", "Documents"),
+        ("plan", "order-document", "Documents"),
+    ]
+    assert "LEFT JOIN l ON (o.id) = (l.order_id)" in query["sql"]
+    assert "FROM Shop.`shop.public.lines` GROUP BY (key)" in query["sql"]
+    assert (
+        "-- a change of c (shop.public.customers) touches the keys {id: o.id} of\n"
+        "--   the changed rows c, as they were before the batch and as they are after it\n"
+        "--   with the rows o that have o.customer_id = c.id: a semi join of c with the state of o\n"
+    ) in plan["sql"]
+    as_text = CliRunner().invoke(main, ["explain", orders]).stdout
+    assert as_text == f"{query['sql']}\n\n{plan['sql']}\n"
+    assert as_text == CliRunner().invoke(main, ["etl", "--explain", orders]).stdout
+
+
 def test_explain_gives_an_object_a_statement_to_a_pipe() -> None:
     result = CliRunner().invoke(main, ["etl", "--explain", "--format", "json", DEMO])
     assert result.exit_code == 0, result.output
