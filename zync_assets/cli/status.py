@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -28,6 +29,7 @@ from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, staging
+from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.head import Head
 from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
@@ -316,23 +318,35 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
     return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}
 
 
+def _state_results(pipeline: Pipeline) -> Iterator[CheckResult]:
+    """The check of the state of each pool with views."""
+    from zync_assets.checks.state_checks import state_equals_raw
+    from zync_assets.spark.session import spark_session
+
+    for pool in pipeline.staging_pools:
+        if any(rule.view for rule in pipeline.rules_of(pool)):
+            yield state_equals_raw(pipeline, pool, lambda: spark_session(pipeline.spark, pipeline.lake))
+
+
 COLUMNS = ("check", "of", "result", "severity", "summary", "numbers")
 
 
 @click.command()
 @click.argument("pipeline", type=click.Path(path_type=Path))
+@click.option("--state", is_flag=True, help="Compare the state of views with the raw pools too, in Spark.")
 @format_option
-def check(pipeline: Path, fmt: Format) -> None:
+def check(pipeline: Path, state: bool, fmt: Format) -> None:
     """Verify the pools and the output topics of the file PIPELINE, a row a check.
 
     Reads everything that was ingested again, from the lake and from Kafka. Exit code 1 when a check fails whose severity
     is error; one whose severity is warn tells of something to look at and changes no exit code.
 
-    Starts no JVM.
+    Starts no JVM, but for --state.
     """
     failed = False
     rows: list[dict[str, object]] = []
-    for found in run_all(load(pipeline)):
+    model = load(pipeline)
+    for found in chain(run_all(model), _state_results(model) if state else ()):
         failed = failed or (not found.passed and found.severity == "error")
         row: dict[str, object] = {
             "check": found.name,

@@ -29,6 +29,7 @@ from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Orderi
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
 from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes
 from zync_assets.etl.views.batch import Stage
+from zync_assets.etl.views.tables import declared_frame
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
@@ -135,10 +136,14 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         if frame is not None:
             frame = ordering.carried(frame, topic).selectExpr("*", "false AS old", *row_columns(topic, state, held))
             records[topic] = note_schema(frame, frames.record_types(state))
+    tabular = {topic for rule in rules if rule.view is not None for topic in rule.topics}
+    for topic in sorted(tabular):
+        typed = declared_frame(batch.spark, pipeline.input(topic), records.get(topic))
+        if typed is not None:
+            records[topic] = typed
     learn_types(matching.questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
-    tabular = {topic for rule in rules if rule.view is not None for topic in rule.topics}
     return Transform(
         pipeline,
         batch,

@@ -172,6 +172,11 @@ def write_changes(
     return Change(kind, before, files)
 
 
+def latest_rows(records: TableRecords, placeholder: str | None) -> DataFrame:
+    """The row of each key after all records: key, row (null: deleted)."""
+    return _latest(records.kind, records, placeholder).select("key", "row")
+
+
 def _latest(kind: TableType, records: TableRecords, placeholder: str | None) -> DataFrame:
     """The last record of each key: key, row, last (struct(offset, high, low)), offsets, lowest and highest partition. With
     unchanged values that were not sent: ``rows``, all rows of the key in order."""

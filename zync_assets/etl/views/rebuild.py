@@ -6,14 +6,16 @@ that are published never change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
-from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules.matching import Ordering, has_schema
+from zync_assets.etl.views.changes import latest_rows, look, record_rows
 from zync_assets.etl.views.query import same_sql
-from zync_assets.etl.views.tables import Table
+from zync_assets.etl.views.state import Reader, state_files
+from zync_assets.etl.views.tables import Table, table_type
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
@@ -23,6 +25,13 @@ from zync_assets.spark.sql import name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+class Counts(NamedTuple):
+    """``rows``: live rows of a state; ``differing``: keys with another row in the raw pool."""
+
+    rows: int
+    differing: int
 
 
 def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Table) -> DataFrame:
@@ -52,6 +61,31 @@ def _failed(state: StagingState, topic: str) -> Failures:
     rows = rows.filter(pc.and_(pc.equal(rows["topic"], topic), pc.is_valid(rows["text"])))
     places = [(topic, row["partition"], at) for row in rows.to_pylist() for at in range(row["first"], row["end"])]
     return Failures({place: Failure(*place, "", "") for place in places})
+
+
+def state_counts(
+    spark: SparkSession, state: StagingState, raw: RawState, table: Table, placeholder: str | None
+) -> Counts:
+    """The live rows in a table's state, and the keys whose row is another one in the raw pool.
+
+    ``placeholder``: see ``Pipeline.unavailable_value``. EtlError if retention removed records that the state was made from.
+    """
+    from pyspark.sql import functions as F
+
+    frame = raw_rows(spark, state, raw, table)
+    if not has_schema(frame):
+        return Counts(0, 0)
+    kind, ordering = table_type(table, frame, state), Ordering({table.topic: 0})
+    records, _ = look({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
+    if not records:
+        return Counts(0, 0)
+    live = Reader(spark, state.table.uri).live(kind, state_files(state, table)).where("row IS NOT NULL")
+    live = live.selectExpr("key AS live_key", "row AS live_row")
+    wanted = latest_rows(records[0], placeholder).where("row IS NOT NULL")
+    both = live.join(wanted, F.expr("live_key = key"), "full_outer")
+    same = same_sql("live_row", "row", kind.state_row)
+    [row] = both.selectExpr("count(live_key) AS rows", f"count_if(NOT {same}) AS differing").collect()
+    return Counts(row["rows"], row["differing"])
 
 
 def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering) -> DataFrame:

@@ -20,20 +20,21 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import arrow_type, spark_type
+from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules.shapes import expression_type, schema_of, shape_type, unify
+from zync_assets.etl.rules.matching import has_schema
+from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of, shape_type, type_sql, unify
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import ORDER
-from zync_assets.lake.raw_files import ORDER_TYPE
+from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
 from zync_assets.lake.staging import REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
-from zync_assets.pipeline import Rule, Shape, ViewTable
+from zync_assets.pipeline import Input, Rule, Shape, SideFormat, ViewTable
 from zync_assets.spark.sql import name_sql, shape_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType, StructType
 
 VERSION = "version"
 """The column that says which record made a version of a row."""
@@ -168,6 +169,40 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     # With the notes of the staging table's columns, by which Spark finds files with narrower types.
     schema = wider_schema(pa.schema([have[item.name] for item in columns if item.name in have]), pa.schema(columns))
     return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, envelope, schema)
+
+
+def declared_frame(spark: SparkSession, item: Input, frame: DataFrame | None) -> DataFrame | None:
+    """The records of a table's topic, with the types that the pipeline file declares where no value has come yet. A LEFT JOIN
+    then has a result before its table has a row. ``frame``: the records; None without a raw table."""
+    if frame is not None and has_schema(frame):
+        return frame
+    value = _declared(item.value)
+    if value is None:
+        return frame
+    if frame is not None:
+        known = schema_of(frame)
+        made = frame.selectExpr("* EXCEPT (value)", f"CAST(NULL AS {type_sql(value)}) AS value")
+        return note_schema(made, _with_value(known, value))
+    key = _declared(item.key)
+    if key is None:
+        return None
+    kafka = type_sql(spark_type(KAFKA_TYPE))
+    columns = (f"CAST(NULL AS {kafka}) AS kafka", f"CAST(NULL AS {type_sql(key)}) AS key")
+    return spark.range(0).selectExpr(*columns, f"CAST(NULL AS {type_sql(value)}) AS value")
+
+
+def _with_value(schema: StructType, value: DataType) -> StructType:
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField(item.name, value) if item.name == "value" else item for item in schema])
+
+
+def _declared(side: SideFormat) -> DataType | None:
+    """The type of keys or values that is plain in the pipeline file; None where the records tell it."""
+    if side.format == "json" and side.ddl is not None:
+        return spark_type(parse_ddl(side.ddl))
+    plain = {"string": pa.string(), "bytes": pa.binary(), "json": pa.string()}
+    return spark_type(plain[side.format]) if side.format in plain else None
 
 
 def _is_envelope(value: DataType) -> bool:
