@@ -232,7 +232,7 @@ def _replacing(kind: TableType, records: TableRecords, placeholder: str | None, 
     old = f"named_struct('gone', 1, 'row', old_row, {_entry(_version_sql('old.partition', 'old', 'last'))})"
     both = f"CASE WHEN old_key IS NULL THEN array({new}) ELSE array({new}, {old}) END"
     return (
-        pairs.where("old_key IS NULL OR last.offset > old.offset")
+        pairs.where("old_key IS NULL OR last.offset > old.offset OR lowest <> old.partition OR highest <> old.partition")
         .selectExpr("key", f"explode({both}) AS each", "least(lowest, old.partition) AS lowest",
                     "greatest(highest, old.partition) AS highest")
         .selectExpr("each.gone AS gone", "key", "each.row AS row", "each.version AS version", "lowest", "highest")

@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules.matching import has_schema
 from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of, shape_type, type_sql, unify
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import ORDER
@@ -34,7 +33,7 @@ from zync_assets.spark.sql import name_sql, shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType, StructType
+    from pyspark.sql.types import DataType
 
 VERSION = "version"
 """The column that says which record made a version of a row."""
@@ -172,29 +171,26 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
 
 
 def declared_frame(spark: SparkSession, item: Input, frame: DataFrame | None) -> DataFrame | None:
-    """The records of a table's topic, with the types that the pipeline file declares where no value has come yet. A LEFT JOIN
-    then has a result before its table has a row. ``frame``: the records; None without a raw table."""
-    if frame is not None and has_schema(frame):
+    """The records of a table's topic, with the types that the pipeline file declares where no key or no value has come yet. A
+    LEFT JOIN then has a result before its table has a row. ``frame``: the records; None without a raw table."""
+    from pyspark.sql.types import NullType, StructField, StructType
+
+    declared = {"key": _declared(item.key), "value": _declared(item.value)}
+    if frame is None:
+        columns = [f"CAST(NULL AS {type_sql(spark_type(KAFKA_TYPE))}) AS kafka"]
+        columns += [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in declared.items() if kind is not None]
+        return spark.range(0).selectExpr(*columns) if len(columns) > len(declared) else None
+    known = schema_of(frame)
+    sides = {
+        side: kind for side, kind in declared.items() if kind is not None and isinstance(known[side].dataType, NullType)
+    }
+    if not sides:
         return frame
-    value = _declared(item.value)
-    if value is None:
-        return frame
-    if frame is not None:
-        known = schema_of(frame)
-        made = frame.selectExpr("* EXCEPT (value)", f"CAST(NULL AS {type_sql(value)}) AS value")
-        return note_schema(made, _with_value(known, value))
-    key = _declared(item.key)
-    if key is None:
-        return None
-    kafka = type_sql(spark_type(KAFKA_TYPE))
-    columns = (f"CAST(NULL AS {kafka}) AS kafka", f"CAST(NULL AS {type_sql(key)}) AS key")
-    return spark.range(0).selectExpr(*columns, f"CAST(NULL AS {type_sql(value)}) AS value")
-
-
-def _with_value(schema: StructType, value: DataType) -> StructType:
-    from pyspark.sql.types import StructField, StructType
-
-    return StructType([StructField(item.name, value) if item.name == "value" else item for item in schema])
+    columns = [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in sides.items()]
+    made = frame.selectExpr(f"* EXCEPT ({', '.join(sides)})", *columns)
+    return note_schema(
+        made, StructType([StructField(each.name, sides.get(each.name, each.dataType)) for each in known])
+    )
 
 
 def _declared(side: SideFormat) -> DataType | None:

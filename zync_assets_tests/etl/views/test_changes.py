@@ -1,0 +1,57 @@
+"""The rows that records make: unchanged values that Debezium did not send, and keys in two partitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.errors import EtlError
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets.pipeline import UNAVAILABLE_VALUE
+from zync_assets_tests.mini import Mini, make_pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TEXT = """
+inputs:
+  - {{topic: {topic}, pool: Raw, format: json, key-schema: id bigint,
+     value-schema: "op string, after struct<id bigint, size bigint, note string>"}}
+outputs:
+  - {{topic: {topic}.out, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - {{type: view, tables: {{t: {topic}}}, from: t, key: {{id: t.id}}, value: {{size: t.size, note: t.note}}, out: {topic}.out}}
+"""
+
+
+def change(id: int, size: int, note: str = UNAVAILABLE_VALUE, op: str = "u") -> tuple[str, dict[str, Any]]:
+    return f'{{"id": {id}}}', {"op": op, "after": {"id": id, "size": size, "note": note}}
+
+
+def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+    topic = f"{unique}.rows"
+    pipeline = make_pipeline(services, tmp_path, TEXT.format(topic=topic))
+    create_topic(pipeline.kafka, topic, 2, 1, {})
+    it = Mini(pipeline, spark, topic, topic, f"{topic}.out")
+    # Within one batch, and after an earlier batch, the row keeps the value that was not sent.
+    it.send(topic, change(1, 1, "long", "c"), change(1, 2), change(2, 1, "other", "c"))
+    it.step()
+    it.send(topic, change(1, 3), change(1, 4), ('{"id": 2}', {"op": "d", "after": None}), ('{"id": 2}', None))
+    it.step()
+    found = [(row["key"]["id"], row["value"]) for row in it.staged()]
+    assert found == [
+        (1, {"size": 2, "note": "long"}),
+        (2, {"size": 1, "note": "other"}),
+        (1, {"size": 4, "note": "long"}),
+        (2, None),
+    ]
+    assert it.classes(topic) == {"done": 7}
+    sources = [[item["offset"] for item in row["source"]] for row in it.staged()]
+    assert sources == [[0, 1], [2], [3, 4], [5, 6]]
+    it.send(topic, change(1, 5, "moved"), partition=1)
+    it.ingest()
+    with pytest.raises(EtlError, match=r'a key comes in partitions 0 and 1: .*"id":1.* \(table t'):
+        it.etl()
