@@ -127,6 +127,12 @@ def cause_line(error: Exception) -> str:
 _ANSI_ADVICE = re.compile(r" *If necessary,? (you can )?set [^\n]*? to bypass this error\.")
 
 
+def raised_text(error: Exception, mark: str) -> str | None:
+    """The text that ``raise_error`` of Spark SQL raised after ``mark``; None if an error does not have the mark."""
+    _, found, text = str(error).partition(mark)
+    return text.splitlines()[0].partition(" SQLSTATE:")[0].strip() if found else None
+
+
 def short(error: Exception) -> str:
     """The first line of what Spark says, without its plan and its error class's link."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

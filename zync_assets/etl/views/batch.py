@@ -39,6 +39,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import REPLACED, STATE, StagingState
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
+from zync_assets.spark.tasks import raised_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -257,10 +258,10 @@ def _errors(pool: str) -> Generator[None]:
         split = split_error(pool, error)
         if split is not None:
             raise split from error
-        _, found, after = str(error).partition(DUPLICATE)
-        if found:
+        duplicate = raised_text(error, DUPLICATE)
+        if duplicate is not None:
             raise EtlError(
-                f"pool {pool}: {DUPLICATE}{after.splitlines()[0]}. Nothing was committed. Give the view a key: that is unique,"
+                f"pool {pool}, {duplicate}. Nothing was committed. Give the view a key: that is unique,"
                 " or say with on-duplicate-key: which row to use."
             ) from error
         raise

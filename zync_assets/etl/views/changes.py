@@ -19,6 +19,7 @@ from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, write_state
 from zync_assets.etl.views.tables import TableType, null_sql, place_sql
 from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.tasks import raised_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -245,21 +246,24 @@ def _entry(sql: str) -> str:
 
 def _checked(kind: TableType, frame: DataFrame) -> DataFrame:
     """The frame. It fails for a key that comes in two partitions."""
-    text = f"concat('{_SPLIT}', CAST(lowest AS STRING), ' and ', CAST(highest AS STRING), ': ', to_json(struct(key)))"
+    begin = text_sql(f"{_SPLIT}table {kind.table.name}: the record key ")
+    places = "CAST(lowest AS STRING), ' and ', CAST(highest AS STRING)"
+    text = f"concat({begin}, to_json(struct(key)), ' comes in partitions ', {places})"
     version = f"CASE WHEN lowest <> highest THEN raise_error({text}) ELSE version END AS version"
     return frame.selectExpr("gone", "key", "row", version)
 
 
-_SPLIT = "a key comes in partitions "
+_SPLIT = "[split key] "
+"""Marks the text of a task's error."""
 
 
 def split_error(pool: str, error: Exception) -> EtlError | None:
     """The error for a key in two partitions; None for another error."""
-    _, found, after = str(error).partition(_SPLIT)
-    if not found:
+    text = raised_text(error, _SPLIT)
+    if text is None:
         return None
     return EtlError(
-        f"pool {pool}: {_SPLIT}{after.splitlines()[0]}. The last record of the key is not known. Nothing was committed. Let the"
+        f"pool {pool}, {text}. The last record of the key is not known. Nothing was committed. Let the"
         " producer keep each key in one partition, or give the table a key: that tells the rows apart."
     )
 

@@ -37,7 +37,8 @@ FEW = 200_000
 MOST_VALUES = 20_000
 """Values whose ranges are fetched, so that Spark skips parts of files."""
 
-DUPLICATE = "two result rows have the key "
+DUPLICATE = "[duplicate key] "
+"""Marks the text of a task's error."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,8 @@ class Maintenance:
             found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
         key = KEY
         if not chosen:
-            text = f"concat({text_sql(DUPLICATE)}, to_json(struct({KEY} AS key)), ': ', texts)"
+            begin = text_sql(f"{DUPLICATE}view {self.query.rule.name}: two result rows have the key ")
+            text = f"concat({begin}, to_json(struct({KEY} AS key)), ': ', texts)"
             key = (
                 f"CASE WHEN copies > 1 AND NOT ({null_sql(KEY, self.types[0])}) THEN raise_error({text}) ELSE {KEY} END"
             )

@@ -53,5 +53,5 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
     assert sources == [[0, 1], [2], [3, 4], [5, 6]]
     it.send(topic, change(1, 5, "moved"), partition=1)
     it.ingest()
-    with pytest.raises(EtlError, match=r'a key comes in partitions 0 and 1: .*"id":1'):
+    with pytest.raises(EtlError, match=r'table .*: the record key .*"id":1.* comes in partitions 0 and 1\. '):
         it.etl()
