@@ -84,11 +84,11 @@ class Table:
     envelope: bool
     rows: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     typed: bool = False
-    """Whether a record had a value. Before, the columns of the table are not known."""
+    """Whether a record came. Before, the table has no columns, even if the topic has a schema."""
 
     def apply(self, key: Any, value: Mapping[str, Any] | None) -> None:
         """Take the next record of a key's partition."""
-        self.typed |= value is not None
+        self.typed = True
         gone = value is None or (self.envelope and value["op"] == "d")
         if gone:
             self.rows.pop(key_text(key), None)

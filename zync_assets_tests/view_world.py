@@ -190,7 +190,7 @@ class World:
                 assert self.it.classes(self.topic(table)) == {"done": count}, table
 
     def expected(self, output: str) -> dict[str, Any]:
-        """Key → value. A view has no rows until all of its tables had a value."""
+        """Key → value. A view has no rows until all of its tables had a record."""
         rule = next(rule for rule in self.it.pipeline.rules if rule.out == output)
         assert rule.view is not None
         names = {table.alias: table.topic.rpartition(".")[2] for table in rule.view.tables}
