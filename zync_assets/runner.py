@@ -23,6 +23,7 @@ from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import EtlBatch, EtlCommit, Rebuild, plan_etl, read_raw, rebuild_plan, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.etl.streams import may_be_ordered
+from zync_assets.etl.views.batch import check_definitions
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import Survey, TopicState, survey
@@ -258,7 +259,11 @@ def commit_etl(
 
 
 def _commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit | None:
-    return None if batch.plan.nothing_to_do else commit_staging(pipeline, batch)
+    if not batch.plan.nothing_to_do:
+        return commit_staging(pipeline, batch)
+    # A view that was edited while nothing is new does not wait for the next record to be an error.
+    check_definitions(pipeline, batch.plan.pool, batch.plan.head)
+    return None
 
 
 def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> Iterator[ReplayCommit | EtlCommit]:

@@ -7,12 +7,16 @@ import ast
 import re
 import shlex
 import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from deltalake import DeltaTable
@@ -105,6 +109,29 @@ def test_each_command_that_a_message_prints_can_be_pasted(tmp_path: Path, maker:
         parsed(pipeline.command(*words))
 
 
+TWO_POOLS = (
+    BOTH
+    + "  - {topic: $out.rows, pool: Views, key-format: string, value-format: json, create: {replication-factor: 1}}"
+    + JOIN
+)
+COPY = """
+  - {name: copy, type: stateless, in: $right, out: $out.rows, key: in.key, value: {id: in.value.id}}
+"""
+VIEW = """
+  - name: row-view
+    type: view
+    tables: {r: {topic: $right, key: {id: value.id}, row: value}}
+    from: r
+    key: CAST(r.id AS STRING)
+    value: {id: r.id, v: r.v}
+    out: $out.rows
+"""
+SINK = """
+sinks:
+  - {name: warehouse, type: sqlite, url: "$url", from: [Raw.$right], table: rows, mode: insert}
+"""
+
+
 class Shop:
     """A pipeline and its commands. A command that is printed ends in a comment for a shell, which names its place."""
 
@@ -154,6 +181,8 @@ def test_each_printed_command_does_what_its_message_says(
     records_in_quarantine(shop, monkeypatch)
     rules_that_changed(shop)
     damage(shop, tmp_path)
+    views(shop)
+    sinks(shop, tmp_path)
     shop.zync("check")
     assert shop.pasted == {place for place, maker, _ in made() if maker == "pipeline"}
 
@@ -271,3 +300,42 @@ def damage(shop: Shop, folder: Path) -> None:
         shop.paste(text)
     shop.zync("run", "--until-idle")
     assert [value["id"] for value in it.values()] == [1, 2, 4, 3]
+
+
+def views(shop: Shop) -> None:
+    it = shop.it
+    shop.paste(shop.zync("rebuild", code=1))
+    it.edited(TWO_POOLS + COPY)
+    shop.zync("etl")
+    it.edited(TWO_POOLS + VIEW)
+    shop.paste(shop.zync("etl", code=1))
+    it.edited(TWO_POOLS + VIEW.replace("v: r.v", "v: upper(r.v)"))
+    shop.paste(shop.zync("etl", code=1))
+    shop.zync("etl")
+    shop.zync("check", "--state")
+    change_a_row_of_state(Path(it.lake, "Views"))
+    shop.paste(shop.zync("check", "--state", code=1))
+    shop.zync("check", "--state")
+
+
+def change_a_row_of_state(staging: Path) -> None:
+    """Another program changes a row of the state, and the table's log does not show it."""
+    file = next(staging.glob("batch-*/state-*/gone=0/*.parquet"))
+    table = pq.read_table(file, partitioning=None)
+    (name,) = (name for name in table.column_names if name.startswith("state-row:"))
+    rows = table[name].to_pylist()
+    rows[0]["v"] = "another text"
+    column = pa.array(rows, table.schema.field(name).type)
+    pq.write_table(table.set_column(table.column_names.index(name), table.schema.field(name), column), file)
+    file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+
+
+def sinks(shop: Shop, folder: Path) -> None:
+    it, file = shop.it, folder / "warehouse.db"
+    it.edited(TWO_POOLS + VIEW.replace("v: r.v", "v: upper(r.v)") + SINK.replace("$url", f"sqlite:///{file}"))
+    shop.zync("sink")
+    with closing(sqlite3.connect(file)) as target, target:
+        target.execute("UPDATE zync_positions SET next = 1000000")
+    shop.paste(shop.zync("sink", code=1))
+    with closing(sqlite3.connect(file)) as target:
+        assert target.execute("SELECT count(*) FROM rows").fetchone() == (len(it.raw(it.right)),)

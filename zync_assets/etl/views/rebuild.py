@@ -12,6 +12,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.rules.matching import Ordering, has_schema
+from zync_assets.etl.rules.shapes import made_sql
 from zync_assets.etl.views.changes import latest_rows, look, record_rows
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.state import Reader, state_files
@@ -97,9 +98,15 @@ def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, orde
     from pyspark.sql import functions as F
 
     key, value = staging.key_column(topic), staging.value_column(topic)
+    # The staged records may lack fields of the new definition.
+    sides = (
+        f"{made_sql(name, staged.schema[name].dataType, rows.schema[column].dataType)} AS {name}"
+        for name, column in (("key", key), ("value", value))
+    )
     last = (
-        staged.groupBy(F.col("key").alias("staged_key"))
-        .agg(F.expr("max_by(struct(value, source), kafka.offset) AS latest"))
+        staged.selectExpr(*sides, "source", "kafka.offset AS offset")
+        .groupBy(F.col("key").alias("staged_key"))
+        .agg(F.expr("max_by(struct(value, source), offset) AS latest"))
         .where("latest.value IS NOT NULL")
     )
     both = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
