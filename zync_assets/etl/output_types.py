@@ -34,7 +34,6 @@ from zync_assets.etl.rules.output_schemas import (
     written_forms,
 )
 from zync_assets.etl.rules.shapes import check_headers, own_type, shape_type, unify, void_fields
-from zync_assets.etl.views.query import rule_types
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
@@ -189,6 +188,9 @@ def _rule_types(
     if any(topic not in frames for topic in rule.topics):
         return None
     if rule.view is not None:
+        # Loads an SQL parser, which Spark's workers do without.
+        from zync_assets.etl.views.query import rule_types
+
         found = rule_types(rule, frames, state)
         if found is None:
             return None

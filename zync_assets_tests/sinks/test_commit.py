@@ -181,6 +181,10 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     assert write(it) == []
 
 
+POINTS = ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged")
+"""The crash points of a sink."""
+
+
 @pytest.mark.slow
 def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
@@ -189,7 +193,7 @@ def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
     it = mini(services, spark, tmp_path, unique, TEXT)
     chance = random.Random(7)
     wanted: dict[int, tuple[Any, ...]] = {}
-    for point in ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged"):
+    for point in POINTS:
         changes = [(chance.choice("ccuud"), chance.randrange(50), f"v{number}") for number in range(400)]
         it.send(it.left, *(row(key, v, op) for op, key, v in changes))
         for op, key, v in changes:

@@ -1,6 +1,7 @@
 """The kind ``view``: a topic that always equals a query over the latest rows of tables. The query as SQL, and how it is kept.
 
-``etl.views`` keeps the result. A view takes no single records, so that the kind makes no results itself.
+``etl.views`` keeps the result. A view takes no single records, so that the kind makes no results itself. Spark's workers load
+this module, and need no SQL parser: the functions that show a view load the parser.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from zync_assets.etl.rules.matching import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
-from zync_assets.pipeline_file.view_expressions import aliases_of, grouped, has_aggregates, ordered
 from zync_assets.spark.sql import leaves, name_sql, shape_sql
 
 
@@ -34,6 +34,8 @@ def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
 
     The row of a default table is ``value.after``. For records that are no envelopes of Debezium, it is ``value``.
     """
+    from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered
+
     view = _view(rule)
     tables = ",\n".join(f"{item.alias} AS ({_latest_sql(item, pipeline)})" for item in view.tables)
     value = _sorted(rule.value)
@@ -108,6 +110,8 @@ def _shown(shape: Shape) -> str:
 
 def _sorted(shape: Shape) -> Shape:
     """The shape with sorted collections: Spark collects in no order."""
+    from zync_assets.pipeline_file.view_expressions import ordered
+
     if isinstance(shape, str):
         return ordered(shape)
     return None if shape is None else {name: _sorted(part) for name, part in shape.items()}
@@ -125,6 +129,8 @@ def _latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
 
 def _spelled(view: View, sql: str) -> list[str]:
     """The aliases of an expression, in the order of the view's tables."""
+    from zync_assets.pipeline_file.view_expressions import aliases_of
+
     names = aliases_of(sql)
     return [item.alias for item in view.tables if item.alias.lower() in names]
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,7 +191,8 @@ def test_a_document_follows_its_tables(make: Make) -> None:
     assert {json.dumps(row["key"]): row["value"] for row in rows} == shop.folded(out)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small batches and in large ones, with folds of state between them."""
     monkeypatch.setattr(fold, "FILES", 4)
@@ -213,6 +218,47 @@ def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) 
             shop.send(alias, (key, None if gone else made))
         shop.it.step()
         shop.check(views)
+
+
+POINTS = ("etl:state-written", "fold:written", "fold:committed")
+"""The crash points of views."""
+RUN = """
+import sys
+from zync_assets.cli.main import main
+from zync_assets.etl.views import fold
+fold.FILES = 4
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_batch_or_fold_run_again_ends_as_if_nothing_had_been(make: Make, tmp_path: Path, point: str) -> None:
+    """The command as a real process, killed with its JVM and workers. Before the batch, a table has files for a fold."""
+    shop = make(DOCUMENTS)
+    command = [sys.executable, "-c", RUN, "run", str(shop.it.pipeline.path), "--until-idle"]
+    shop.send("o", (10, {"customer": 1, "status": "open"}), (11, {"customer": 1, "status": "open"}))
+    shop.send("l", (100, {"order_id": 10, "qty": 3}), (101, {"order_id": 11, "qty": 4}))
+    for name in ("Ann", "Anna", "Anne"):
+        shop.send("c", (1, {"name": name}))
+        shop.it.step()
+    shop.send("c", (1, {"name": "Ana"}))
+    shop.send("o", (11, None))
+    log = tmp_path / "zync.log"
+    with log.open("wb") as out:
+        armed = {**os.environ, "ZYNC_CRASH": point}
+        code = subprocess.run(command, stdout=out, stderr=out, env=armed, timeout=280, check=False).returncode
+    assert code == -signal.SIGKILL, log.read_text()
+    assert f"killed at {point}" in log.read_text()
+    with log.open("wb") as out:
+        code = subprocess.run(command, stdout=out, stderr=out, timeout=280, check=False).returncode
+    assert code == 0, log.read_text()
+    shop.check({shop.it.out: DOCUMENTS_SQL})
+    shop.send("l", (101, {"order_id": 10, "qty": 5}))
+    shop.it.step()
+    shop.check({shop.it.out: DOCUMENTS_SQL})
+    assert state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark).passed
 
 
 def test_a_rebuild_stages_the_differences(make: Make) -> None:
