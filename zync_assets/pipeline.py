@@ -245,7 +245,7 @@ class ViewTable:
 
 @dataclass(frozen=True)
 class ViewJoin:
-    """One join of a view: the table that it adds, and what it compares.
+    """A join of a view. The join adds the table ``alias`` to the tables before it.
 
     ``on``: pairs of an expression over an alias that was joined before, and of an expression over ``alias``. An alias
     qualifies each column: ``("o.customer_id", "c.id")``.

@@ -20,7 +20,7 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.plan import EtlBatch, EtlCommit, Rebuild, plan_etl, read_raw, rebuild_plan, transform
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Rebuild, plan_etl, read_raw, rebuild_plan, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.etl.streams import may_be_ordered
 from zync_assets.etl.views.batch import check_definitions
@@ -230,7 +230,10 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
 
 def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlBatch:
     """The next ETL batch of a staging pool. The batch is lazy and starts no session."""
-    plan = plan_etl(pipeline, pool, retry)
+    return _read_plan(pipeline, session, plan_etl(pipeline, pool, retry))
+
+
+def _read_plan(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
     slices = {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
     return transform(session, pipeline, plan, slices)
 
@@ -240,10 +243,7 @@ def rebuild_all(pipeline: Pipeline, session: Session, kind: Rebuild) -> Iterator
     ``EtlPlan``."""
 
     def read(pool: str) -> EtlBatch:
-        plan = rebuild_plan(pipeline, pool, kind)
-        return transform(
-            session, pipeline, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
-        )
+        return _read_plan(pipeline, session, rebuild_plan(pipeline, pool, kind))
 
     for pool in pipeline.staging_pools:
         made = commit_etl(pipeline, partial(read, pool))

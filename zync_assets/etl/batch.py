@@ -203,13 +203,12 @@ def result_rows(
         if plan.reads(topic) or plan.reads_nothing
     }
     untyped = [index for index, rule in enumerate(rules) if rule.name in types[rule.out].untyped]
-    maintained = {index for index, rule in enumerate(rules) if rule.view is not None}
-    others = [index for index, rule in enumerate(rules) if not kind_of(rule).single and index not in untyped]
-    others = [index for index in others if index not in maintained]
+    of_records = [(index, rule) for index, rule in enumerate(rules) if rule.view is None]
+    others = [index for index, rule in of_records if not kind_of(rule).single and index not in untyped]
     targets = {
         index: types[rule.out].target(rule.name)
-        for index, rule in enumerate(rules)
-        if index not in others and index not in maintained and rule.name in types[rule.out].targets
+        for index, rule in of_records
+        if index not in others and rule.name in types[rule.out].targets
     }
     parts = [
         matching.singles(

@@ -33,7 +33,7 @@ from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row
 from zync_assets.etl.pending import PendingRecords, fold_ledger
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
-from zync_assets.etl.results import check_classes, output_ends
+from zync_assets.etl.results import Positions, check_classes, output_ends
 from zync_assets.etl.retries import carve
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.missing_fields import with_missing_fields
@@ -41,7 +41,6 @@ from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.fold import fold_state
 from zync_assets.lake import raw, staging, storage
-from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
@@ -60,9 +59,6 @@ ROUNDS = 20
 
 MEASURED = 1_000
 """Mean bytes of a record in its file from which on rows are measured on their way to Python."""
-
-Positions = Mapping[tuple[str, int], OutputPosition]
-"""(output topic, partition) → position."""
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:

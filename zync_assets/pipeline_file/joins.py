@@ -2,8 +2,8 @@
 
     o JOIN c ON o.customer_id = c.id LEFT JOIN l ON l.order_id = o.id
 
-Each join adds one alias, and compares it with one alias before it. The texts of both sides are cut out of the file's own text,
-so that Spark parses what the user wrote.
+Each join adds an alias. The ON of the join compares this alias with one earlier alias. The texts of both sides are cut out of
+the file's own text, so that Spark parses what the user wrote.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], sche
         except AnalysisException as error:
             raise stores.missing_file(str(error)) or error from None
         frames.append(frame if own.equals(schema) else _cast(frame, kind))
+    return union(frames)
+
+
+def union(frames: Iterable[DataFrame]) -> DataFrame:
+    """The rows of one or more frames with the same columns."""
     return reduce(lambda first, second: first.unionByName(second), frames)
 
 

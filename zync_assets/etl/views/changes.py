@@ -18,6 +18,7 @@ from zync_assets.etl.rules.matching import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, write_state
 from zync_assets.etl.views.tables import TableType, null_sql, place_sql
+from zync_assets.spark.frames import union
 from zync_assets.spark.sql import name_sql, text_sql
 from zync_assets.spark.tasks import raised_text
 
@@ -69,7 +70,7 @@ def record_rows(kind: TableType, records: DataFrame, ordering: Ordering) -> Data
 def look(
     parts: Mapping[str, tuple[TableType, DataFrame]], placeholder: str | None, *, small: bool
 ) -> tuple[list[TableRecords], list[Fact]]:
-    """What a batch has for each table, and the facts about its records. One Spark job for all tables.
+    """The batch's records of each table, and the facts about these records. A single Spark job reads all tables.
 
     ``parts``: name of a table → its type and its ``record_rows``; ``placeholder``: see ``Pipeline.unavailable_value``.
     Raises RowFailures for records without a key.
@@ -89,9 +90,6 @@ def look(
         )
     if not frames:
         return [], []
-    whole = frames[0]
-    for frame in frames[1:]:
-        whole = whole.unionByName(frame)
     sums = (
         "count(*) AS count",
         "count_if(keyless) AS keyless",
@@ -100,7 +98,7 @@ def look(
     )
     from pyspark.sql import functions as F
 
-    found = whole.groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
+    found = union(frames).groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
     if any(row["keyless"] for row in found):
         raise RowFailures(_keyless(parts, {row["name"] for row in found if row["keyless"]}))
     records: list[TableRecords] = []

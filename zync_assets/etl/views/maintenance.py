@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -22,10 +21,11 @@ from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.matching import Columns, Ordering, Target
 from zync_assets.etl.views.changes import Change, RowFailures
 from zync_assets.etl.views.lookup import Values, cast_sql, kept, key_paths, plain_column, substituted
-from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Edge, Query, V, same_sql
+from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Query, V, same_sql
 from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, without_versions
 from zync_assets.etl.views.tables import TableType, null_sql
 from zync_assets.lake.log import DataFile
+from zync_assets.spark.frames import union
 from zync_assets.spark.sql import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Maintenance:
         rows = {
             start: self.rows(start, self._values(start, values, [sql for sql, _ in paths], few=few, null_safe=True))
         }
-        for edge, near, far in self._outwards(start):
-            pairs = edge.values(near, query)
+        for near, far, pairs in query.outwards(start):
             if not few or not pairs:
                 rows[far] = self.rows(far)
                 continue
@@ -128,7 +127,7 @@ class Maintenance:
         parts = [self._touched_by(alias) for alias in self.query.aliases if alias in self.changes]
         if not parts:
             return None
-        return reduce(lambda one, other: one.unionByName(other), parts).distinct()
+        return union(parts).distinct()
 
     def _touched_by(self, alias: str) -> DataFrame:
         """The keys that the changed rows of an alias touch."""
@@ -136,13 +135,12 @@ class Maintenance:
 
         query = self.query
         frame = self.delta(alias).where("z_changed").select(V, name_sql(alias))
-        wanted = {owner for sql in query.key_leaves for owner in query.owners(sql)}
         substitutes: dict[str, str] = {}
-        for edge, near, far in self._path(alias, wanted):
-            pairs = edge.values(near, query)
+        steps = query.path(alias)
+        for _, far, pairs in steps:
             of_far = [sql for sql in query.key_leaves if far in query.owners(sql)]
             equal = {other.strip(): one for one, other in pairs}
-            last = not any(step[1] == far for step in self._path(alias, wanted))
+            last = not any(step.near == far for step in steps)
             if last and all(sql.strip() in equal for sql in of_far):
                 # The changed row has the key already.
                 substitutes |= {sql: equal[sql.strip()] for sql in of_far}
@@ -157,28 +155,6 @@ class Maintenance:
             frame = frame.join(other, F.expr(f"{V} = z_other AND {equality}")).drop("z_other")
         key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
         return frame.selectExpr(f"{key} AS {KEY}")
-
-    def _outwards(self, start: str) -> list[tuple[Edge, str, str]]:
-        """The joins from an alias outwards: (join, the nearer alias, the farther alias)."""
-        edges, found, known = self.query.edges(), list[tuple[Edge, str, str]](), [start]
-        for near in known:
-            for edge in edges:
-                far = edge.far if edge.near == near else edge.near if edge.far == near else None
-                if far is not None and far not in known:
-                    known.append(far)
-                    found.append((edge, near, far))
-        return found
-
-    def _path(self, start: str, wanted: set[str]) -> list[tuple[Edge, str, str]]:
-        """The joins that lead from an alias to all ``wanted`` aliases."""
-        steps = self._outwards(start)
-        above = {far: near for _, near, far in steps}
-        needed: set[str] = set()
-        for alias in wanted:
-            while alias in above and alias not in needed:
-                needed.add(alias)
-                alias = above[alias]
-        return [step for step in steps if step[2] in needed]
 
     def _values(
         self, alias: str, frame: DataFrame, own: Sequence[str], *, few: bool, null_safe: bool = False
@@ -233,7 +209,7 @@ class Maintenance:
                 .selectExpr("*", f"1 AS {V}")
                 .drop("version")
             )
-        return reduce(lambda one, other: one.unionByName(other), frames)
+        return union(frames)
 
     def _unchanged(self, alias: str, values: Values | None) -> DataFrame:
         """The rows that the batch does not change."""

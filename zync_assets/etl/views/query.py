@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sqlglot import exp
 from sqlglot.dialects.spark import Spark
@@ -129,9 +129,29 @@ class Query:
         made = ", ".join(f"{text_sql(name)}, {row}.{name_sql(name)}" for name in fields)
         return f"CASE WHEN {row} IS NOT NULL THEN named_struct({made}) END"
 
-    def edges(self) -> list[Edge]:
-        """The joins as edges between two aliases, with all pairs of expressions."""
-        return [Edge(join, self._near(join), join.alias) for join in self.view.joins]
+    def outwards(self, start: str) -> list[Step]:
+        """The joins from an alias outwards, in the order of the way."""
+        ends = [(join, self._near(join)) for join in self.view.joins]
+        found, known = list[Step](), [start]
+        for near in known:
+            for join, other in ends:
+                far = join.alias if other == near else other if join.alias == near else None
+                if far is not None and far not in known:
+                    known.append(far)
+                    pairs = [pair for pair in join.on if self.owners(pair[0]) == {other}]
+                    found.append(Step(near, far, pairs if far == join.alias else [(own, one) for one, own in pairs]))
+        return found
+
+    def path(self, start: str) -> list[Step]:
+        """The joins that lead from an alias to all aliases of the view's key."""
+        steps = self.outwards(start)
+        above = {step.far: step.near for step in steps}
+        needed: set[str] = set()
+        for alias in {owner for sql in self.key_leaves for owner in self.owners(sql)}:
+            while alias in above and alias not in needed:
+                needed.add(alias)
+                alias = above[alias]
+        return [step for step in steps if step.far in needed]
 
     def _near(self, join: ViewJoin) -> str:
         """The alias that a join compares with. A join may compare with several: the last of them in the join order."""
@@ -208,19 +228,13 @@ class _Grouping:
         return f"z_made_{len(self.aggregates) - 1}"
 
 
-@dataclass(frozen=True)
-class Edge:
-    """A join between two aliases. ``near``: the alias that was joined before; ``far``: the one that the join adds."""
+class Step(NamedTuple):
+    """A join on the way along the join tree. ``pairs``: an expression over the nearer alias, and the expression over the farther
+    alias that equals it."""
 
-    join: ViewJoin
     near: str
     far: str
-
-    def values(self, of: str, query: Query) -> list[tuple[str, str]]:
-        """Pairs of an expression over ``of`` and the expression over the other end that it equals."""
-        both = (self.near, self.far)
-        pairs = [pair for pair in self.join.on if query.owners(pair[0]) == {self.near}]
-        return pairs if of == both[0] else [(far, near) for near, far in pairs]
+    pairs: list[tuple[str, str]]
 
 
 def _columns(found: set[Reference], alias: str) -> list[str] | None:

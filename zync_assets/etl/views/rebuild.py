@@ -100,21 +100,16 @@ def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, orde
     key, value = staging.key_column(topic), staging.value_column(topic)
     # The staged records may lack fields of the new definition.
     sides = (
-        f"{made_sql(name, staged.schema[name].dataType, rows.schema[column].dataType)} AS {name}"
+        f"{made_sql(name, staged.schema[name].dataType, rows.schema[column].dataType)} AS staged_{name}"
         for name, column in (("key", key), ("value", value))
     )
-    last = (
-        staged.selectExpr(*sides, "source", "kafka.offset AS offset")
-        .groupBy(F.col("key").alias("staged_key"))
-        .agg(F.expr("max_by(struct(value, source), offset) AS latest"))
-        .where("latest.value IS NOT NULL")
-    )
+    last = frames.latest_records(staged).selectExpr(*sides, "source AS staged_source")
     both = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
-    same = same_sql(name_sql(value), "latest.value", rows.schema[value].dataType)
+    same = same_sql(name_sql(value), "staged_value", rows.schema[value].dataType)
     places = " ".join(f"WHEN {text_sql(name)} THEN {place}" for name, place in ordering.places.items())
     # An input that the file has no more can't be named.
     each = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
-    source = f"transform(latest.source, it -> {each})"
+    source = f"transform(staged_source, it -> {each})"
     at = {name: f"element_at({source}, -1).{name}" for name in ("place", "partition", "offset")}
     order = ", ".join(f"{({'rank': '0'} | at).get(name, '0L')} AS {name}" for name in ordering.parts)
     tombstone = {
@@ -122,7 +117,7 @@ def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, orde
         "rule": str(index),
         "ord": f"struct({order})",
         "source": source,
-        "last": "CAST(size(latest.source) - 1 AS INT)",
+        "last": "CAST(size(staged_source) - 1 AS INT)",
         "waited": "0",
         key: "staged_key",
     }
