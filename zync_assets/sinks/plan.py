@@ -36,7 +36,8 @@ BATCH_OFFSETS = 1_000_000
 class SinkPlan:
     """The state of a target table compared with its source.
 
-    ``ends``: partition → the end of the source; ``starts``: partition → its first offset that is there.
+    ``ends``: partition → the end of the source; ``starts``: partition → the lowest offset that the source
+    holds.
     """
 
     pipeline: Pipeline = field(repr=False)

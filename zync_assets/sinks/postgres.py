@@ -26,7 +26,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.sql import SqlTarget, load_names
+from zync_assets.sinks.sql import SqlTarget, load_names, on_conflict
 from zync_assets.sinks.sql_types import SqlType, standard_type
 from zync_assets.sinks.target import Column, Place
 
@@ -108,11 +108,7 @@ class PostgresTarget(SqlTarget):
                 copy.write(buffer.getbuffer())
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        statement = insert(table).from_select([*key, *others], rows)
-        if not others:
-            return statement.on_conflict_do_nothing(index_elements=list(key))
-        new = {name: statement.excluded[name] for name in others}
-        return statement.on_conflict_do_update(index_elements=list(key), set_=new)
+        return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
 
     def value(self, column: Column, value: Any) -> Any:
         if column.as_json and value is not None and not isinstance(value, str):

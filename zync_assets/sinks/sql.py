@@ -28,27 +28,37 @@ BOOK = sa.MetaData()
 """The tables that zync keeps in a target."""
 
 _NAME = sa.String(255)
+
+
+def _place_columns() -> list[sa.Column[Any]]:
+    """The columns of a source's partition, the begin of a primary key."""
+    names = [sa.Column(name, _NAME, primary_key=True) for name in ("pipeline", "sink", "source")]
+    return [*names, sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False)]
+
+
 POSITIONS = sa.Table(
     "zync_positions",
     BOOK,
-    sa.Column("pipeline", _NAME, primary_key=True),
-    sa.Column("sink", _NAME, primary_key=True),
-    sa.Column("source", _NAME, primary_key=True),
-    sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
+    *_place_columns(),
     sa.Column("next", sa.BigInteger, nullable=False),
     sa.Column("origin", _NAME, nullable=False),
 )
 QUARANTINE = sa.Table(
     "zync_quarantine",
     BOOK,
-    sa.Column("pipeline", _NAME, primary_key=True),
-    sa.Column("sink", _NAME, primary_key=True),
-    sa.Column("source", _NAME, primary_key=True),
-    sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
+    *_place_columns(),
     sa.Column("offset", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("key", sa.Text),
     sa.Column("error", sa.Text),
 )
+
+
+def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+    """An INSERT of PostgreSQL's or SQLite's dialect that updates the columns ``others`` of a row with the same key."""
+    if not others:
+        return insert.on_conflict_do_nothing(index_elements=list(key))
+    new = {name: insert.excluded[name] for name in others}
+    return insert.on_conflict_do_update(index_elements=list(key), set_=new)
 
 
 class SqlTarget(Target):
@@ -83,7 +93,7 @@ class SqlTarget(Target):
 
     @abstractmethod
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        """The statement that inserts rows, and updates those that exist. ``rows``: ``key``, then ``others``."""
+        """The statement that inserts new rows and updates existing rows. ``rows``: ``key``, then ``others``."""
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         """The type of a new column."""

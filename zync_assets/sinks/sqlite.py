@@ -28,7 +28,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.sql import SqlTarget
+from zync_assets.sinks.sql import SqlTarget, on_conflict
 from zync_assets.sinks.sql_types import SqlType
 from zync_assets.sinks.target import Column, LoadTable, Place, Progress, TableSpec
 
@@ -141,11 +141,7 @@ class SqliteTarget(SqlTarget):
         connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if rows.num_rows else None
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        statement = insert(table).from_select([*key, *others], rows)
-        if not others:
-            return statement.on_conflict_do_nothing(index_elements=list(key))
-        new = {name: statement.excluded[name] for name in others}
-        return statement.on_conflict_do_update(index_elements=list(key), set_=new)
+        return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         kinds, kind = pa.types, column.type

@@ -32,7 +32,7 @@ LOAD_PREFIX = "zync_load_"
 
 @dataclass(frozen=True)
 class Place:
-    """One source of one sink: whose position it is."""
+    """A source of a sink. The target keeps a position for each place."""
 
     pipeline: str
     sink: str
@@ -159,7 +159,7 @@ class Target(ABC):
 
     @abstractmethod
     def merge(self, merge: Merge) -> None:
-        """Apply one batch in one transaction. Raises CommitConflict if the positions are not the expected ones."""
+        """Apply a batch in a single transaction. Raises CommitConflict if the positions are not the expected ones."""
 
     @abstractmethod
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:

@@ -36,7 +36,7 @@ CHANGES = st.lists(
 
 
 def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int, dict[str, Any]]:
-    """The model: records one by one."""
+    """The rows after all changes. The model applies the changes in their order."""
     rows = {key: dict(row) for key, row in rows.items()}
     for key, fields in changes:
         if fields is None:
