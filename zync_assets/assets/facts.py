@@ -10,17 +10,20 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
 from zync_assets.assets.names import Names, clusters, keys_between, on_grid
+from zync_assets.audit.guard import pool_blocks, raw_blocks
 from zync_assets.checks import output_checks
 from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
+from zync_assets.lake.check_results import Block
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
@@ -179,8 +182,8 @@ class Step:
     optional_assets: Mapping[str, AssetKey] = field(default_factory=dict[str, AssetKey])
     """Op → its asset, for the assets that the job can omit."""
 
-    pool: str | None = None
-    """The staging pool of an ETL step."""
+    blocks: Callable[[Snapshot], Sequence[Block]] | None = None
+    """The failed checks of the step's sources, by the lake."""
 
     def rest(self, failures: Collection[str]) -> Step | None:
         """The step without the assets of the ops in ``failures``. None if the job can't omit an asset, or no work remains."""
@@ -253,7 +256,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
             selection if left_out else None,
             frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pool))]),
             {names.publish_op(name): names.topic_key(name) for name in sound},
-            pool,
+            partial(pool_blocks, pool=pool, outputs=outputs),
         )
     yield from due_sinks(names, facts)
 
@@ -263,15 +266,22 @@ def due_sinks(names: Names, facts: Facts) -> Iterator[Step]:
     for plan in facts.sinks.values():
         sink, table = plan.sink.name, plan.table
         is_known = table.pool in facts.etl if table.staged else table.topic in facts.ingest
-        if not plan.nothing_to_do and is_known:
-            yield Step(
-                names.sink_job(sink, table.name),
-                frozenset([names.sink_key(sink, table.name)]),
-                names.sink_partitions(table),
-                tuple(sorted(keys_over(plan.ranges))),
-                plan.ranges,
-                (),
-            )
+        if plan.nothing_to_do or not is_known:
+            continue
+        raw_topics = [table.topic]
+        blocks = partial(raw_blocks, topics=raw_topics)
+        if table.staged:
+            raw_topics = [item.topic for item in names.pipeline.inputs_of(table.pool)]
+            blocks = partial(pool_blocks, pool=table.pool, outputs=[table.topic])
+        yield Step(
+            names.sink_job(sink, table.name),
+            frozenset([names.sink_key(sink, table.name)]),
+            names.sink_partitions(table),
+            tuple(sorted(keys_over(plan.ranges))),
+            plan.ranges,
+            tuple(names.pool_key(names.pipeline.input(topic).pool, topic) for topic in raw_topics),
+            blocks=blocks,
+        )
 
 
 def grids(names: Names, facts: Facts) -> Iterator[Grid]:

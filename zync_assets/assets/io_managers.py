@@ -41,6 +41,7 @@ from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_n
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
 from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_once, read_ends, read_etl, read_output
+from zync_assets.sinks.commit import WRITE_OUTCOME
 from zync_assets.sinks.plan import SinkBatch, plan_sink
 from zync_assets.sinks.steps import read_sink, sink_table
 from zync_assets.spark.frames import output_frame, raw_frame
@@ -208,10 +209,13 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
 
 
 def require_checks(
-    pipeline: Pipeline, states: Mapping[str, RawState | None], ranges: Mapping[str, Sequence[OffsetRange]]
+    pipeline: Pipeline,
+    states: Mapping[str, RawState | None],
+    ranges: Mapping[str, Sequence[OffsetRange]],
+    outcome: str = "Nothing was transformed.",
 ) -> None:
     """CheckFailed unless the blocking checks have passed over the given offsets of each input topic. ``states``: topic → its
-    raw table.
+    raw table; ``outcome``: what the error says of the step.
 
     The checks run here over what they have not passed yet: the run that ingested it may have died before its checks, or
     ``zync`` ingested it. Offsets that have passed cost no look at a record. Raises BrokerUnavailable.
@@ -231,7 +235,7 @@ def require_checks(
             ]
             if new:
                 pool_check = partial(check, pipeline, topic, new, snapshot)
-                require_pass(snapshot, pool, pool_check, "Nothing was transformed.")
+                require_pass(snapshot, pool, pool_check, outcome)
 
 
 STAGING_POOL = "zync/staging_pool"
@@ -265,7 +269,7 @@ class PoolIOManager(IOManager):
                 return read_raw(self._session, self._pipeline, self._plan_of(context), topic)
             if kind is SinkBatch:
                 metadata = context.definition_metadata
-                return read_sink(self._pipeline, self._session, str(metadata[SINK]), str(metadata[SINK_TABLE]))
+                return self._sink_batch(str(metadata[SINK]), str(metadata[SINK_TABLE]))
             place = context.asset_key.to_user_string()
             keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if kind is OutputBatch:
@@ -275,6 +279,15 @@ class PoolIOManager(IOManager):
                 reports.refuse_ahead(pool, batch.plan.state, keys or ())
                 return batch
             return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), kind, place)
+
+    def _sink_batch(self, sink: str, table: str) -> SinkBatch:
+        """The next batch of a target table, after the blocking checks of all raw records that the table lacks."""
+        batch = read_sink(self._pipeline, self._session, sink, table)
+        plan = batch.plan
+        if isinstance(plan.state, RawState):
+            topic = plan.table.topic
+            require_checks(self._pipeline, {topic: plan.state}, {topic: plan.missing}, WRITE_OUTCOME)
+        return batch
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
         """Commit a batch, if there is anything in it; verify and report the ranges of the run and all that it reached.

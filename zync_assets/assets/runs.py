@@ -34,7 +34,6 @@ from zync_assets.assets import names
 from zync_assets.assets.checks import LAKE_MARK
 from zync_assets.assets.facts import BROKER, Facts, Step
 from zync_assets.assets.names import Names
-from zync_assets.audit.guard import blocks
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.lake.check_results import remedy
@@ -202,15 +201,13 @@ def backoff_reason(records: Sequence[RunRecord]) -> str | None:
 
 
 def hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
-    """Why ETL and publishing of a staging pool wait for a failed check; None where none stands.
+    """Why a step waits for a failed check of its sources; None where none stands. Ingest waits for no check.
 
     The lake says which checks block (``lake.check_results``). A failed evaluation that another program reported to Dagster is
     in Dagster's event log alone, and holds until a later evaluation of the check passes. A check that is planned, or whose
     run died, has no result and changes nothing.
     """
-    if step.pool is None:
-        return None
-    for block in blocks(Snapshot(pipeline), step.pool, [item.topic for item in pipeline.outputs_of(step.pool)]):
+    for block in step.blocks(Snapshot(pipeline)) if step.blocks is not None else ():
         return f"{block} {remedy(pipeline)}"
     for asset in step.upstream:
         for name in BLOCKING:

@@ -241,22 +241,25 @@ def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False, outco
         parts = None if whole else numbering.get(topic, [])
         check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)
         require_pass(snapshot, pool, check, outcome, soon=not whole)
-    for block in blocks(snapshot, pool, [topic]):
+    for block in pool_blocks(snapshot, pool, [topic]):
         raise CheckFailed(f"topic {topic}: {block} {outcome} {remedy(pipeline)}")
 
 
-def refuse_blocks(snapshot: Snapshot, pool: str, topics: Iterable[str]) -> None:
-    """CheckFailed while a blocking check of one of a staging pool's raw tables has failed and not passed since."""
+def refuse_blocks(snapshot: Snapshot, reader: str, topics: Iterable[str], outcome: str) -> None:
+    """CheckFailed while a blocking check of one of these raw tables has failed and not passed since.
+
+    ``reader``: the name of the reading step, such as ``pool Staging``. ``outcome``: what the error says of the step.
+    """
     for block in raw_blocks(snapshot, topics):
-        raise CheckFailed(f"pool {pool}: {block} Nothing was transformed. {remedy(snapshot.pipeline)}")
+        raise CheckFailed(f"{reader}: {block} {outcome} {remedy(snapshot.pipeline)}")
 
 
-def refuse_disorder(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
+def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequence[OffsetRange]], outcome: str) -> None:
     """CheckFailed unless the raw files of a batch's new records hold the offsets that the Delta log says, each once and in
     ascending order.
 
     A range that check ``monotonic_offsets`` has passed costs no look. A look is not kept: the next attempt at the batch
-    looks again, and goes on once the table is repaired.
+    looks again, and goes on once the table is repaired. ``reader`` and ``outcome``: as in ``refuse_blocks``.
     """
     pipeline = snapshot.pipeline
     for topic, parts in ranges.items():
@@ -271,18 +274,18 @@ def refuse_disorder(snapshot: Snapshot, pool: str, ranges: Mapping[str, Sequence
         for problem in chain(log_problems(state, files), in_files):
             line = " ".join(problem.split()).rstrip(" .")
             raise CheckFailed(
-                f"pool {pool}: table {state.table.uri}: {line}. Nothing was transformed. Restore the file from a copy,"
+                f"{reader}: table {state.table.uri}: {line}. {outcome} Restore the file from a copy,"
                 f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"
             )
 
 
-def blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]:
+def pool_blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]:
     """The failed checks that hold back some output topics of a staging pool."""
-    pool_blocks = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
+    standing = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
     check_state = snapshot.check_state(pool)
     if check_state.blocks and (state := snapshot.staging(pool)) is not None:
-        pool_blocks += check_state.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
-    return pool_blocks
+        standing += check_state.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
+    return standing
 
 
 def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:

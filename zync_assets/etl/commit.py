@@ -74,8 +74,9 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     bad records. Raises EtlError for every other failure.
     """
     snapshot = Snapshot(pipeline, batch.plan.raw)
-    refuse_blocks(snapshot, batch.plan.pool, batch.plan.ranges)
-    refuse_disorder(snapshot, batch.plan.pool, batch.plan.ranges)
+    reader, outcome = f"pool {batch.plan.pool}", "Nothing was transformed."
+    refuse_blocks(snapshot, reader, batch.plan.ranges, outcome)
+    refuse_disorder(snapshot, reader, batch.plan.ranges, outcome)
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     with spark_failures(
         lambda text: EtlError(

@@ -6,31 +6,33 @@ A run that was overtaken by another run therefore changes nothing, and a killed 
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.guard import refuse_unsound
+from zync_assets.audit.guard import refuse_blocks, refuse_disorder, refuse_unsound
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
-from zync_assets.errors import BadRecords, SinkError, TargetRefused, ZyncError
-from zync_assets.lake import tables
+from zync_assets.errors import BadRecords, SinkError, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import fold_all
 from zync_assets.sinks.plan import SinkBatch, SinkPlan
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, open_target
-from zync_assets.spark.tasks import settle, slots, spark_failures
+from zync_assets.spark.tasks import frame_results, slots
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+T = TypeVar("T")
+
+WRITE_OUTCOME = "Nothing was written to the target."
 
 TASK_ROWS = 50_000
 """Offsets for which a further Spark task is worth its start."""
@@ -60,9 +62,8 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     """
     start, plan = time.monotonic(), batch.plan
     target, layout = plan.target(), batch.layout()
-    # 1. Stop at a failed check, as publishing does. Then the table is made, or changed.
-    if plan.table.staged:
-        refuse_unsound(plan.snapshot, plan.table.topic, outcome="Nothing was written to the target.")
+    # 1. Stop at a failed check, as publishing and ETL do. Then the table is made, or changed.
+    _refuse_failures(plan)
     target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
     crash_point("sink:prepared")
     bad: Sequence[BadRecord] = ()
@@ -81,6 +82,16 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     ranges = plan.ranges
     seconds = time.monotonic() - start
     return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, ranges, count, len(bad), seconds)
+
+
+def _refuse_failures(plan: SinkPlan) -> None:
+    """CheckFailed while a blocking check of the source has failed."""
+    topic = plan.table.topic
+    if plan.table.staged:
+        refuse_unsound(plan.snapshot, topic, outcome=WRITE_OUTCOME)
+        return
+    refuse_blocks(plan.snapshot, str(plan.place), [topic], WRITE_OUTCOME)
+    refuse_disorder(plan.snapshot, str(plan.place), {topic: plan.ranges}, WRITE_OUTCOME)
 
 
 def reset_table(plan: SinkPlan, layout: Layout) -> None:
@@ -134,26 +145,14 @@ def loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
     return fold_all((layout.records(batch) for batch in batches), layout.spec.key, others)
 
 
-def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], object]) -> list:
+def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) -> list[T]:
     """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were."""
 
-    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        settle()
-        tables.forget_versions()
-        try:
-            result: object = work(batch for batch in batches if batch.num_rows)
-        except ZyncError as error:
-            result = error
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(result)])], names=["found"])
+    def failure(text: str) -> SinkError:
+        return SinkError(f"a Spark task of a sink failed: {text}. Run it again.")
 
-    with spark_failures(lambda text: SinkError(f"a Spark task of a sink failed: {text}. Run it again.")):
-        rows = frame.mapInArrow(run, "found binary").collect()
-    results = [pickle.loads(bytes(row["found"])) for row in rows]
-    errors = [result for result in results if isinstance(result, ZyncError)]
     # A refused record is looked for only if nothing else is wrong.
-    for error in sorted(errors, key=lambda error: isinstance(error, TargetRefused)):
-        raise error
-    return results
+    return frame_results(frame, work, failure, last=TargetRefused)
 
 
 def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[BadRecord]]:

@@ -64,9 +64,15 @@ class SinkPlan:
         return not self.ranges
 
     @property
+    def missing(self) -> tuple[OffsetRange, ...]:
+        """The offsets that the target lacks, those of later batches too."""
+        parts = (OffsetRange(p, self.progress.next.get(p, self.starts[p]), end) for p, end in sorted(self.ends.items()))
+        return tuple(part for part in parts if part.first < part.end)
+
+    @property
     def lag(self) -> int:
-        """The offsets that the target lacks."""
-        return sum(end - self.progress.next.get(p, self.starts[p]) for p, end in self.ends.items())
+        """The number of offsets that the target lacks."""
+        return sum(part.end - part.first for part in self.missing)
 
     @property
     def expected(self) -> dict[int, int | None]:

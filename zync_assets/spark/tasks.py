@@ -19,6 +19,8 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 from zipimport import zipimporter
 
@@ -217,28 +219,46 @@ _module_count = 0
 def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list[T]:
     """``work(index)`` for each index below ``count``, each in a Spark task of its own; their results, by index.
 
-    A ZyncError that a task raises is raised here, as it was: Spark would bury it in its own stack trace. All tasks run
-    to their end first, so that none is still at work when this returns. ZyncError too if a task fails in any other way.
+    Errors are as ``frame_results`` has them.
     """
 
-    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for index in indexes(batches):
-            try:
-                result: object = work(index)
-            except ZyncError as error:
-                result = error
-            yield pa.RecordBatch.from_arrays(
-                [pa.array([index]), pa.array([pickle.dumps(result)])], names=["task", "found"]
-            )
+    def numbered(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, T]]:
+        return [(index, work(index)) for batch in batches for index in batch.column(0).to_pylist()]
 
     if count == 0:
         return []
-    with spark_failures(_task_failure):
-        rows = task_frame(spark, count).mapInArrow(run, "task long, found binary").collect()
-    results = [pickle.loads(bytes(row["found"])) for row in sorted(rows, key=lambda row: row["task"])]
-    for result in results:
-        if isinstance(result, ZyncError):
-            raise result
+    parts = frame_results(task_frame(spark, count), numbered, _task_failure)
+    return [result for _, result in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+
+
+def frame_results(
+    frame: DataFrame,
+    work: Callable[[Iterator[pa.RecordBatch]], T],
+    make_error: Callable[[str], ZyncError],
+    last: type[ZyncError] | None = None,
+) -> list[T]:
+    """``work(batches)`` for each partition of a frame, each in a Spark task of its own; their results. No batch is empty.
+
+    A ZyncError that a task raises is raised here, as it was: Spark would bury it in its own stack trace. All tasks run
+    to their end first, so that none is still at work when this returns. ``make_error(what Spark says)`` is raised if a task
+    fails in any other way. ``last``: an error that is raised only if no task has another one.
+    """
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        settle()
+        tables.forget_versions()
+        try:
+            result: object = work(batch for batch in batches if batch.num_rows)
+        except ZyncError as error:
+            result = error
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(result)])], names=["found"])
+
+    with spark_failures(make_error):
+        rows = frame.mapInArrow(run, "found binary").collect()
+    results = [pickle.loads(bytes(row["found"])) for row in rows]
+    errors = [result for result in results if isinstance(result, ZyncError)]
+    for error in sorted(errors, key=lambda error: last is not None and isinstance(error, last)):
+        raise error
     return results
 
 
