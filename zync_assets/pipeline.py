@@ -437,6 +437,11 @@ class Pipeline:
         """The staging pools whose rules name the input topic, in the file's order."""
         return tuple(pool for pool in self.staging_pools if any(topic in rule.topics for rule in self.rules_of(pool)))
 
+    def raw_sinks(self, topic: str) -> tuple[tuple[Sink, SinkTable], ...]:
+        """The target tables that are written from the raw table of an input topic."""
+        tables = ((sink, table) for sink in self.sinks for table in sink.tables)
+        return tuple((sink, table) for sink, table in tables if table.topic == topic and not table.staged)
+
     def joins_of(self, pool: str) -> dict[tuple[str, str], Rule]:
         """(rule's name, input topic) → the rule of that staging pool for which a record of the topic can be pending."""
         return {(rule.name, side.topic): rule for rule in self.rules_of(pool) for side in rule.sides if side.keys}

@@ -1,10 +1,10 @@
 """Upkeep: the work on a table that follows a commit: retention, compaction and clean-up.
 
-Retention removes raw records that are older than an input's ``retention``, once no staging pool needs them. It removes whole
-files from the begin of a partition, by the log's statistics alone. One number, ``zync:kept:<partition>``, says where the
-remaining records begin; the commit that removes the files sets the number. A record's age counts from its time, as in
-Kafka's own retention: the highest timestamp in its partition up to the record, never later than its ingest. Retention keeps
-replayed records: without its record in the raw table, an entry of the quarantine would count again.
+Retention removes raw records that are older than an input's ``retention``, once no staging pool and no sink needs them. It
+removes whole files from the begin of a partition, by the log's statistics alone. One number, ``zync:kept:<partition>``, says
+where the remaining records begin; the commit that removes the files sets the number. A record's age counts from its time, as
+in Kafka's own retention: the highest timestamp in its partition up to the record, never later than its ingest. Retention
+keeps replayed records: without its record in the raw table, an entry of the quarantine would count again.
 
 Retention takes two commits, because two tables change. First every staging pool releases the records
 (``staging.release``). The release conflicts with every batch planned before it, and no later batch reads a released
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -41,20 +41,29 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+Positions = Mapping[int, int]
+"""Partition → offset."""
+
 SLACK = 16
 """A removal waits until a file is older than the retention by a 16th of it, and then removes every file past the
 retention. Few commits suffice."""
 
 
-def apply_retention(pipeline: Pipeline, item: Input, state: RawState | None) -> None:
+def apply_retention(
+    pipeline: Pipeline, item: Input, state: RawState | None, written: Callable[[], Positions] | None = None
+) -> None:
     """Remove what is old, where the table's ``state`` shows that it is due. It never fails the step: what could
-    not be done is done after another commit."""
-    if item.retention_ms is None or state is None:
+    not be done is done after another commit.
+
+    ``written``: as in ``retire``. Without it, the records of a table that a sink reads stay: a commit of the sink removes them.
+    """
+    if item.retention_ms is None or state is None or (written is None and pipeline.raw_sinks(item.topic)):
         return
     try:
         now = int(time.time() * 1000)
         if is_retention_due(state, now, item.retention_ms):
-            count = sum(file.records for retirement in retire(pipeline, item, now) for file in retirement.files)
+            parts = retire(pipeline, item, now, written() if written is not None else None)
+            count = sum(file.records for retirement in parts for file in retirement.files)
             age = timedelta(milliseconds=item.retention_ms)
             if count:
                 _log.info("%s.%s: %d records older than %s are removed", item.pool, item.topic, count, age)
@@ -64,9 +73,11 @@ def apply_retention(pipeline: Pipeline, item: Input, state: RawState | None) -> 
         _log.warning("retention of %s.%s: %s", item.pool, item.topic, error)
 
 
-def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Retirement]:
-    """Remove an input's raw records that are older at ``now`` (milliseconds since the epoch) than it keeps them, and that no
-    staging pool wants; what went. CommitConflict if a batch or a compaction came first.
+def retire(pipeline: Pipeline, item: Input, now: int, written: Positions | None = None) -> Sequence[Retirement]:
+    """Remove an input's raw records that no staging pool and no sink wants; returns what it removed.
+
+    ``now``: milliseconds since the epoch, from which ages count. ``written``: partition → the first offset that a sink may
+    still want, None if no sink reads the table. CommitConflict if a batch or a compaction came first.
     """
     table = raw.open_raw(pipeline.lake, item.pool, item.topic)
     pools = _pools(pipeline, item)
@@ -76,6 +87,8 @@ def retire(pipeline: Pipeline, item: Input, now: int) -> Sequence[Retirement]:
     for state in pools:
         pool_limits = needed_from(state, item.topic)
         limits = {partition: min(end, pool_limits.get(partition, 0)) for partition, end in limits.items()}
+    if written is not None:
+        limits = {partition: min(end, written.get(partition, 0)) for partition, end in limits.items()}
     parts = retirements(table, now - item.retention_ms, limits)
     if not parts:
         return ()

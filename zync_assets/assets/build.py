@@ -16,6 +16,7 @@ from typing import Any
 from weakref import ref
 
 from dagster import (
+    AssetCheckKey,
     AssetChecksDefinition,
     AssetKey,
     AssetSelection,
@@ -33,6 +34,7 @@ from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager, SinkIO
 from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
 from zync_assets.assets.resources import KafkaResource, RegistryResource, spark_resource, with_connections
 from zync_assets.assets.sensor import build_sensor
+from zync_assets.checks.state_checks import ROWS_MATCH
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, pool_path
 
@@ -211,7 +213,7 @@ def build_definitions(
         claim(names)
         topics = list(names.sources.values())
         checks = [*(item.check for item in topics), *build_checks(names)]
-        jobs = [*build_jobs(names), _checks_job(names, checks)]
+        jobs = [*build_jobs(names), *_checks_jobs(names, checks)]
         return Definitions(
             assets=[*(item.asset for item in topics), *build_assets(names, labels)],
             asset_checks=checks,
@@ -264,7 +266,7 @@ def build_jobs(names: Names) -> list[Any]:
         _job(
             names,
             names.sink_job(sink.name, table.name),
-            AssetSelection.assets(names.sink_key(sink.name, table.name)),
+            _without_rows(names, AssetSelection.assets(names.sink_key(sink.name, table.name))),
             f"Writes {table.source} to the table {table.name} of {sink.name}, and checks it.",
         )
         for sink in pipeline.sinks
@@ -273,10 +275,26 @@ def build_jobs(names: Names) -> list[Any]:
     return [*ingest, *staging, *sinks]
 
 
-def _checks_job(names: Names, checks: Sequence[AssetChecksDefinition]) -> Any:
-    keys = [key for definition in checks for key in definition.check_keys]
-    description = f"Every check of pipeline {names.pipeline.name}, over everything. No JVM."
-    return _job(names, names.checks_job, AssetSelection.checks(*keys), description)
+def _without_rows(names: Names, selection: AssetSelection) -> AssetSelection:
+    """A selection without the comparison of all rows, which runs in a job of its own."""
+    return selection - AssetSelection.checks(*_row_keys(names))
+
+
+def _row_keys(names: Names) -> list[AssetCheckKey]:
+    tables = [(sink.name, table.name) for sink in names.pipeline.sinks for table in sink.tables]
+    return [AssetCheckKey(names.sink_key(sink, table), ROWS_MATCH) for sink, table in tables]
+
+
+def _checks_jobs(names: Names, checks: Sequence[AssetChecksDefinition]) -> list[Any]:
+    """The jobs of checks alone."""
+    pipeline, rows = names.pipeline.name, _row_keys(names)
+    keys = [key for definition in checks for key in definition.check_keys if key not in rows]
+    description = f"Every check of pipeline {pipeline} that needs no JVM, over everything."
+    jobs = [_job(names, names.checks_job, AssetSelection.checks(*keys), description)]
+    if rows:
+        description = f"Compares every row of the target tables of pipeline {pipeline} with its records, in Spark."
+        jobs.append(_job(names, names.rows_job, AssetSelection.checks(*rows), description))
+    return jobs
 
 
 def _job(names: Names, name: str, selection: AssetSelection, description: str) -> Any:

@@ -17,12 +17,15 @@ from dagster import (
     DagsterEventType,
     multi_asset_check,
 )
+from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import names
 from zync_assets.assets.names import Names
+from zync_assets.assets.resources import session
 from zync_assets.audit import guard
 from zync_assets.checks import output_checks, raw_checks, sink_checks
 from zync_assets.checks.output_checks import record_check
+from zync_assets.checks.state_checks import ROWS_MATCH, rows_match
 from zync_assets.errors import ZyncError
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.snapshot import Snapshot
@@ -151,6 +154,35 @@ def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDef
     text = "The target refused no record."
     look = partial(sink_checks.sink_quarantine, pipeline, sink, table)
     yield _check(names, asset, sink_checks.SINK_QUARANTINE, text, False, lambda _: look())
+    yield _row_check(names, sink, table)
+
+
+def _row_check(names: Names, sink: Sink, table: SinkTable) -> AssetChecksDefinition:
+    """The comparison of every row of a target table. It has no result in a run that writes the table: it would take as long
+    as to load the table again."""
+    asset, spark_key = names.sink_key(sink.name, table.name), names.resource("spark")
+    text = "Every row is what its records make it. Runs alone, in the job of these checks or when it is asked for."
+    spec = AssetCheckSpec(ROWS_MATCH, asset=asset, description=text)
+
+    @multi_asset_check(
+        name=names.check_op(ROWS_MATCH, asset),
+        specs=[spec],
+        description=text,
+        can_subset=True,
+        required_resource_keys={spark_key},
+    )
+    def check(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
+        if any(_events(context, asset)):
+            return
+        spark: LazyPySparkResource = getattr(context.resources, spark_key)
+        try:
+            result = rows_match(names.pipeline, partial(session, spark), sink, table)
+            passed, summary, numbers = result.passed, result.summary, result.numbers
+        except ZyncError as error:
+            passed, summary, numbers = False, str(error), {}
+        yield AssetCheckResult(passed=passed, description=summary, metadata=dict(numbers))
+
+    return check
 
 
 def names_range(key: str | None) -> OffsetRange | None:

@@ -125,6 +125,10 @@ class Names:
         return self._scoped_name(f"sink_{identifier(sink)}_table_{identifier(table)}")
 
     @property
+    def rows_job(self) -> str:
+        return f"compare_rows_of_{identifier(self.pipeline.name)}"
+
+    @property
     def checks_job(self) -> str:
         return f"check_{identifier(self.pipeline.name)}"
 

@@ -1,15 +1,43 @@
-"""The check of the views' state. It runs in Spark, and only where someone asks for it."""
+"""The checks that run in Spark, and only where someone asks for them: the state of views, and the rows of target tables.
+
+``rows_match``: Spark folds the source of a target table by key, reads the table in one task, and joins both by key. Each task
+compares a range of the joined rows and returns a count and its first differences. A column that no record of a row has set is
+not compared: the table's own default is in it.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.checks.sink_checks import sink_subject
+from zync_assets.errors import SinkError
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
-from zync_assets.lake.check_results import CheckResult, conclude
+from zync_assets.lake.check_results import CheckResult, Number, conclude
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.pipeline import Pipeline
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, Sink, SinkTable
+from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.commit import loaded
+from zync_assets.sinks.fold import DELETE, OP, SET
+from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
+from zync_assets.sinks.target import TableSpec, Target
 from zync_assets.spark.session import Session
+from zync_assets.spark.tasks import frame_results, spark_failures, task_frame
 
-STATE = "state_equals_raw"
+STATE, ROWS_MATCH = "state_equals_raw", "rows_match"
+
+MOST = 10
+"""Differences that are named."""
+LOOKS = 3
+"""How often a table is compared, where rows differ and a sink has written meanwhile."""
 
 
 def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckResult:
@@ -34,3 +62,144 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
                 f" {pipeline.command('rebuild', '--state')}"
             )
     return conclude(STATE, pool, "error", problems, f"{rows} rows of state equal the raw pool", {"rows": rows})
+
+
+def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTable) -> CheckResult:
+    """The rows of a target table equal the fold of all records that were written. Names the keys of rows that differ.
+
+    Reads the whole source and the whole table, in Spark. Raises SinkError if a sink writes the table again and again meanwhile.
+    """
+    subject = sink_subject(sink, table)
+    if sink.mode == "insert" and sink.key:
+        return conclude(ROWS_MATCH, subject, "error", [], "not compared: appended rows have no unique key", {})
+    for _ in range(LOOKS):
+        plan = plan_sink(pipeline, sink, table)
+        if not plan.progress.next:
+            return conclude(ROWS_MATCH, subject, "error", [], "nothing was written yet", {"rows": 0})
+        found = compare_rows(plan, session)
+        if not found.differing or plan.target().progress(plan.place) == plan.progress:
+            numbers: dict[str, Number] = {"rows": found.rows, "differing": found.differing}
+            problems = [str(found)] if found.differing else []
+            return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)
+    raise SinkError(f"{subject}: a sink wrote the table while its rows were compared. Stop the sink, and check again.")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The rows that differ. ``rows``: keys that were compared; ``first``: key and what differs, of at most MOST keys; ``low``
+    and ``high``: the least and the greatest key that differs, as text."""
+
+    rows: int = 0
+    differing: int = 0
+    first: tuple[tuple[str, str], ...] = ()
+    low: str = ""
+    high: str = ""
+
+    def __str__(self) -> str:
+        texts = "; ".join(f"{name}: {text}" for name, text in self.first)
+        more = "; ..." if self.differing > len(self.first) else ""
+        return f"{self.differing} rows differ, with keys from {self.low} to {self.high}. {texts}{more}"
+
+    def __add__(self, other: Differences) -> Differences:
+        first = tuple(nsmallest(MOST, (*self.first, *other.first)))
+        edges = [item for item in (self.low, self.high, other.low, other.high) if item]
+        rows, differing = self.rows + other.rows, self.differing + other.differing
+        return Differences(rows, differing, first, min(edges, default=""), max(edges, default=""))
+
+
+def compare_rows(plan: SinkPlan, session: Session) -> Differences:
+    """The table of a plan compared with the fold of its source up to the table's position."""
+    whole, spark = layout(plan, session), session()
+    ranges = tuple(
+        OffsetRange(partition, min(plan.starts.get(partition, 0), upcoming), upcoming)
+        for partition, upcoming in sorted(plan.progress.next.items())
+    )
+    frame = source_frame(spark, plan, whole, ranges)
+    for bad in plan.progress.bad:
+        frame = frame.where(f"NOT ({PARTITION} = {bad.partition} AND {OFFSET} = {bad.offset})")
+    keys = whole.key_names if whole.spec.mode == "upsert" else [PARTITION, OFFSET]
+    frame = frame.repartition(*keys).sortWithinPartitions(*keys, PARTITION, OFFSET)
+
+    def failure(text: str) -> SinkError:
+        return SinkError(f"sink {plan.sink.name}, table {plan.table.name}: its rows can't be compared: {text}")
+
+    with spark_failures(failure):
+        ours = frame.mapInArrow(partial(_folded, whole), "name string, wanted string, marks string")
+        theirs = task_frame(spark, 1).mapInArrow(
+            partial(_stored, plan.target(), whole.spec), "name string, found string"
+        )
+        pairs = ours.join(theirs, "name", "full_outer")
+        # Rows of the table may come from records that retention removed.
+        is_whole = not getattr(plan.state, "retention_start", None)
+        parts = frame_results(pairs, partial(_compared, whole.spec, is_whole), failure)
+    return sum(parts, Differences())
+
+
+def _folded(whole: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows that the source makes: key, values (null: deleted), and which columns were set."""
+    others = [column.name for column in whole.spec.others]
+    for batch in loaded(whole, (batch for batch in batches if batch.num_rows)):
+        rows = batch.to_pylist()
+        yield _batch(
+            name=[_key(whole.spec, row) for row in rows],
+            wanted=[None if row[OP] == DELETE else _values(whole.spec, row) for row in rows],
+            marks=[row[SET] or "1" * len(others) for row in rows],
+        )
+
+
+def _stored(target: Target, spec: TableSpec, _: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows of the table."""
+    for batch in target.rows(spec):
+        rows = batch.to_pylist()
+        yield _batch(name=[_key(spec, row) for row in rows], found=[_values(spec, row) for row in rows])
+
+
+def _compared(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]) -> Differences:
+    """The differences of the joined rows of a task. ``is_whole``: whether the source has every record that was ever written."""
+    total = Differences()
+    for batch in batches:
+        texts = {row["name"]: text for row in batch.to_pylist() if (text := _difference(spec, row, is_whole))}
+        first = tuple(nsmallest(MOST, texts.items()))
+        total += Differences(batch.num_rows, len(texts), first, min(texts, default=""), max(texts, default=""))
+    return total
+
+
+def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | None:
+    if row["wanted"] is None:
+        is_known = row["marks"] is not None
+        return "the source has no such row" if row["found"] is not None and (is_whole or is_known) else None
+    if row["found"] is None:
+        return "the table lacks the row"
+    pairs = zip(spec.others, json.loads(row["wanted"]), json.loads(row["found"]), row["marks"], strict=True)
+    names = [column.name for column, wanted, found, mark in pairs if mark == "1" and not _same(wanted, found)]
+    return f"another value in {', '.join(names)}" if names else None
+
+
+def _key(spec: TableSpec, row: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={row[name]!r}" for name in spec.key)
+
+
+def _values(spec: TableSpec, row: dict[str, Any]) -> str:
+    """The values outside the key, as texts that are equal where the values are."""
+    return json.dumps([_text(row[column.name], as_json=column.as_json) for column in spec.others])
+
+
+def _text(value: Any, *, as_json: bool) -> Any:
+    if as_json and value is not None:
+        return json.loads(value)
+    return value if value is None or isinstance(value, str) else [repr(value)]
+
+
+def _same(wanted: Any, found: Any) -> bool:
+    """Whether two values are equal. A text may lie in a column of JSON, which keeps the value and not its spaces."""
+    if wanted == found or not (isinstance(wanted, str) and isinstance(found, str)):
+        return wanted == found
+    try:
+        return wanted[:1] in ("{", "[") and json.loads(wanted) == json.loads(found)
+    except ValueError:
+        return False
+
+
+def _batch(**columns: list[Any]) -> pa.RecordBatch:
+    arrays = [pa.array(values, pa.string()) for values in columns.values()]
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))

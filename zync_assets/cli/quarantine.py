@@ -29,12 +29,13 @@ from zync_assets.lake import raw
 from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.rows import rows_at
 from zync_assets.lake.snapshot import Snapshot
+from zync_assets.lake.staging import key_column, value_column
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
-from zync_assets.sinks.replay import drop_refused, refused_records, replay_refused
+from zync_assets.sinks.replay import RefusedRecord, drop_refused, refused_records, replay_refused
 from zync_assets.spark.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
@@ -83,10 +84,7 @@ def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...
     loaded = load(pipeline)
     found = quarantined_records(loaded, selection(loaded, topics, ranges))
     rows: list[dict[str, object]] = [{name: getattr(record, name) for name in COLUMNS} for record in found]
-    for record in refused_records(loaded, selection(loaded, topics, ranges)):
-        place = {"pool": record.table.pool, "topic": record.table.topic, "partition": record.bad.partition}
-        why = {"stage": "sink", "rule": f"{record.sink.name}/{record.table.name}", "error": record.bad.error}
-        rows.append({**place, "offset": record.bad.offset, "time": None, **why})
+    rows += [_refusal(record) for record in refused_records(loaded, selection(loaded, topics, ranges))]
     print_rows(rows, COLUMNS, fmt)
 
 
@@ -99,20 +97,22 @@ def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...
 def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -> None:
     """Show one record of quarantine, whole: key, value, headers, and what is wrong with it.
 
-    Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. Starts no JVM.
+    Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. A record that a target
+    refused is shown as the sink reads it, raw or staged. Starts no JVM.
     """
     loaded = load(pipeline)
-    found = quarantined_records(loaded, selection(loaded, (topic,), (f"{partition}:{offset}",)))
-    if not found:
+    choice = selection(loaded, (topic,), (f"{partition}:{offset}",))
+    records = [_whole(loaded, record, fmt) for record in quarantined_records(loaded, choice)]
+    records += [_refused(loaded, record, fmt) for record in refused_records(loaded, choice)]
+    if not records:
         raise ZyncError(
             f"{place_text(topic, partition, offset)} is not in quarantine. What is: {loaded.command('quarantine list')}"
         )
-    for record in found:
-        whole = _whole(loaded, record, fmt)
+    for record in records:
         if fmt == "json":
-            print_json(whole)
+            print_json(record)
         else:
-            print_rows([{"field": name, "is": value} for name, value in whole.items()], ("field", "is"), fmt)
+            print_rows([{"field": name, "is": value} for name, value in record.items()], ("field", "is"), fmt)
 
 
 @quarantine.command()
@@ -217,8 +217,39 @@ def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[s
         sides = {}
         for name in ("key", "value"):
             sides |= _bytes(name, found[name], fmt)
-    headers = (found.get("kafka") or {}).get("headers")
-    return whole | sides | {"headers": None if headers is None else [_header(each, fmt) for each in headers]}
+    return whole | sides | {"headers": _headers(found.get("kafka") or {}, fmt)}
+
+
+def _headers(kafka: Mapping[str, Any], fmt: Format) -> list[dict[str, Any]] | None:
+    headers = kafka.get("headers")
+    return None if headers is None else [_header(each, fmt) for each in headers]
+
+
+def _refusal(record: RefusedRecord) -> dict[str, object]:
+    """The row of a refused record in a list."""
+    place = {"pool": record.table.pool, "topic": record.table.topic, "partition": record.bad.partition}
+    why = {"stage": "sink", "rule": f"{record.sink.name}/{record.table.name}", "error": record.bad.error}
+    return {**place, "offset": record.bad.offset, "time": None, **why}
+
+
+def _refused(pipeline: Pipeline, record: RefusedRecord, fmt: Format) -> dict[str, Any]:
+    """A refused record, as the sink reads it."""
+    table, bad, snapshot = record.table, record.bad, Snapshot(pipeline)
+    row: Mapping[str, Any] = {}
+    names = {"key": "key", "value": "value"}
+    if table.staged:
+        state = snapshot.staging(table.pool)
+        names = {"key": key_column(table.topic), "value": value_column(table.topic), "source": "source"}
+        files = state.output_files(table.topic) if state is not None else []
+    else:
+        state = snapshot.raw(table.topic)
+        files = raw.raw_files(state, [OffsetRange(bad.partition, bad.offset, bad.offset + 1)]) if state else []
+    if state is not None:
+        row = rows_at(state.table.uri, files, bad.partition, [bad.offset], list(names.values())).get(bad.offset, {})
+    kafka = row.get("kafka") or {}
+    whole = {**_refusal(record), "time": kafka.get("time"), "table_key": bad.key}
+    whole |= {name: row.get(column) for name, column in names.items()}
+    return whole | ({} if table.staged else {"headers": _headers(kafka, fmt)})
 
 
 def _bytes(name: str, data: bytes | None, fmt: Format) -> dict[str, Any]:

@@ -156,9 +156,13 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
 @_pipeline
 @click.option("--sink", "names", metavar="SINK", multiple=True, help="Only this sink; may be given again.")
 @click.option("--reset", metavar="TABLE", help="Empty this table first, and load it again from the start.")
+@click.option("--verify", is_flag=True, help="Write nothing: compare every row of the tables with its records.")
 @format_option
-def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, fmt: Format) -> None:
-    """Write the sources of the sinks of PIPELINE to their tables, up to the present ends of the sources."""
+def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, verify: bool, fmt: Format) -> None:
+    """Write the sources of the sinks of PIPELINE to their tables, up to the present ends of the sources.
+
+    With --verify, the exit code is 1 if a row differs.
+    """
     model = load(pipeline)
     known = [item.name for item in model.sinks]
     for name in names:
@@ -172,7 +176,22 @@ def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, fmt: Format)
             cure = "name its sink with --sink" if chosen else f"there are {tables or 'no tables'}"
             raise ZyncError(f"--reset {excerpt(reset)}: {cure}.")
         reset_sink(model, _session(model), chosen[0], reset)
+    if verify:
+        _verify(model, names, fmt)
+        return
     _report(sink_all(model, _session(model), names), fmt)
+
+
+def _verify(model: Pipeline, names: tuple[str, ...], fmt: Format) -> None:
+    """Print whether the rows of the sinks' tables are what their records make them; exit code 1 if not."""
+    from zync_assets.checks.state_checks import rows_match
+
+    chosen = [(item, table) for item in model.sinks if not names or item.name in names for table in item.tables]
+    results = [rows_match(model, _session(model), item, table) for item, table in chosen]
+    rows = [{"of": found.subject, "passed": found.passed, "summary": found.summary} for found in results]
+    print_rows(rows, ("of", "passed", "summary"), fmt)
+    if not all(found.passed for found in results):
+        raise SystemExit(1)
 
 
 @click.command()

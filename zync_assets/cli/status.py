@@ -328,25 +328,40 @@ def _state_results(pipeline: Pipeline) -> Iterator[CheckResult]:
             yield state_equals_raw(pipeline, pool, lambda: spark_session(pipeline.spark, pipeline.lake))
 
 
+def _row_results(pipeline: Pipeline) -> Iterator[CheckResult]:
+    """The check of the rows of each target table."""
+    from zync_assets.checks.state_checks import rows_match
+    from zync_assets.spark.session import spark_session
+
+    for sink in pipeline.sinks:
+        for table in sink.tables:
+            yield rows_match(pipeline, lambda: spark_session(pipeline.spark, pipeline.lake), sink, table)
+
+
 COLUMNS = ("check", "of", "result", "severity", "summary", "numbers")
 
 
 @click.command()
 @click.argument("pipeline", type=click.Path(path_type=Path))
 @click.option("--state", is_flag=True, help="Compare the state of views with the raw pools too, in Spark.")
+@click.option(
+    "--rows", "with_rows", is_flag=True, help="Compare every row of target tables with its records too, in Spark."
+)
 @format_option
-def check(pipeline: Path, state: bool, fmt: Format) -> None:
+def check(pipeline: Path, state: bool, with_rows: bool, fmt: Format) -> None:
     """Verify the pools and the output topics of the file PIPELINE, a row a check.
 
     Reads everything that was ingested again, from the lake and from Kafka. Exit code 1 when a check fails whose severity
     is error; one whose severity is warn tells of something to look at and changes no exit code.
 
-    Starts no JVM, but for --state.
+    Starts no JVM, but for --state and --rows.
     """
     failed = False
     rows: list[dict[str, object]] = []
     model = load(pipeline)
-    for found in chain(run_all(model), _state_results(model) if state else ()):
+    for found in chain(
+        run_all(model), _state_results(model) if state else (), _row_results(model) if with_rows else ()
+    ):
         failed = failed or (not found.passed and found.severity == "error")
         row: dict[str, object] = {
             "check": found.name,

@@ -224,8 +224,8 @@ class SqlTarget(Target):
         return pa.RecordBatch.from_arrays(arrays, names=[column.name for column in spec.columns])
 
     def value(self, column: Column, value: Any) -> Any:
-        """A value that the driver gave, as pyarrow takes it."""
-        return value
+        """A value that the driver gave, as pyarrow takes it. A text may lie in a column of another type, such as uuid."""
+        return str(value) if pa.types.is_string(column.type) and value is not None else value
 
     # ---- errors
 

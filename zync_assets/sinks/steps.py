@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from zync_assets import upkeep
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import TargetRefused, TargetUnavailable, ZyncError
-from zync_assets.pipeline import Pipeline
+from zync_assets.lake import raw
+from zync_assets.pipeline import Pipeline, SinkTable
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
 from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, layout, place_of, plan_sink, read_source
 from zync_assets.sinks.target import Place, open_target
@@ -45,7 +47,7 @@ def sink_table(
 
     ``first``: a batch that was read already.
     """
-    limit, outages = BATCH_OFFSETS, 0
+    limit, outages, commits = BATCH_OFFSETS, 0, 0
     while True:
         try:
             batch, first = first, None
@@ -63,8 +65,10 @@ def sink_table(
             continue
         if made is None:
             _remove_leftovers(pipeline, sink, table)
+            if commits:
+                _apply_retention(pipeline, pipeline.sink(sink).table(table))
             return
-        limit, outages = min(BATCH_OFFSETS, limit * 8), 0
+        limit, outages, commits = min(BATCH_OFFSETS, limit * 8), 0, commits + 1
         yield made
 
 
@@ -78,6 +82,27 @@ def _remove_leftovers(pipeline: Pipeline, sink: str, table: str) -> None:
     if place not in _cleaned:
         with open_target(found).run(place):
             _cleaned.add(place)
+
+
+def _apply_retention(pipeline: Pipeline, table: SinkTable) -> None:
+    """Remove old records of a raw table that every sink has written."""
+    if not table.staged:
+        item = pipeline.input(table.topic)
+        state = raw.open_raw(pipeline.lake, item.pool, item.topic) if item.retention_ms is not None else None
+        upkeep.apply_retention(pipeline, item, state, partial(wanted_from, pipeline, item.topic))
+
+
+def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
+    """Partition → the first offset of a raw table that a sink may still want. A sink wants unwritten and refused records, and
+    every record before its first batch. Raises TargetUnavailable."""
+    limits: dict[int, int] | None = None
+    for sink, table in pipeline.raw_sinks(topic):
+        progress = open_target(sink).progress(place_of(pipeline, sink, table))
+        own = dict(progress.next)
+        for bad in progress.bad:
+            own[bad.partition] = min(own.get(bad.partition, bad.offset), bad.offset)
+        limits = own if limits is None else {p: min(limits[p], own[p]) for p in limits.keys() & own.keys()}
+    return limits or {}
 
 
 def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:

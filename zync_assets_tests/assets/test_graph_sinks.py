@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dagster import AssetCheckKey
 
+from zync_assets.checks.output_checks import run_all
+from zync_assets.errors import CheckFailed
 from zync_assets.local.services import Services
+from zync_assets.runner import ingest_all
 from zync_assets.sinks.steps import sink_all
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
+from zync_assets_tests.assets.test_checks import lose, restore, result, said
 from zync_assets_tests.assets.test_sensor import Ticks, jobs, reported, settled
 from zync_assets_tests.mini import run_steps
 
@@ -71,3 +76,65 @@ def test_the_sensor_writes_what_is_due_and_reports_what_was_done_outside(rig: Ri
     found = reported(ticks())
     assert found[f"{sink(rig)}/payments", OPEN] == 2
     assert jobs(ticks()) == []
+
+
+def test_all_rows_are_compared_in_a_job_of_their_own(rig: Rig) -> None:
+    rig.send(rig.payments, payments(1, 2))
+    rig.ingest(rig.payments)
+    rig.run(rig.names.sink_job(sink(rig), "payments"))
+    key = AssetCheckKey(rig.names.sink_key(sink(rig), "payments"), "rows_match")
+    compare = rig.definitions.resolve_job_def(rig.names.rows_job)
+    done = compare.execute_in_process(instance=rig.instance)
+    assert {check.asset_check_key.asset_key.path[-1]: check.passed for check in done.get_asset_check_evaluations()} == {
+        "payments": True,
+        "sales": True,
+    }
+    with sqlite3.connect(rig.pipeline.path.parent / "shop.db") as connection:
+        connection.execute("UPDATE payments SET paid = 0 WHERE id = '2'")
+    done = compare.execute_in_process(instance=rig.instance)
+    (result,) = [check for check in done.get_asset_check_evaluations() if check.asset_check_key == key]
+    assert (result.passed, result.blocking) == (False, False)
+    assert "id='2': another value in paid" in (result.description or "")
+    # Neither the job of all other checks nor a run that writes the table compares rows.
+    for job in (rig.names.checks_job, rig.names.sink_job(sink(rig), "payments")):
+        ops = [node.name for node in rig.definitions.resolve_job_def(job).nodes]
+        assert rig.names.check_op("sink_position", key.asset_key) in ops
+        assert rig.names.check_op("rows_match", key.asset_key) not in ops
+    whole = rig.definitions.resolve_implicit_global_asset_job_def().get_subset(
+        asset_selection={key.asset_key}, asset_check_selection={key}
+    )
+    written = whole.execute_in_process(instance=rig.instance, tags={"dagster/partition": OPEN})
+    assert [check.check_name for check in written.get_asset_check_evaluations()] == []
+
+
+def test_a_failed_check_of_a_raw_table_stops_the_sink_that_reads_it(rig: Rig) -> None:
+    job, ticks = rig.names.sink_job(sink(rig), "payments"), Ticks(rig)
+    settled(rig, ticks)
+    rig.send(rig.payments, payments(1, 2, 3))
+    rig.ingest(rig.payments)
+    whole = lose(rig, rig.payments, offset=1)
+    assert not result(rig.ingest(rig.payments, fails=True), "no_unexplained_loss").passed
+    held = ticks()
+    assert job not in [request.job_name for request in held.run_requests or ()]
+    assert said(held, f"{job}: check no_unexplained_loss of Raw/")
+    (refused,) = failures(rig.run(job, fails=True))
+    assert "check no_unexplained_loss of Raw/" in refused
+    assert "Nothing was written to the target." in refused
+    with pytest.raises(CheckFailed, match="Nothing was written to the target"):
+        list(sink_all(rig.pipeline, lambda: spark_session(rig.pipeline.spark)))
+    assert not Path(rig.pipeline.path.parent, "shop.db").exists()
+
+    restore(rig, rig.payments, whole)
+    assert all(found.passed for found in run_all(rig.pipeline) if found.severity == "error")
+    rig.run(job)
+    assert rows(rig, "SELECT id, paid FROM payments") == [("1", 10), ("2", 20), ("3", 30)]
+
+
+def test_raw_records_that_no_check_has_passed_are_checked_before_they_are_written(rig: Rig) -> None:
+    """A run may have died between its commit and its checks."""
+    rig.send(rig.payments, payments(1, 2))
+    list(ingest_all(rig.pipeline, lambda: spark_session(rig.pipeline.spark), [rig.payments]))
+    lose(rig, rig.payments, offset=1)
+    (refused,) = failures(rig.run(rig.names.sink_job(sink(rig), "payments"), fails=True))
+    assert "the record at offset 1 in partition 0" in refused
+    assert "Nothing was written to the target." in refused
