@@ -5,15 +5,18 @@ The merge counts their rows, since a server that crashed has emptied them.
 
 A run holds an advisory lock for its whole time. A load table whose run holds no lock is what a killed run left behind.
 
-TLS: a server on another host must show a certificate that the system trusts, for its host's name (``sslmode=verify-full``),
-unless the URL has an ``sslmode`` of its own.
+TLS: a server on another host must show a certificate for its host's name that the system trusts (``sslmode=verify-full``).
+An ``sslmode`` in the URL or in the environment decides otherwise.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import ssl
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import Any
 
@@ -21,17 +24,18 @@ import pyarrow as pa
 import sqlalchemy as sa
 from pyarrow import csv
 from sqlalchemy import exc
-from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, insert
+from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, dialect, insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.sql import SqlTarget, load_names, on_conflict
+from zync_assets.pipeline import Evolve
+from zync_assets.sinks.sql import POSITIONS, QUARANTINE, SqlTarget, load_names, on_conflict
 from zync_assets.sinks.sql_types import SqlType, standard_type
-from zync_assets.sinks.target import Column, Place
+from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec
 
-CONNECT_SECONDS = "10"
-LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
+OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
+"""Options of a connection that the URL may set otherwise."""
 
 _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""
@@ -39,6 +43,18 @@ _PASSING = ("08", "53", "57", "58", "40", "55")
 """Classes of SQLSTATE: connection, resources, operator's intervention, system, rollback by a deadlock, object in use."""
 _REFUSALS = ("22", "23", "44", "P0")
 """Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
+_DENIED = ("42501", "3F000")
+"""SQLSTATEs: the role lacks a right; it may use no schema of the search path."""
+_LOGIN_ERRORS: Mapping[str, str] = {
+    "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
+    "server does not support SSL": "Turn TLS on at the server. In a network that you trust, write ?sslmode=disable in the url.",
+    "does not match host name": "Write the host's name as the server's certificate has it in the url.",
+    "password authentication failed": "Correct the user or the password in the url.",
+    "no pg_hba.conf entry": "Let the server's pg_hba.conf take this host, user and database.",
+    "does not exist": "Correct the url, or create it.",
+}
+"""Texts of failed logins that no waiting cures → the cure. A failed login has no SQLSTATE."""
+_TABLE_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 
 class PostgresTarget(SqlTarget):
@@ -46,14 +62,24 @@ class PostgresTarget(SqlTarget):
 
     load_prefixes = ("UNLOGGED",)
 
+    _table: str | None = None
+    """The table of the present call, for the cure of a missing right."""
+
     def make_engine(self) -> Engine:
         url = sa.make_url(self.url.replace("postgres://", "postgresql://", 1)).set(drivername="postgresql+psycopg")
-        options = {"connect_timeout": CONNECT_SECONDS, "options": "-c timezone=UTC", "application_name": "zync"}
-        host = url.host or str(url.query.get("host", ""))
-        if "sslmode" not in url.query and host not in LOCAL_HOSTS and not host.startswith("/"):
-            options |= {"sslmode": "verify-full", "sslrootcert": "system"}
-        own = {name: value for name, value in options.items() if name not in url.query}
-        return sa.create_engine(url, poolclass=sa.pool.NullPool, connect_args=own)
+        return sa.create_engine(url, poolclass=sa.pool.NullPool, connect_args=connect_options(url, os.environ))
+
+    def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
+        self._table = spec.name
+        super().prepare(spec, create=create, evolve=evolve)
+
+    def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
+        self._table = spec.name
+        return super().load(spec, name, rows)
+
+    def merge(self, merge: Merge) -> None:
+        self._table = merge.spec.name
+        super().merge(merge)
 
     def is_native(self, kind: pa.DataType) -> bool:
         if pa.types.is_list(kind):
@@ -64,10 +90,18 @@ class PostgresTarget(SqlTarget):
         state = getattr(error.orig, "sqlstate", None)
         if state is None:
             # No answer of a server: no connection, or one that broke. psycopg itself refuses nothing of ours otherwise.
-            return TargetUnavailable if isinstance(error, exc.OperationalError) else SinkError
+            is_outage = isinstance(error, exc.OperationalError) and _login_cure(error, self.engine().url) is None
+            return TargetUnavailable if is_outage else SinkError
         if state[:2] in _PASSING:
             return TargetUnavailable
         return TargetRefused if state[:2] in _REFUSALS else SinkError
+
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        made, cure = super().error(error), _login_cure(error, self.engine().url)
+        if getattr(error.orig, "sqlstate", None) in _DENIED:
+            with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
+                cure = missing_rights(connection, self._table)
+        return made if cure is None else type(made)(f"{str(made).rstrip('.')}. {cure}")
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
@@ -111,11 +145,94 @@ class PostgresTarget(SqlTarget):
         return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
 
     def value(self, column: Column, value: Any) -> Any:
-        if column.as_json and value is not None and not isinstance(value, str):
-            import json
+        if isinstance(value, dict) or (isinstance(value, list) and not pa.types.is_list(column.type)) or column.as_json:
+            return value if value is None or isinstance(value, str) else json.dumps(value)
+        return super().value(column, value)
 
-            return json.dumps(value)
-        return value
+
+def connect_options(url: sa.URL, environment: Mapping[str, str]) -> dict[str, str]:
+    """The options of a connection beside those of the URL. ``environment``: libpq reads variables such as PGSSLMODE.
+
+    >>> connect_options(sa.make_url("postgresql://u@db.example/shop?sslrootcert=ca.pem"), {})["sslmode"]
+    'verify-full'
+    """
+    options = dict(OPTIONS)
+    names = [url.host, url.query.get("host"), url.query.get("hostaddr")]
+    hosts = [
+        host
+        for item in names
+        if item
+        for texts in ([item] if isinstance(item, str) else item)
+        for host in texts.split(",")
+    ]
+    hosts = hosts or (environment.get("PGHOST") or environment.get("PGHOSTADDR") or "").split(",")
+    # A service file says everything itself.
+    is_chosen = "sslmode" in url.query or {"PGSSLMODE", "PGSERVICE"} & environment.keys() or "service" in url.query
+    if not is_chosen and not all(map(_is_local, hosts)):
+        options["sslmode"] = "verify-full"
+        if "PGSSLROOTCERT" not in environment:
+            # Not `system`: the OpenSSL of psycopg's wheels looks for certificates where no system has them.
+            options["sslrootcert"] = ssl.get_default_verify_paths().cafile or "system"
+    return {name: value for name, value in options.items() if name not in url.query}
+
+
+def _is_local(host: str) -> bool:
+    """Whether a host of a connection is this machine: a socket's folder, or a name or an address of the loopback."""
+    name = host.partition("]")[0].strip("[") if host.startswith("[") else host
+    return (
+        name in ("", "localhost", "::1") or name.startswith(("127.", "/", "@")) or name.partition(":")[0] == "localhost"
+    )
+
+
+def _login_cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
+    """The cure of a login that failed for good; None for an outage, and for an error that is none of a login."""
+    if getattr(error.orig, "sqlstate", None) is not None:
+        return None
+    text = str(error.orig)
+    if "permission denied for database" in text:
+        quote = dialect().identifier_preparer.quote
+        return f"Run:\nGRANT CONNECT ON DATABASE {quote(url.database or '')} TO {quote(url.username or '')};"
+    return next((cure for words, cure in _LOGIN_ERRORS.items() if words in text), None)
+
+
+def missing_rights(connection: Connection, table: str | None) -> str | None:
+    """The statements that grant the role of a connection what a sink needs and the role lacks; None if it lacks nothing.
+
+    ``table``: the target table as the pipeline file names it, None if no table was in use.
+    """
+    quote = connection.dialect.identifier_preparer.quote
+    role, own = connection.execute(sa.select(sa.func.current_user(), sa.func.current_schema())).one()
+    own_schema = own or "public"  # a schema that the role may not use is not current
+    schema, _, name = (table or "").rpartition(".")
+    needs = [("SCHEMA", quote(own_schema), ["USAGE", "CREATE"], sa.func.has_schema_privilege, own_schema)]
+    if schema:
+        needs.append(("SCHEMA", quote(schema), ["USAGE"], sa.func.has_schema_privilege, schema))
+    classes, spaces = (
+        sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace"))),
+        sa.table("pg_namespace", *map(sa.column, ("oid", "nspname"))),
+    )
+    places = [
+        (own_schema, POSITIONS.name),
+        (own_schema, QUARANTINE.name),
+        *([(schema or own_schema, name)] if name else []),
+    ]
+    for place in places:
+        found = connection.execute(
+            sa.select(classes.c.oid)
+            .join_from(classes, spaces, classes.c.relnamespace == spaces.c.oid)
+            .where(spaces.c.nspname == place[0], classes.c.relname == place[1])
+        ).scalar()
+        if found is not None:
+            text = ".".join(map(quote, place))
+            needs.append(("TABLE", text, list(_TABLE_RIGHTS), sa.func.has_table_privilege, found))
+    lines: list[str] = []
+    for kind, text, rights, has_right, thing in needs:
+        lacks = [right for right in rights if not connection.execute(sa.select(has_right(thing, right))).scalar()]
+        if lacks:
+            lines.append(f"GRANT {', '.join(lacks)} ON {kind} {text} TO {quote(role)};")
+    if not lines:
+        return f"Only the owner may do so. Run what the table needs as its owner, or make {quote(role)} its owner."
+    return "Run:\n" + "\n".join(lines)
 
 
 @contextmanager
