@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sqlite3
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 
 from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.state_checks import rows_match
+from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords
 from zync_assets.lake.quarantine import Selection
 from zync_assets.local.services import Services
@@ -62,6 +66,20 @@ def test_a_batch_is_folded_and_written_once(
     assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None)]
     assert rows(it, "SELECT source, partition, next FROM zync_positions") == [(f"Staging.{it.out}", 0, 9)]
     assert not list(tmp_path.glob("shop.db-*"))
+    # The check of all rows finds the changes of another program, and names their keys.
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("UPDATE rows SET v = 'x' WHERE id = 2")
+        connection.execute("DELETE FROM rows WHERE id = 4")
+        connection.execute("INSERT INTO rows VALUES (9, 'y', 'z')")
+    differences = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
+    assert not differences.passed
+    assert differences.numbers == {"rows": 5, "differing": 3, "problems": 1}
+    assert differences.summary == (
+        "3 rows differ, with keys from id=2 to id=9. id=2: another value in v; id=4: the table lacks the row;"
+        " id=9: the source has no such row"
+    )
     reset_sink(it.pipeline, lambda: spark, "shop", "rows")
     assert rows(it) == []
     assert write(it) == [4]
@@ -127,6 +145,10 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     def session() -> SparkSession:
         return spark
 
+    whole = shown(it, it.out, 1)
+    assert (whole["stage"], whole["rule"], whole["table_key"]) == ("sink", "shop/rows", "id=2")
+    assert (whole["key"], whole["value"]) == ({"id": 2}, {"id": 2, "v": "bad2", "twice": "bad2bad2"})
+    assert [(source["topic"], source["offset"]) for source in whole["source"]] == [(it.left, 1)]
     everything = Selection()
     assert [str(item.bad.offset) for item in refused_records(it.pipeline, everything)] == ["0", "1", "2", "4"]
     count, left = replay_refused(it.pipeline, session, everything)
@@ -141,6 +163,60 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     assert drop_refused(it.pipeline, everything) == 1
     assert list(refused_records(it.pipeline, everything)) == []
     assert rows(it, "SELECT next FROM zync_positions") == [(5,)]
+
+
+def shown(it: Mini, topic: str, offset: int) -> dict[str, Any]:
+    """A record as ``zync quarantine show`` prints it."""
+    line = ["quarantine", "show", str(it.pipeline.path), topic, str(offset), "--format", "json"]
+    done = CliRunner().invoke(main, line, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+KEPT = (
+    TEXT[: TEXT.index("sinks:")].replace("pool: Raw,", "pool: Raw, retention: 30d,", 1)
+    + """
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, key: [value.id], delete: false,
+     columns: {include: [v]}}
+  - {name: late, type: sqlite, url: late.db, from: [Raw.$left], table: rows, mode: insert, columns: {include: [v]}}
+"""
+)
+
+
+def test_retention_waits_until_every_sink_has_written_the_raw_records(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The records of Mini are old: retention removes them as soon as nobody wants them."""
+    it = mini(services, spark, tmp_path, unique, KEPT)
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE rows (id BIGINT PRIMARY KEY, v TEXT CHECK (v <> 'bad'))")
+
+    def kept() -> list[int]:
+        return [record["kafka"]["offset"] for record in it.raw(it.left)]
+
+    def commit(sink: str) -> None:
+        list(sink_all(it.pipeline, lambda: spark, [sink]))
+
+    for number in (1, 2):
+        it.send(it.left, row(number, f"v{number}"))
+        it.step()
+    commit("shop")
+    assert kept() == [0, 1]
+    commit("late")
+    assert kept() == []
+    # A refused record stays for its replay, and later records stay with it.
+    for number, v in ((3, "v3"), (4, "bad"), (5, "v5")):
+        it.send(it.left, row(number, v))
+        it.step()
+    commit("late")
+    commit("shop")
+    assert kept() == [3, 4]
+    assert shown(it, it.left, 3)["value"] == {"op": "c", "id": 4, "v": "bad"}
+    assert rows(it) == [(1, "v1"), (2, "v2"), (3, "v3"), (5, "v5")]
+    # The rows of records that retention removed are no difference.
+    sink = it.pipeline.sinks[0]
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
 ENVELOPE = """
