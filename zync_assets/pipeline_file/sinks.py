@@ -18,6 +18,7 @@ from zync_assets.pipeline_file.source import Items, Scalar, Table
 SCHEMES: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("sqlite:///",),
     "postgres": ("postgresql://", "postgres://"),
+    "clickhouse": ("clickhouse://", "chdb:///"),
 }
 """Type of a sink → how its URL begins. A path of a file is a URL of SQLite too."""
 

@@ -29,19 +29,13 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.pipeline import Sink, SinkTable
-from zync_assets.sinks.fold import OP, SET, UPSERT, Mask, Records
+from zync_assets.sinks.fold import OFFSET, OP, SET, UPSERT, Mask, Records
 from zync_assets.sinks.target import Column, TableSpec, Target
 from zync_assets.spark.sql import name_sql
 
 COORDINATES = ("topic", "partition", "offset")
-PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT = (
-    "zync_partition",
-    "zync_offset",
-    "zync_delete",
-    "zync_schema",
-    "zync_left_out",
-)
-"""Columns of a source's frame beside the columns of the table."""
+PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
+"""Columns of a source's frame beside the columns of the table and OFFSET."""
 
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 _ENVELOPE = {"before", "after", "op"}
@@ -103,13 +97,13 @@ class Layout:
                 raise TargetRefused(f"the key column {name} is null")
         rows = rows.select([column.name for column in self.spec.columns])
         is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
-        return Records(rows, is_delete, is_set)
+        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy())
 
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
         rows = self.records(batch).rows
-        marks = [pa.repeat(pa.scalar(UPSERT), len(rows)), pa.nulls(len(rows), pa.string())]
-        return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET])
+        marks = [pa.repeat(pa.scalar(UPSERT), len(rows)), pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
+        return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
 
     def _is_set(self, batch: pa.RecordBatch, arrays: Sequence[pa.Array]) -> Mask:
         """By row and by column outside the key: whether the record has the column."""

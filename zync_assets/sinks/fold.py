@@ -7,7 +7,7 @@ Three kinds of change come out, in the column OP:
     delete    the row goes
 
 The column SET has ``1`` for a column that the change sets and ``0`` for another one, in the order of the columns. It is null
-if the change sets all columns.
+if the change sets all columns. The column OFFSET has the offset of the key's last record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 
-OP, SET = "zync_op", "zync_set"
+OP, SET, OFFSET = "zync_op", "zync_set", "zync_offset"
 UPSERT, REPLACE, DELETE = "u", "r", "d"
 
 Mask = npt.NDArray[np.bool_]
@@ -33,23 +33,25 @@ class Records:
     """Records sorted by key, and within a key by partition and offset.
 
     ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
-    record has a value for the column, null included.
+    record has a value for the column, null included. ``offsets``: by row.
     """
 
     rows: pa.RecordBatch
     is_delete: Mask
     is_set: Mask
+    offsets: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return self.rows.num_rows
 
     def part(self, first: int, end: int) -> Records:
         """The records ``first <= index < end``."""
-        return Records(self.rows.slice(first, end - first), self.is_delete[first:end], self.is_set[first:end])
+        rows = self.rows.slice(first, end - first)
+        return Records(rows, self.is_delete[first:end], self.is_set[first:end], self.offsets[first:end])
 
 
 def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.RecordBatch:
-    """One row per key: the key columns, ``columns``, OP and SET. ``columns``: the table's columns outside the key."""
+    """One row per key: the key columns, ``columns``, OP, SET and OFFSET. ``columns``: the table's columns outside the key."""
     count = len(records)
     ends = np.flatnonzero(np.append(_begins(records.rows, keys)[1:], True)) if count else np.empty(0, np.int64)
     starts = np.append(0, ends[:-1] + 1) if count else ends
@@ -69,7 +71,8 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
         arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
     op = _OPS.take(pa.array(np.where(is_deleted, 2, np.where(was_deleted, 1, 0))))
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.bool_)
-    return pa.RecordBatch.from_arrays([*arrays, op, set_texts(is_set)], names=[*keys, *columns, OP, SET])
+    marks = [op, set_texts(is_set), pa.array(records.offsets[ends], pa.int64())]
+    return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET])
 
 
 def set_texts(is_set: Mask) -> pa.Array:
@@ -104,6 +107,7 @@ def _joined(first: Records, second: Records) -> Records:
         rows[0] if rows else first.rows,
         np.concatenate([first.is_delete, second.is_delete]),
         np.concatenate([first.is_set, second.is_set]),
+        np.concatenate([first.offsets, second.offsets]),
     )
 
 

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPSERT
 from zync_assets.sinks.sql_types import SqlType, holds, standard_type, type_text, wider
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target
 
@@ -127,7 +127,7 @@ class SqlTarget(Target):
     def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
         """A connection, in a transaction, with a new load table."""
         with self.connection() as connection:
-            table = self._load_table(self._reflected(connection, spec), spec, name, None)
+            table = self.load_table(self._reflected(connection, spec), spec, name, None)
             table.create(connection)
             yield connection, table
 
@@ -145,6 +145,10 @@ class SqlTarget(Target):
         """A query of positions that lets no other run go on until the transaction ends."""
         return query.with_for_update()
 
+    def create_book(self, connection: Connection) -> None:
+        """Make the tables of positions and of refused records, if they are missing."""
+        BOOK.create_all(connection)
+
     # ---- the interface of a target
 
     def progress(self, place: Place) -> Progress:
@@ -161,10 +165,10 @@ class SqlTarget(Target):
 
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
         with self.connection() as connection:
-            BOOK.create_all(connection)
-            name, schema = _named(spec)
+            self.create_book(connection)
+            name, schema = named(spec)
             if not sa.inspect(connection).has_table(name, schema):
-                table = self._new_table(spec)
+                table = self.new_table(spec)
                 if not create:
                     ddl = str(sa.schema.CreateTable(table).compile(connection)).strip()
                     raise TableUnfit(f"table {spec.name} is not there. Set create: true, or run:\n{ddl};")
@@ -182,7 +186,7 @@ class SqlTarget(Target):
         count = 0
         with self.loading(spec, name) as (connection, table):
             for batch in rows:
-                self.write(connection, table, batch)
+                self.write(connection, table, batch.drop_columns([OFFSET]))
                 count += batch.num_rows
         crash_point("sink:loaded")
         return LoadTable(name, count)
@@ -251,14 +255,15 @@ class SqlTarget(Target):
 
     def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The table as it is. TableUnfit if it is gone."""
-        name, schema = _named(spec)
+        name, schema = named(spec)
         try:
             return sa.Table(name, sa.MetaData(), schema=schema, autoload_with=connection, resolve_fks=False)
         except exc.NoSuchTableError:
             raise TableUnfit(f"table {spec.name} is not there any more. Run the sink again, to make it.") from None
 
-    def _new_table(self, spec: TableSpec) -> sa.Table:
-        name, schema = _named(spec)
+    def new_table(self, spec: TableSpec) -> sa.Table:
+        """The definition of a new table."""
+        name, schema = named(spec)
         columns = [
             sa.Column(
                 column.name,
@@ -294,16 +299,14 @@ class SqlTarget(Target):
             else:
                 ddl = ColumnType(table.name, column.name, larger, schema=table.schema)
                 statements.append((2, what, ddl))
-        if spec.mode == "upsert" and not self._has_key(connection, table, spec):
-            quote = connection.dialect.identifier_preparer
-            quoted = ", ".join(quote.quote(name) for name in spec.key)
-            hopeless.append(
-                f"no primary key or unique constraint is on ({', '.join(spec.key)}); run:"
-                f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
-            )
+        if problem := self.key_problem(connection, table, spec):
+            hopeless.append(problem)
         return statements, hopeless
 
-    def _has_key(self, connection: Connection, table: sa.Table, spec: TableSpec) -> bool:
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        """Why a table can't take rows by their key; None if it can."""
+        if spec.mode == "insert":
+            return None
         inspector = sa.inspect(connection)
         found = [{column.name for column in table.primary_key}]
         found += [set(item["column_names"]) for item in inspector.get_unique_constraints(table.name, table.schema)]
@@ -312,7 +315,14 @@ class SqlTarget(Target):
             for item in inspector.get_indexes(table.name, table.schema)
             if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
         ]
-        return set(spec.key) in found
+        if set(spec.key) in found:
+            return None
+        quote = connection.dialect.identifier_preparer
+        quoted = ", ".join(quote.quote(name) for name in spec.key)
+        return (
+            f"no primary key or unique constraint is on ({', '.join(spec.key)}); run:"
+            f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
+        )
 
     def _advice(
         self,
@@ -330,7 +340,8 @@ class SqlTarget(Target):
             text += f" {f'Set evolve: {word}, or run' if needed > allowed else 'Run'}:{ddl}"
         return text
 
-    def _load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+    def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+        """A load table beside a table."""
         columns = [sa.Column(item.name, self.load_type(table.c[item.name].type)) for item in spec.columns]
         marks = [sa.Column(OP, sa.String(1)), sa.Column(SET, sa.Text)]
         return sa.Table(name, sa.MetaData(), *columns, *marks, schema=schema, prefixes=self.load_prefixes)
@@ -354,18 +365,16 @@ class SqlTarget(Target):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
 
     def _advance(self, connection: Connection, merge: Merge) -> None:
-        at = _at(POSITIONS, merge.place)
+        at, names = _at(POSITIONS, merge.place), place_values(merge.place)
         for partition, upcoming in merge.upcoming.items():
             values = {"next": upcoming, "origin": merge.origin}
             if merge.expected.get(partition) is None:
-                names = {"pipeline": merge.place.pipeline, "sink": merge.place.sink, "source": merge.place.source}
                 try:
                     connection.execute(sa.insert(POSITIONS).values(**names, partition=partition, **values))
                 except exc.IntegrityError:
                     raise CommitConflict(f"{merge.place}: another run wrote first; run again") from None
             else:
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
-        names = {"pipeline": merge.place.pipeline, "sink": merge.place.sink, "source": merge.place.source}
         for partition, offset in merge.cured:
             where = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
             connection.execute(sa.delete(QUARANTINE).where(*_at(QUARANTINE, merge.place), *where))
@@ -375,7 +384,7 @@ class SqlTarget(Target):
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         """Apply the changes of a load table."""
-        rows = self._load_table(table, spec, load.name, self.load_schema(number))
+        rows = self.load_table(table, spec, load.name, self.load_schema(number))
         # A server that ended abruptly may have emptied a load table that is not logged.
         held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
         if held != load.rows:
@@ -411,11 +420,16 @@ class SqlTarget(Target):
         connection.execute(self.upsert(table, whole, spec.key, others))
 
 
+def place_values(place: Place) -> dict[str, str]:
+    """A place as values of the columns of the book."""
+    return {"pipeline": place.pipeline, "sink": place.sink, "source": place.source}
+
+
 def _at(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
-    return [table.c.pipeline == place.pipeline, table.c.sink == place.sink, table.c.source == place.source]
+    return [table.c[name] == value for name, value in place_values(place).items()]
 
 
-def _named(spec: TableSpec) -> tuple[str, str | None]:
+def named(spec: TableSpec) -> tuple[str, str | None]:
     """Name and schema of a table."""
     schema, _, name = spec.name.rpartition(".")
     return name, schema or None

@@ -26,7 +26,8 @@ SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
 _INTEGERS: tuple[tuple[type[SqlType], int], ...] = ((sa.SmallInteger, 16), (sa.BigInteger, 64), (sa.Integer, 32))
 """Classes of integers and their bits. The last one is the base of the others."""
-_DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
+DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
+"""Bits of an integer → its decimal digits."""
 
 
 def standard_type(kind: pa.DataType) -> SqlType:
@@ -81,7 +82,7 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
         return isinstance(existing, sa.Boolean)
     if kinds.is_integer(kind):
         bits = _bits(existing)
-        return kind.bit_width <= bits if bits else _numeric_holds(existing, _DIGITS[kind.bit_width], 0)
+        return kind.bit_width <= bits if bits else _numeric_holds(existing, DIGITS[kind.bit_width], 0)
     if kinds.is_floating(kind):
         return _is_double(existing) or (kinds.is_float32(kind) and isinstance(existing, sa.Float))
     if kinds.is_decimal(kind):
@@ -111,10 +112,10 @@ def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
         return new
     if isinstance(existing, sa.Float) and kinds.is_floating(kind):
         return sa.Double()
-    old = _digits(existing) if not bits else (_DIGITS[bits], 0)
+    old = _digits(existing) if not bits else (DIGITS[bits], 0)
     if old is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
         return None
-    whole, scale = (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (_DIGITS[kind.bit_width], 0)
+    whole, scale = (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
     scale = max(scale, old[1])
     return sa.Numeric(max(whole, old[0]) + scale, scale)
 

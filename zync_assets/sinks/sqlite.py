@@ -10,7 +10,6 @@ are therefore TEXT.
 from __future__ import annotations
 
 import math
-import secrets
 import sqlite3
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -30,7 +28,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget, on_conflict
 from zync_assets.sinks.sql_types import SqlType
-from zync_assets.sinks.target import Column, LoadTable, Place, Progress, TableSpec
+from zync_assets.sinks.target import Column, LoadTable, Place, Progress, TableSpec, is_alive, process_mark
 
 TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another writer of the file."""
@@ -83,10 +81,9 @@ class SqliteTarget(SqlTarget):
     def run(self, place: Place) -> Generator[str]:
         """The names of load files have the process that began the run, so that the files of a killed run are known."""
         for item in self._files(place.load_prefix):
-            if not _is_alive(item.name.partition(place.load_prefix)[2]):
+            if not is_alive(item.name.partition(place.load_prefix)[2]):
                 _remove(item)
-        process = psutil.Process()
-        run = f"{place.load_prefix}{process.pid}.{int(process.create_time())}.{secrets.token_hex(4)}_"
+        run = f"{place.load_prefix}{process_mark()}_"
         try:
             yield run
         finally:
@@ -99,7 +96,7 @@ class SqliteTarget(SqlTarget):
     @contextmanager
     def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
         with self.connection() as connection:
-            table = self._load_table(self._reflected(connection, spec), spec, name, None)
+            table = self.load_table(self._reflected(connection, spec), spec, name, None)
         engine = sa.create_engine(
             f"sqlite:///{self._file(name)}", poolclass=sa.pool.NullPool, isolation_level="AUTOCOMMIT"
         )
@@ -224,17 +221,6 @@ def _transaction(connection: Connection, begin: str = "BEGIN") -> Generator[None
             connection.exec_driver_sql("ROLLBACK")
         raise
     connection.exec_driver_sql("COMMIT")
-
-
-def _is_alive(mark: str) -> bool:
-    """Whether the run of a load file goes on. ``mark``: process, its start, and a random text."""
-    pid, began, *_ = (*mark.split("."), "")
-    try:
-        return int(psutil.Process(int(pid)).create_time()) == int(began)
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-    except psutil.AccessDenied:
-        return True
 
 
 def _remove(item: Path) -> None:

@@ -16,18 +16,28 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from importlib import import_module
 
+import psutil
 import pyarrow as pa
 
 from zync_assets.errors import SinkError
 from zync_assets.pipeline import Evolve, Sink, SinkMode
 
 LOAD_PREFIX = "zync_load_"
+
+LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
+"""The hosts of a URL that need no TLS."""
+
+OTHER_HOST_SECONDS = 86_400
+"""After this time, what a run on another host has left counts as left by a killed run."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,9 @@ class Target(ABC):
     tasks = 64
     """The most Spark tasks, and so load tables, of a batch. SQLite attaches no more than ten files."""
 
+    days = (date.min, date.max)
+    """The first and the last day that the target holds. It refuses records with dates outside."""
+
     def __init__(self, url: str) -> None:
         self.url = url
 
@@ -155,7 +168,8 @@ class Target(ABC):
 
     @abstractmethod
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, OP and SET (``fold``)."""
+        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, and OP, SET and OFFSET of
+        ``fold``."""
 
     @abstractmethod
     def merge(self, merge: Merge) -> None:
@@ -166,9 +180,34 @@ class Target(ABC):
         """The rows of the table, with values as ``load`` gets them."""
 
 
+def process_mark() -> str:
+    """A text for the names of what a run makes: its host, its process, the process's start, the present, and chance."""
+    process = psutil.Process()
+    parts = (process.pid, int(process.create_time()), int(time.time()))
+    return "_".join([_host(), *(f"{part:x}" for part in parts), secrets.token_hex(4)])
+
+
+def is_alive(mark: str) -> bool:
+    """Whether the run that made a mark goes on. A run on another host counts as alive for a day."""
+    host, pid, began, made, *_ = (*mark.split("_"), "", "", "", "")
+    try:
+        if host != _host():
+            return time.time() - int(made, 16) < OTHER_HOST_SECONDS
+        return int(psutil.Process(int(pid, 16)).create_time()) == int(began, 16)
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _host() -> str:
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+
+
 CLASSES: Mapping[str, str] = {
     "sqlite": "zync_assets.sinks.sqlite:SqliteTarget",
     "postgres": "zync_assets.sinks.postgres:PostgresTarget",
+    "clickhouse": "zync_assets.sinks.clickhouse:ClickhouseTarget",
 }
 """Type of a sink → its class."""
 

@@ -83,8 +83,8 @@ def spec(target: Target, *, changed: bool) -> TableSpec:
     return TableSpec('rows of "it"', tuple(columns), ("id", "Part Name"), "upsert", "a comment")
 
 
-def value(name: str, chance: random.Random) -> Any:
-    """A value of a column, of those that databases get wrong."""
+def value(name: str, chance: random.Random, days: tuple[date, date]) -> Any:
+    """A value of a column, of those that databases get wrong. ``days``: as ``Target.days``."""
     if chance.random() < 0.15:
         return None
     number = chance.randrange(-(2**31), 2**31)
@@ -99,7 +99,9 @@ def value(name: str, chance: random.Random) -> Any:
         "exact": lambda: chance.choice([*DECIMALS]),
         "text": lambda: chance.choice(ODD),
         "bytes": lambda: chance.choice([b"", b"\x00\xff", b"\\x41", chance.randbytes(5)]),
-        "day": lambda: date.fromordinal(chance.randrange(1, 3_652_059)),
+        "day": lambda: chance.choice(
+            [*days, date.fromordinal(chance.randint(days[0].toordinal(), days[1].toordinal()))]
+        ),
         "instant": lambda: datetime.fromtimestamp(number, UTC).replace(microsecond=abs(number) % 10**6),
         "local": lambda: datetime.fromtimestamp(number, UTC).replace(tzinfo=None, microsecond=abs(number) % 10**6),
         "clock": lambda: time(abs(number) % 24, 59, 59, abs(number) % 10**6),
@@ -113,7 +115,7 @@ def value(name: str, chance: random.Random) -> Any:
 Change = tuple[tuple[int, str], dict[str, Any] | None]
 
 
-def batches(seed: int, count: int) -> Iterator[list[Change]]:
+def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
     """The same changes for the same seed: whole rows, partial rows and tombstones."""
     chance = random.Random(seed)
     for number in range(count):
@@ -123,13 +125,13 @@ def batches(seed: int, count: int) -> Iterator[list[Change]]:
             key = chance.randrange(8), chance.choice(["a", "", "ö'\""])
             kind = chance.random()
             chosen = names if kind < 0.4 else [name for name in names if chance.random() < 0.3]
-            batch.append((key, None if kind > 0.8 else {name: value(name, chance) for name in chosen}))
+            batch.append((key, None if kind > 0.8 else {name: value(name, chance, target.days) for name in chosen}))
         yield batch
 
 
-def model(seed: int, count: int) -> dict[tuple[int, str], dict[str, Any]]:
+def model(target: Target, seed: int, count: int) -> dict[tuple[int, str], dict[str, Any]]:
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for key, fields in (change for batch in batches(seed, count) for change in batch):
+    for key, fields in (change for batch in batches(target, seed, count) for change in batch):
         if fields is None:
             rows.pop(key, None)
         else:
@@ -137,8 +139,8 @@ def model(seed: int, count: int) -> dict[tuple[int, str], dict[str, Any]]:
     return rows
 
 
-def records(table: TableSpec, batch: Sequence[Change]) -> Records:
-    """Records as ``sinks.columns`` makes them: sorted by key, nested values as JSON."""
+def records(table: TableSpec, batch: Sequence[Change], offset: int) -> Records:
+    """Records as ``sinks.columns`` makes them: sorted by key, nested values as JSON. ``offset``: of the first record."""
     ordered = sorted(enumerate(batch), key=lambda item: (item[1][0], item[0]))
     columns: list[pa.Array] = []
     others = [column.name for column in table.others]
@@ -153,23 +155,24 @@ def records(table: TableSpec, batch: Sequence[Change]) -> Records:
     is_set = np.array([[name in (fields or {}) for name in others] for _, (_, fields) in ordered], np.bool_)
     is_delete = np.array([fields is None for _, (_, fields) in ordered], np.bool_)
     rows = pa.RecordBatch.from_arrays(columns, names=[column.name for column in table.columns])
-    return Records(rows, is_delete, is_set.reshape(-1, len(others)))
+    offsets = np.array([offset + at for at, _ in ordered], np.int64)
+    return Records(rows, is_delete, is_set.reshape(-1, len(others)), offsets)
 
 
-def load(target: Target, table: TableSpec, run: str, batch: Sequence[Change]) -> list[LoadTable]:
+def load(target: Target, table: TableSpec, run: str, batch: Sequence[Change], offset: int) -> list[LoadTable]:
     """Two load tables, as two tasks make them: no key is in both."""
     loads: list[LoadTable] = []
     for number in (0, 1):
         own = [change for change in batch if change[0][0] % 2 == number]
         if own:
-            folded = fold(records(table, own), table.key, [column.name for column in table.others])
+            folded = fold(records(table, own, offset), table.key, [column.name for column in table.others])
             loads.append(target.load(table, f"{run}{number}", iter([folded])))
     return loads
 
 
 def apply(target: Target, seed: int, count: int) -> None:
     """Apply batches from the target's position on."""
-    for number, batch in enumerate(batches(seed, count)):
+    for number, batch in enumerate(batches(target, seed, count)):
         progress = target.progress(PLACE)
         first = progress.next.get(0)
         if (first or 0) > number * BATCH:
@@ -178,7 +181,7 @@ def apply(target: Target, seed: int, count: int) -> None:
         table = spec(target, changed=number >= CHANGE_AT)
         target.prepare(table, create=True, evolve="widen")
         with target.run(PLACE) as run:
-            loads = load(target, table, run, batch)
+            loads = load(target, table, run, batch, number * BATCH)
             target.merge(Merge(PLACE, table, ORIGIN, {0: first}, {0: (number + 1) * BATCH}, tuple(loads)))
 
 
@@ -211,12 +214,12 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
         # Each kill comes in a later batch, the last after the schema change.
         assert run(kind, url, seed, count, f"{point}@{2 * number + 1}") == -9
     assert run(kind, url, seed, count) == 0
-    assert rows_of(target) == model(seed, count)
+    assert rows_of(target) == model(target, seed, count)
     assert target.progress(PLACE).next == {0: count * BATCH}
     assert load_tables() == []
     _assert_loser_changes_nothing(target, seed, count)
     _assert_bad_records_are_kept(target)
-    assert rows_of(target) == model(seed, count)
+    assert rows_of(target) == model(target, seed, count)
 
 
 def _assert_loser_changes_nothing(target: Target, seed: int, count: int) -> None:
@@ -225,7 +228,7 @@ def _assert_loser_changes_nothing(target: Target, seed: int, count: int) -> None
     change: list[Change] = [((99, "a"), {"text": "loser"})]
     for origin, expected in ((ORIGIN, (count - 1) * BATCH), (ORIGIN, None), ("another", count * BATCH)):
         with target.run(PLACE) as name:
-            loads = load(target, table, name, change)
+            loads = load(target, table, name, change, 0)
             with pytest.raises(CommitConflict):
                 target.merge(Merge(PLACE, table, origin, {0: expected}, {0: 10_000}, tuple(loads)))
 
@@ -244,7 +247,7 @@ def assert_refuses(target: Target, table: TableSpec, batch: Sequence[Change]) ->
     """The target's message on a batch that it refuses; nothing of the batch is in the target."""
     target.prepare(table, create=True, evolve="none")
     with target.run(PLACE) as name, pytest.raises(TargetRefused) as refusal:
-        loads = load(target, table, name, batch)
+        loads = load(target, table, name, batch, 0)
         target.merge(Merge(PLACE, table, ORIGIN, {0: None}, {0: 1}, tuple(loads)))
     return str(refusal.value)
 

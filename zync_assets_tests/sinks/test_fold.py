@@ -10,7 +10,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT, Records, fold_all
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPSERT, Records, fold_all
 
 COLUMNS = ("a", "b", "c")
 TYPES = pa.schema([("k", pa.int64()), ("a", pa.int64()), ("b", pa.string()), ("c", pa.float64())])
@@ -59,12 +59,13 @@ def merged(rows: dict[int, dict[str, Any]], folded: list[dict[str, Any]]) -> dic
     return rows
 
 
-def records(changes: list[Change]) -> Records:
+def records(changes: list[Change], first: int) -> Records:
     rows = [{"k": key, **(fields or {})} for key, fields in changes]
     return Records(
         pa.RecordBatch.from_pylist(rows, schema=TYPES),
         np.array([fields is None for _, fields in changes], np.bool_),
         np.array([[name in (fields or {}) for name in COLUMNS] for _, fields in changes], np.bool_).reshape(-1, 3),
+        np.arange(first, first + len(changes)),
     )
 
 
@@ -73,8 +74,10 @@ def test_a_fold_is_what_its_records_do_one_by_one(before: list[Change], changes:
     start = applied({}, before)
     ordered = sorted(changes, key=lambda change: change[0])
     edges = [0, *sorted(min(cut, len(ordered)) for cut in cuts), len(ordered)]
-    parts = [records(ordered[first:end]) for first, end in pairwise(edges)]
+    parts = [records(ordered[first:end], first) for first, end in pairwise(edges)]
     folded = [row for batch in fold_all(parts, ["k"], COLUMNS) for row in batch.to_pylist()]
     assert [row["k"] for row in folded] == sorted({key for key, _ in changes})
     assert merged(start, folded) == applied(start, changes)
+    last = {key: at for at, (key, _) in enumerate(ordered)}
+    assert {row["k"]: row[OFFSET] for row in folded} == last
     assert {row[OP] for row in folded} <= {UPSERT, REPLACE, DELETE}

@@ -49,7 +49,7 @@ def apply(target: PostgresTarget, table: TableSpec, batch: list[Change]) -> None
     """One batch, at the end of what is there."""
     at = target.progress(PLACE).next.get(0)
     with target.run(PLACE) as name:
-        folded = fold(records(table, sorted(batch)), table.key, [column.name for column in table.others])
+        folded = fold(records(table, sorted(batch), at or 0), table.key, [column.name for column in table.others])
         loads = (target.load(table, f"{name}0", iter([folded])),)
         target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
 

@@ -1,0 +1,431 @@
+"""The target ClickHouse, through clickhouse-connect and its dialect of SQLAlchemy.
+
+ClickHouse has no transactions of several statements. Each step can therefore be repeated without a change:
+
+- A table is a ReplacingMergeTree by its key. The version of a row is the offset of the record that made it, so that a record
+  that is written again, or too late, changes nothing. A delete is a row with ``zync_deleted = 1``.
+- The merge writes load tables first and the position last. An insert has a token of source, ranges and load table, and a
+  ClickHouse that still knows the token skips it.
+- A partial record takes the columns that it leaves out from the present row of its key. Taken again, they are the same: the
+  record's own columns are set in any case, and no other record changed the row in between.
+
+A reader may see the rows of a batch before the position has moved, but never a row's earlier state again.
+
+A dead run's load tables are known by their names (``process_mark``). chdb, the embedded engine, lets one process in at a time.
+Every connection is therefore short, and a batch is one task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from clickhouse_connect.cc_sqlalchemy import types as ch
+from clickhouse_connect.cc_sqlalchemy.ddl.tableengine import MergeTree, ReplacingMergeTree
+from clickhouse_connect.cc_sqlalchemy.sql import final
+from clickhouse_connect.cc_sqlalchemy.sql.sqlparse import split_top_level
+from clickhouse_connect.dbapi.connection import Connection as ChConnection
+from clickhouse_connect.driver.binding import quote_identifier
+from clickhouse_connect.driver.exceptions import Error
+from sqlalchemy import exc
+from sqlalchemy.engine import Connection, Engine
+
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused
+from zync_assets.sinks.clickhouse_types import (
+    DAYS,
+    as_source,
+    cast_column,
+    error_class,
+    error_text,
+    holds,
+    inner_name,
+    merged_rows,
+    new_type,
+    nullable,
+    read_column,
+    stored,
+    wider,
+)
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET
+from zync_assets.sinks.sql import SqlTarget, load_names, named, place_values
+from zync_assets.sinks.sql_types import SqlType
+from zync_assets.sinks.target import (
+    LOCAL_HOSTS,
+    BadRecord,
+    Column,
+    LoadTable,
+    Merge,
+    Place,
+    Progress,
+    TableSpec,
+    is_alive,
+    process_mark,
+)
+
+DELETED = "zync_deleted"
+"""The column of a table that marks deleted rows. The version column is OFFSET."""
+
+INSERT_BYTES = 64 << 20
+"""The rows of one insert into a load table: an insert makes a part, and ClickHouse wants few large parts."""
+
+TOKENS = 1000
+"""How many inserts a table remembers by their tokens."""
+
+_CLEARING = -1
+"""The partition of a position that says: the table is being emptied."""
+_COORDINATES = ("kafka.topic", "kafka.partition", "kafka.offset")
+_PLACE = ("pipeline", "sink", "source", "partition")
+_VERSION = re.compile(rf"ReplacingMergeTree\([^)]*\b{OFFSET}, {DELETED}\)")
+
+
+def _book(name: str, *columns: sa.Column[Any], version: str, is_deleted: str | None = None) -> sa.Table:
+    key = [sa.Column(item, ch.String()) for item in _PLACE[:3]]
+    order = (*_PLACE, "offset") if is_deleted else _PLACE
+    engine = ReplacingMergeTree(version=version, is_deleted=is_deleted, order_by=order)
+    return sa.Table(name, sa.MetaData(), *key, sa.Column("partition", ch.Int32()), *columns, engine)
+
+
+POSITIONS = _book("zync_positions", sa.Column("next", ch.UInt64()), sa.Column("origin", ch.String()), version="next")
+QUARANTINE = _book(
+    "zync_quarantine",
+    sa.Column("offset", ch.UInt64()),
+    sa.Column("key", ch.Nullable(ch.String())),
+    sa.Column("error", ch.Nullable(ch.String())),
+    sa.Column("change", ch.UInt64()),
+    sa.Column(DELETED, ch.UInt8()),
+    version="change",
+    is_deleted=DELETED,
+)
+
+
+class ClickhouseTarget(SqlTarget):
+    """A database of a ClickHouse server, ``clickhouse://user:password@host/database``, or a folder of the embedded engine,
+    ``chdb:///folder``."""
+
+    days = DAYS
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.is_embedded = url.startswith("chdb:")
+        self.tasks = 1 if self.is_embedded else super().tasks
+
+    def make_engine(self) -> Engine:
+        if self.is_embedded:
+            folder = self.url.removeprefix("chdb://")
+            return sa.create_engine(
+                "clickhousedb://",
+                poolclass=sa.pool.NullPool,
+                creator=lambda: ChConnection(interface="chdb", path=folder),
+            )
+        url = sa.make_url(self.url).set(drivername="clickhousedb")
+        if "secure" not in url.query and (url.host or "") not in LOCAL_HOSTS:
+            url = url.update_query_dict({"secure": "true"})
+        return sa.create_engine(url, poolclass=sa.pool.NullPool)
+
+    def is_native(self, kind: pa.DataType) -> bool:
+        """No array, map or tuple of ClickHouse can be null."""
+        return not pa.types.is_nested(kind)
+
+    @contextmanager
+    def run(self, place: Place) -> Generator[str]:
+        with self.connection() as connection:
+            for name in load_names(sa.inspect(connection).get_table_names(), place):
+                if not is_alive(name.removeprefix(place.load_prefix)):
+                    _drop(connection, name)
+        yield f"{place.load_prefix}{process_mark()}_"
+
+    def drop(self, names: Sequence[str]) -> None:
+        with self.connection() as connection:
+            for name in names:
+                _drop(connection, name)
+
+    # ---- errors
+
+    @contextmanager
+    def errors(self) -> Generator[None]:
+        try:
+            with super().errors():
+                yield
+        except Error as error:
+            raise error_class(error)(error_text(error)) from None
+
+    def sort(self, error: exc.DBAPIError) -> type[SinkError]:
+        return error_class(error.orig)
+
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        return self.sort(error)(error_text(error.orig))
+
+    # ---- positions
+
+    def create_book(self, connection: Connection) -> None:
+        for table in (POSITIONS, QUARANTINE):
+            connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+
+    def progress(self, place: Place) -> Progress:
+        with self.connection() as connection:
+            if not sa.inspect(connection).has_table(QUARANTINE.name):
+                return Progress()
+            rows = _rows(connection, POSITIONS, place)
+            refused = _rows(connection, QUARANTINE, place)
+        upcoming = {row["partition"]: row["next"] for row in rows if row["partition"] != _CLEARING}
+        # What was refused by a batch that did not move the position does not count.
+        bad = tuple(
+            BadRecord(row["partition"], row["offset"], row["key"], row["error"])
+            for row in refused
+            if row["offset"] < upcoming.get(row["partition"], 0)
+        )
+        if len(upcoming) < len(rows):
+            # The table was being emptied: no lake has this id, so that the sink asks for another --reset.
+            return Progress({}, "being emptied", bad)
+        return Progress(upcoming, rows[0]["origin"] if rows else None, bad)
+
+    # ---- load tables
+
+    def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
+        count = 0
+        with self.loading(spec, name) as (connection, table):
+            for batch in _gathered(rows):
+                self.write(connection, table, batch)
+                count += batch.num_rows
+        crash_point("sink:loaded")
+        return LoadTable(name, count)
+
+    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
+        columns = [stored(rows.column(name), name) for name in rows.schema.names]
+        made = pa.Table.from_arrays(columns, names=rows.schema.names)
+        if made.num_rows:
+            _client(connection).insert_arrow(table.name, made)
+
+    def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+        """Its columns have the source's types. The merge converts them, and refuses what it can't convert."""
+        columns = [sa.Column(item.name, self.column_type(item, in_key=False)) for item in spec.columns]
+        marks = [
+            sa.Column(OP, ch.String()),
+            sa.Column(SET, ch.Nullable(ch.String())),
+            sa.Column(OFFSET, ch.UInt64()),
+        ]
+        return sa.Table(name, sa.MetaData(), *columns, *marks, MergeTree(order_by="tuple()"))
+
+    # ---- the merge
+
+    def merge(self, merge: Merge) -> None:
+        with self.connection() as connection:
+            # 1. Nobody else has written since the batch was planned. A run that writes at the same time writes the same.
+            self._claim(connection, merge)
+            if merge.clear:
+                self._clear(connection, merge)
+            # 2. The data, one load table after the other: no key is in two of them.
+            table = self._reflected(connection, merge.spec) if merge.loads else None
+            for load in merge.loads:
+                assert table is not None
+                self._insert(connection, table, merge, load)
+            crash_point("sink:merging")
+            # 3. What was refused, and at last the position.
+            self._note(connection, merge)
+            rows = [
+                {**place_values(merge.place), "partition": partition, "next": upcoming, "origin": merge.origin}
+                for partition, upcoming in merge.upcoming.items()
+            ]
+            if rows:
+                connection.execute(sa.insert(POSITIONS), rows)
+        crash_point("sink:merged")
+        self.drop([load.name for load in merge.loads])
+
+    def _claim(self, connection: Connection, merge: Merge) -> None:
+        if merge.clear:
+            return
+        found = {row["partition"]: row for row in _rows(connection, POSITIONS, merge.place)}
+        is_changed = _CLEARING in found or any(
+            (row["next"] if (row := found.get(partition)) else None) != expected
+            or (row is not None and row["origin"] != merge.origin)
+            for partition, expected in merge.expected.items()
+        )
+        if is_changed:
+            raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+
+    def _clear(self, connection: Connection, merge: Merge) -> None:
+        """Empty the table. A kill on the way leaves a mark, and the sink then asks for another --reset."""
+        mark = {**place_values(merge.place), "partition": _CLEARING, "next": 0, "origin": merge.origin}
+        connection.execute(sa.insert(POSITIONS), [mark])
+        name, schema = named(merge.spec)
+        full = ".".join(quote_identifier(item) for item in (schema, name) if item)
+        connection.exec_driver_sql(f"TRUNCATE TABLE {full}")
+        for table in (QUARANTINE, POSITIONS):
+            connection.execute(sa.delete(table).where(*_at(table, merge.place)))
+
+    def _insert(self, connection: Connection, table: sa.Table, merge: Merge, load: LoadTable) -> None:
+        """Insert the changes of a load table."""
+        spec = merge.spec
+        rows = self.load_table(table, spec, load.name, None)
+        marks = sa.func.sum(sa.func.cityHash64(*(rows.c[name] for name in (*spec.key, OFFSET))))
+        held, content = connection.execute(sa.select(sa.func.count(), marks).select_from(rows)).one()
+        if held != load.rows:
+            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        _check_parsed(connection, rows, table)
+        token = _token(merge, held, content)
+        others = [column.name for column in spec.others]
+        gone = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))
+        gone = gone.where(rows.c[OP] == DELETE)
+        _insert(connection, self.upsert(table, gone, spec.key, [OFFSET, DELETED]), f"{token}-deletes")
+        is_partial = rows.c[SET].is_not(None)
+        partial = sa.select(sa.literal(1)).select_from(rows).where(is_partial, rows.c[OP] != DELETE).limit(1)
+        if connection.execute(partial).first() is None:
+            whole = [cast_column(rows, table, name) for name in (*spec.key, *others)]
+            kept = sa.select(*whole, rows.c[OFFSET], sa.literal(0))
+        else:
+            kept = merged_rows(rows, table, spec)
+        kept = kept.where(rows.c[OP] != DELETE)
+        _insert(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), token)
+
+    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        """An insert: ClickHouse keeps the row of the highest offset."""
+        return sa.insert(table).from_select([*key, *others], rows)
+
+    def _note(self, connection: Connection, merge: Merge) -> None:
+        """Note refused records, and remove those that leave quarantine, or that an unfinished batch noted."""
+        bad = {(item.partition, item.offset): item for item in merge.bad}
+        rows = _rows(connection, QUARANTINE, merge.place) if merge.upcoming or merge.cured else []
+        over = {(row["partition"], row["offset"]) for row in rows if _is_open(merge, row)}
+        gone = (over | set(merge.cured)) - bad.keys()
+        change = max((row["change"] for row in rows), default=0) + 1
+        values = [
+            {"partition": at[0], "offset": at[1], "key": item and item.key, "error": item and item.error}
+            for at, item in [*bad.items(), *((at, None) for at in sorted(gone))]
+        ]
+        common = {**place_values(merge.place), "change": change}
+        if values:
+            connection.execute(
+                sa.insert(QUARANTINE), [{**common, **item, DELETED: int(item["error"] is None)} for item in values]
+            )
+
+    # ---- tables
+
+    def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
+        with self.connection() as connection:
+            table = self._reflected(connection, spec)
+            query = final(sa.select(*(read_column(table.c[item.name], item) for item in spec.columns)), table)
+            text = _sql_text(connection, query)
+            with _client(connection).query_arrow_stream(text, use_strings=False) as batches:
+                for batch in batches:
+                    yield as_source(batch, spec)
+
+    def new_table(self, spec: TableSpec) -> sa.Table:
+        table = super().new_table(spec)
+        columns = [sa.Column(item.name, item.type, comment=item.comment) for item in table.columns]
+        engine = ReplacingMergeTree(
+            version=OFFSET,
+            is_deleted=DELETED,
+            order_by=[quote_identifier(name) for name in _order(spec)],
+            settings={"non_replicated_deduplication_window": TOKENS},
+        )
+        marks = [sa.Column(OFFSET, ch.UInt64()), sa.Column(DELETED, ch.UInt8())]
+        return sa.Table(table.name, sa.MetaData(), *columns, *marks, engine, schema=table.schema, comment=table.comment)
+
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        query = sa.text("SELECT engine_full, sorting_key FROM system.tables WHERE database = :at AND name = :name")
+        database = table.schema or connection.execute(sa.text("SELECT currentDatabase()")).scalar_one()
+        engine, order = connection.execute(query, {"at": database, "name": table.name}).one()
+        parts = {part.strip() for part in split_top_level(order.removeprefix("(").removesuffix(")"))}
+        wanted = _order(spec)
+        in_order = len(parts) == len(wanted) and all({name, quote_identifier(name)} & parts for name in wanted)
+        if in_order and _VERSION.search(engine):
+            return None
+        ddl = str(sa.schema.CreateTable(self.new_table(spec)).compile(connection))
+        return (
+            f"it is no ReplacingMergeTree({OFFSET}, {DELETED}) ordered by ({', '.join(wanted)}); move it away, and make it"
+            f" so:\n{ddl};"
+        )
+
+    def column_type(self, column: Column, *, in_key: bool) -> SqlType:
+        kind = new_type(column)
+        return kind if in_key else nullable(kind)
+
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        return holds(existing, column)
+
+    def wider(self, existing: SqlType, column: Column) -> SqlType | None:
+        return wider(existing, column)
+
+
+def _order(spec: TableSpec) -> list[str]:
+    """The sorting key. Appended rows must differ in it: it has the coordinates in Kafka."""
+    if spec.mode == "upsert":
+        return list(spec.key)
+    places = {column.field: column.name for column in spec.columns if column.field in _COORDINATES}
+    if len(places) < len(_COORDINATES):
+        raise TableUnfit(
+            f"table {spec.name}: ClickHouse appends a record once only with its topic, partition and offset. Let columns:"
+            " include name kafka_topic, kafka_partition and kafka_offset."
+        )
+    return [*spec.key, *(name for name in places.values() if name not in spec.key)]
+
+
+def _gathered(rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Batches of some INSERT_BYTES."""
+    held: list[pa.RecordBatch] = []
+    for batch in rows:
+        held.append(batch)
+        if sum(item.nbytes for item in held) >= INSERT_BYTES:
+            yield pa.concat_batches(held)
+            held = []
+    if held:
+        yield pa.concat_batches(held)
+
+
+def _check_parsed(connection: Connection, rows: sa.Table, table: sa.Table) -> None:
+    """TargetRefused for a text that ClickHouse can't parse: its cast to a Nullable type makes such a text null."""
+    for column in table.c:
+        if isinstance(column.type, (ch.UUID, ch.IPv4, ch.IPv6, ch.JSON)) and column.name in rows.c:
+            own = rows.c[column.name]
+            bad = sa.and_(own.is_not(None), cast_column(rows, table, column.name).is_(None))
+            row = connection.execute(sa.select(own).where(bad).limit(1)).first()
+            if row is not None:
+                raise TargetRefused(f"the column {column.name} is {row[0]!r}, which is no {inner_name(column.type)}")
+
+
+def _insert(connection: Connection, statement: sa.Executable, token: str) -> None:
+    settings = {"insert_deduplication_token": token, "join_use_nulls": 1, "final": 1}
+    _client(connection).command(_sql_text(connection, statement), settings=settings)
+
+
+def _token(merge: Merge, *load: int) -> str:
+    """The token of a load table's insert: source, ranges, and the load table's rows, since another run shares them out in
+    another way."""
+    ranges = [f"{p}:{merge.expected.get(p)}-{upcoming}" for p, upcoming in sorted(merge.upcoming.items())]
+    parts = [*place_values(merge.place).values(), merge.origin, *ranges, *map(str, (*merge.cured, *load))]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _sql_text(connection: Connection, statement: Any) -> str:
+    return str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+
+
+def _client(connection: Connection) -> Any:
+    driver: Any = connection.connection.driver_connection
+    return driver.client
+
+
+def _drop(connection: Connection, name: str) -> None:
+    connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
+
+
+def _at(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
+    return [table.c[name] == value for name, value in place_values(place).items()]
+
+
+def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping[str, Any]]:
+    query = final(sa.select(*table.c), table).where(*_at(table, place))
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _is_open(merge: Merge, row: Mapping[str, Any]) -> bool:
+    """Whether a refused record lies in the ranges that the merge passes."""
+    upcoming = merge.upcoming.get(row["partition"])
+    first = merge.expected.get(row["partition"]) or 0
+    return upcoming is not None and first <= row["offset"] < upcoming

@@ -1,0 +1,219 @@
+"""The types of the lake in ClickHouse, the values as Arrow has them on the way in and out, and ClickHouse's errors.
+
+| the lake | ClickHouse |
+| --- | --- |
+| boolean, integers, float, double | Bool, Int8 to Int64, Float32, Float64 |
+| decimal(p, s) | Decimal(p, s) |
+| string, binary | String |
+| date | Date32, which goes from 1900 to 2299 |
+| timestamp, timestamp_ntz | DateTime64(6, 'UTC'), which goes from 1900 to 2299 |
+| time of day | String, ISO 8601 |
+| array, struct, map | String, JSON: none of ClickHouse's own can be null |
+
+Each column outside the key is Nullable.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date, datetime, time
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from clickhouse_connect.cc_sqlalchemy import types as ch
+from clickhouse_connect.driver.exceptions import OperationalError
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.sinks.fold import OFFSET, OP, SET, UPSERT
+from zync_assets.sinks.sql_types import DIGITS, SqlType, type_text
+from zync_assets.sinks.target import Column, TableSpec
+
+DAYS = (date(1900, 1, 1), date(2299, 12, 31))
+"""The days of Date32 and DateTime64."""
+
+_INTEGERS: tuple[tuple[type[SqlType], int], ...] = (
+    (ch.Int8, 8),
+    (ch.Int16, 16),
+    (ch.Int32, 32),
+    (ch.Int64, 64),
+    (ch.Int128, 128),
+    (ch.Int256, 256),
+)
+_TEXTS = (ch.String, ch.UUID, ch.Enum8, ch.Enum16, ch.IPv4, ch.IPv6, ch.JSON)
+
+# https://github.com/ClickHouse/ClickHouse/blob/master/src/Common/ErrorCodes.cpp
+_PASSING = {159, 160, 198, 202, 203, 209, 210, 225, 236, 241, 242, 243, 252, 279, 285, 286, 319, 341, 394, 473, 999}
+"""Timeouts, connections, memory, disks, replicas that can't be reached, too many parts."""
+_REFUSALS = {6, 26, 27, 38, 41, 53, 69, 70, 72, 117, 131, 190, 321, 349, 376, 407, 441, 467, 469, 675, 676, 691}  # fmt: skip
+"""Values that can't be parsed or converted, nulls, and constraints."""
+
+
+def new_type(column: Column) -> SqlType:
+    """The type of a new column. Types that ClickHouse has no lossless one for are texts."""
+    kinds, kind = pa.types, column.type
+    if column.as_json:
+        return ch.String()
+    if kinds.is_boolean(kind):
+        return ch.Bool()
+    if kinds.is_integer(kind):
+        return next(of for of, bits in _INTEGERS if bits == kind.bit_width)()
+    if kinds.is_floating(kind):
+        return ch.Float64() if kinds.is_float64(kind) else ch.Float32()
+    if kinds.is_decimal(kind):
+        return ch.Decimal(kind.precision, kind.scale)
+    if kinds.is_date(kind):
+        return ch.Date32()
+    if kinds.is_timestamp(kind):
+        return ch.DateTime64(6, "UTC")
+    return ch.String()
+
+
+def nullable(kind: SqlType) -> SqlType:
+    """The type with null."""
+    wrap: Any = ch.Nullable
+    return wrap(kind)
+
+
+def inner_name(kind: SqlType) -> str:
+    """The name of a type without Nullable."""
+    return str(kind).removeprefix("Nullable(").removesuffix(")")
+
+
+def holds(existing: SqlType, column: Column) -> bool:
+    """Whether a column of ClickHouse holds the values of a source's column without loss, or refuses them."""
+    kinds, kind = pa.types, column.type
+    if column.as_json:
+        return isinstance(existing, (ch.String, ch.JSON))
+    if kinds.is_boolean(kind):
+        return isinstance(existing, (ch.Bool, ch.UInt8))
+    if kinds.is_integer(kind):
+        return kind.bit_width <= _bits(existing) or _decimal_holds(existing, DIGITS[kind.bit_width], 0)
+    if kinds.is_floating(kind):
+        return isinstance(existing, ch.Float64) or (isinstance(existing, ch.Float32) and kinds.is_float32(kind))
+    if kinds.is_decimal(kind):
+        return _decimal_holds(existing, kind.precision - kind.scale, kind.scale)
+    if kinds.is_date(kind):
+        return isinstance(existing, ch.Date32)
+    if kinds.is_timestamp(kind):
+        scale, zone = _instant(existing)
+        # A time without zone is kept as if it were in UTC, and must be shown so.
+        return scale >= 6 and (kind.tz is not None or zone == "UTC")
+    if kinds.is_string(kind) or kinds.is_large_string(kind):
+        return isinstance(existing, _TEXTS)
+    return isinstance(existing, ch.String)
+
+
+def wider(existing: SqlType, column: Column) -> SqlType | None:
+    """A type that holds the old values of a column and those of a source's column; None if there is no such type."""
+    kinds, kind = pa.types, column.type
+    larger: SqlType | None = None
+    if _bits(existing) and kinds.is_integer(kind):
+        larger = new_type(column)
+    elif isinstance(existing, ch.Float32) and kinds.is_floating(kind):
+        larger = ch.Float64()
+    elif isinstance(existing, ch.Decimal) and kinds.is_decimal(kind):
+        scale = max(kind.scale, existing.scale or 0)
+        whole = max(kind.precision - kind.scale, (existing.precision or 0) - (existing.scale or 0))
+        larger = ch.Decimal(whole + scale, scale) if whole + scale <= 76 else None
+    is_nullable = bool(getattr(existing, "nullable", False))
+    return nullable(larger) if larger is not None and is_nullable else larger
+
+
+def stored(column: pa.Array, name: str) -> pa.Array:
+    """The values of a column as ClickHouse reads them from Arrow. TargetRefused for a date that it does not have."""
+    kinds, kind = pa.types, column.type
+    if kinds.is_time(kind):
+        values = [None if value is None else value.isoformat() for value in column.to_pylist()]
+        return pa.array(values, pa.string())
+    if kinds.is_date(kind) or kinds.is_timestamp(kind):
+        first, last = DAYS
+        if kinds.is_timestamp(kind):
+            column = column.cast(pa.timestamp("us", kind.tz))
+            first, last = (datetime.combine(day, at) for day, at in ((first, time.min), (last, time.max)))
+            column = column.cast(pa.timestamp("us"))
+        outside = pc.or_(
+            pc.less(column, pa.scalar(first, column.type)), pc.greater(column, pa.scalar(last, column.type))
+        )
+        if bool(pc.any(outside).as_py()):
+            value = column.filter(outside)[0].as_py().isoformat()
+            raise TargetRefused(
+                f"the column {name} is {value}; ClickHouse's {type_text(kind)} goes from {first} to {last}"
+            )
+    return column
+
+
+def read_column(column: sa.ColumnElement[Any], spec: Column) -> sa.ColumnElement[Any]:
+    is_text = spec.as_json or pa.types.is_string(spec.type)
+    return sa.func.toString(column).label(spec.name) if is_text else column
+
+
+def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
+    """A batch that ClickHouse gave, with the types of the source's columns."""
+    columns: list[pa.Array] = []
+    for number, item in enumerate(spec.columns):
+        values = batch.column(number)
+        if pa.types.is_time(item.type):
+            texts = values.cast(pa.string()).to_pylist()
+            values = pa.array([None if text is None else time.fromisoformat(text) for text in texts], item.type)
+        columns.append(values.cast(pa.string() if item.as_json else item.type))
+    return pa.RecordBatch.from_arrays(columns, names=[item.name for item in spec.columns])
+
+
+def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[Any]:
+    """The rows of a load table, with the columns that partial records leave out from the present rows."""
+    partial = sa.and_(rows.c[OP] == UPSERT, rows.c[SET].is_not(None))
+    keys = [cast_column(rows, table, name) for name in spec.key]
+    wanted = sa.select(*keys).where(partial)
+    own = [table.c[name] for name in spec.key]
+    # The setting `final` of the insert has the effect of FINAL here, where the dialect does not write it.
+    now = sa.select(*table.c).where((sa.tuple_(*own) if len(own) > 1 else own[0]).in_(wanted)).subquery("present")
+    same = sa.and_(partial, *(now.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
+    shape = sa.func.ifNull(rows.c[SET], "1" * len(spec.others))
+    values = [
+        sa.case(
+            (sa.func.substring(shape, at + 1, 1) == "1", cast_column(rows, table, item.name)), else_=now.c[item.name]
+        )
+        for at, item in enumerate(spec.others)
+    ]
+    return sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(rows.outerjoin(now, same))
+
+
+def cast_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
+    """A column of a load table as the table's type. A null in a column that takes none is an error."""
+    return sa.cast(rows.c[name], table.c[name].type)
+
+
+def _bits(existing: SqlType) -> int:
+    return next((bits for of, bits in _INTEGERS if isinstance(existing, of)), 0)
+
+
+def _decimal_holds(existing: SqlType, whole: int, scale: int) -> bool:
+    if not isinstance(existing, ch.Decimal):
+        return False
+    own = existing.scale or 0
+    return (existing.precision or 0) - own >= whole and own >= scale
+
+
+def _instant(existing: SqlType) -> tuple[int, str]:
+    """Digits of a second and the zone of a DateTime64; (0, "") for another type."""
+    if not isinstance(existing, ch.DateTime64):
+        return 0, ""
+    scale, zone, *_ = (*existing.type_def.values, "")
+    return int(scale), str(zone).strip("'")
+
+
+def error_class(error: object) -> type[SinkError]:
+    """Whether an error of the driver is an outage, a refused record or neither."""
+    code = getattr(error, "code", None)
+    if code is None:
+        return TargetUnavailable if isinstance(error, OperationalError) else SinkError
+    return TargetUnavailable if code in _PASSING else TargetRefused if code in _REFUSALS else SinkError
+
+
+def error_text(error: object) -> str:
+    """ClickHouse's words, without the statement that they repeat."""
+    text = " ".join(str(error).split())
+    text = re.split(r":? (?:In scope|While executing|while executing) ", text)[0].strip()
+    return text if error_class(error) is not SinkError else f"the target says: {text}"
