@@ -52,7 +52,7 @@ class _Work:
             recreate_topic(self.pipeline, self.pipeline.outputs[0].topic)
         else:
             self.world.empty(self.pipeline, "Staging" if self.step == "etl" else "")
-        return _peak(self.command, self.world.folder / f"{self.pipeline.name}.yaml") / (1 << 30)
+        return peak_memory(self.command, self.world.folder / f"{self.pipeline.name}.yaml") / (1 << 30)
 
     def remove(self) -> None:
         if self.pipeline is not None:
@@ -74,7 +74,7 @@ def _prepared(world: World, step: str, records: int) -> Pipeline:
     return pipeline
 
 
-def _peak(command: str, path: Path) -> float:
+def peak_memory(command: str, path: Path) -> float:
     """The peak memory in bytes of a command and its descendants. Shared memory counts once."""
     most = 0.0
     with subprocess.Popen([*ZYNC, command, str(path)], stdout=subprocess.DEVNULL) as process:
