@@ -399,3 +399,17 @@ def unit_factor(target: pa.Field, source: pa.Field) -> int | None:
     if kind != other_kind or _FACTORS[coarse] < _FACTORS[fine]:
         return None
     return _FACTORS[coarse] // _FACTORS[fine]
+
+
+def type_at(kind: pa.DataType | None, path: Sequence[str]) -> pa.DataType | None:
+    """The type of a field below a type; None if the type has no such field. ``path``: names in the topic."""
+    for name in path:
+        fields = fields_of(kind) if kind is not None and pa.types.is_struct(kind) else []
+        kind = next((item.type for item in fields if original(item) == name), None)
+    return kind
+
+
+def is_envelope(value: pa.DataType) -> bool:
+    """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
+    op, after = type_at(value, ["op"]), type_at(value, ["after"])
+    return op is not None and pa.types.is_string(op) and after is not None and pa.types.is_struct(after)

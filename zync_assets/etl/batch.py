@@ -92,7 +92,7 @@ class Transform:
 
     def stage(self, known: Failures) -> Stage:
         """What the views of the batch are made from. ``known``: the records with a known failure."""
-        reads = frozenset(topic for topic in self.rows if self.plan.reads(topic))
+        reads = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
         place = self.pipeline, self.plan.pool, self.spark, self.plan.state
         about = self.types, known, self.small, self.plan.raw, self.plan.rebuild
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)

@@ -26,7 +26,13 @@ from sqlglot.dialects.spark import Spark
 from sqlglot.tokenizer_core import Token, TokenType
 
 from zync_assets.codecs.dispatch import check_fits
-from zync_assets.codecs.fields import fields_of, has_other_names, lake_type_of, original, topic_type_of
+from zync_assets.codecs.fields import (
+    fields_of,
+    has_other_names,
+    lake_type_of,
+    original,
+    topic_type_of,
+)
 from zync_assets.codecs.spark_types import escape, lake_name, original_name, parse_ddl
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.lake import staging
@@ -35,6 +41,7 @@ from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
+from zync_assets.pipeline_file.view_expressions import row_type, with_names
 from zync_assets.spark.sql import name_sql
 
 
@@ -399,7 +406,16 @@ def _rule_in_lake_names(
         own = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
         return None if where is None else rewriter(own)(where)
 
-    rewrite = rewriter({side.name: types.get(side.topic) for side in rule.sides})
+    roots: dict[str, pa.DataType | None] = {side.name: types.get(side.topic) for side in rule.sides}
+    view = rule.view
+    if view is not None:
+        records = {item.alias: types.get(item.topic) for item in view.tables}
+        each = {
+            alias: {name: _side(kind, name) for name in ("kafka", "key", "value")} for alias, kind in records.items()
+        }
+        roots = {item.alias: row_type(item, each[item.alias]) for item in view.tables}
+        view = with_names(view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
+    rewrite = rewriter(roots)
     sides = (
         replace(side, where=condition(side.where, side.topic), keys=tuple(map(rewrite, side.keys)))
         for side in rule.sides
@@ -411,6 +427,7 @@ def _rule_in_lake_names(
         value=lake_fields["value"].shape(rule.value, rewrite),
         headers=_headers(rule.headers, rewrite),
         keep=None if rule.keep is None else rewrite(rule.keep),
+        view=view,
     )
 
 

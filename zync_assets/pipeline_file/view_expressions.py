@@ -10,12 +10,16 @@ the second field and so on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+import pyarrow as pa
 from sqlglot import exp
 from sqlglot.tokenizer_core import TokenType
 
+from zync_assets.codecs.fields import is_envelope, type_at
+from zync_assets.pipeline import Shape, View, ViewTable
 from zync_assets.pipeline_file.conditions import closing_places
 from zync_assets.pipeline_file.expressions import (
     RECORD_ROOTS,
@@ -137,6 +141,33 @@ def grouped(sql: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def aggregated(sql: str) -> tuple[tuple[str, str], ...]:
+    """(name, the expression that it aggregates, null where its FILTER leaves the row out) of each aggregate.
+
+    >>> aggregated("sum(l.qty) FILTER (WHERE l.open) + o.fee")
+    (('sum', 'CASE WHEN (l.open) THEN (l.qty) END'),)
+    """
+    expression = parse(sql, GROUPS)
+    closings = closing_places(expression.tokens)
+    starts = {token.start: at for at, token in enumerate(expression.tokens)}
+    found: list[tuple[str, str]] = []
+    for call in calls(expression):
+        opening = starts[call.start] + 1
+        closing = closings[opening]
+        inner = expression.tokens[opening + 1 : closing]
+        if inner and inner[0].token_type == TokenType.DISTINCT:
+            inner = inner[1:]
+        if not inner or inner[0].token_type == TokenType.STAR:
+            continue
+        made = sql[inner[0].start : inner[-1].end + 1]
+        if call.end > expression.tokens[closing].end + 1:
+            # FILTER ( WHERE … )
+            of = expression.tokens[closing + 4].start, expression.tokens[closings[closing + 2]].start
+            made = f"CASE WHEN ({sql[of[0] : of[1]].strip()}) THEN ({made}) END"
+        found.append((call.name, made))
+    return tuple(found)
+
+
 def ordered(sql: str) -> str:
     """The expression with each of its collections sorted.
 
@@ -187,3 +218,38 @@ def _cure(parts: tuple[str, ...], aliases: Collection[str]) -> str:
 
 def _fields(field: str, aliases: Collection[str]) -> str:
     return " or ".join(f"`{alias}.{field}`" for alias in aliases) or "an alias of `tables:` before it"
+
+
+Rewrite: TypeAlias = Callable[[str], str]
+"""An expression with the lake's names of its fields."""
+
+
+def with_names(view: View, of_records: Mapping[str, Rewrite], of_rows: Rewrite) -> View:
+    """The view with the lake's names. ``of_records``: alias → for expressions over the records of its topic; ``of_rows``: for
+    expressions over rows."""
+
+    def own(item: ViewTable) -> ViewTable:
+        rewrite = of_records[item.alias]
+        row, deleted = (None if sql is None else rewrite(sql) for sql in (item.row, item.deleted))
+        return replace(item, key=_shape(item.key, rewrite), row=row, deleted=deleted)
+
+    joins = (replace(join, on=tuple((of_rows(one), of_rows(other)) for one, other in join.on)) for join in view.joins)
+    where, choice = (None if sql is None else of_rows(sql) for sql in (view.where, view.on_duplicate_key))
+    return replace(view, tables=tuple(map(own, view.tables)), joins=tuple(joins), where=where, on_duplicate_key=choice)
+
+
+def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:
+    """The type of a table's row, where it is the default row or a field of the record. ``record``: the types of the record's
+    columns."""
+    path = [part.strip().strip("`") for part in (item.row or "value").split(".")]
+    kind = record.get(path[0].lower())
+    if item.row is None and kind is not None and is_envelope(kind):
+        path.append("after")
+    return type_at(kind, path[1:])
+
+
+def _shape(shape: Shape, rewrite: Rewrite) -> Shape:
+    """The shape with other expressions."""
+    if isinstance(shape, str):
+        return rewrite(shape)
+    return None if shape is None else {name: _shape(part, rewrite) for name, part in shape.items()}

@@ -73,6 +73,8 @@ _DEFAULTS = {
     # Spark finds compiled code again by its source text. A long session has more than Spark's default of 100 sources.
     "spark.sql.codegen.cache.maxEntries": "1000",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+    # A look-up of so many values skips the pages of Parquet files without one. More values would nest too deep for the stack.
+    "spark.sql.parquet.pushdown.inFilterThreshold": "2500",
     "spark.redaction.regex": SECRET,
     # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
     # that other pipelines use.

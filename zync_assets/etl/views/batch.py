@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow as pa
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Fact
-from zync_assets.etl.failures import Failures
+from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import Rebuild
 from zync_assets.etl.rules import matching
@@ -20,13 +21,16 @@ from zync_assets.etl.rules.matching import Columns, Ordering
 from zync_assets.etl.rules.shapes import note_schema, schema_of
 from zync_assets.etl.views.changes import (
     Change,
+    RowFailures,
     failed_facts,
+    is_split,
     look,
     record_rows,
     split_error,
     untyped_facts,
     write_changes,
 )
+from zync_assets.etl.views.failures import check_places, table_failures, view_failures, with_reason
 from zync_assets.etl.views.lookup import kept
 from zync_assets.etl.views.maintenance import DUPLICATE, Maintenance
 from zync_assets.etl.views.query import Query, rule_types
@@ -37,9 +41,10 @@ from zync_assets.lake.head import Head, TableEntry
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import REPLACED, STATE, StagingState
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
-from zync_assets.spark.tasks import raised_text
+from zync_assets.spark.tasks import is_of_data, raised_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -95,9 +100,9 @@ class ViewBatch:
 class Stage:
     """What the views of a batch are made from.
 
-    ``frames``: input topic → the records of the batch, for all inputs with a raw table; ``reads``: the topics of which there are
-    records; ``types``: output topic → its type; ``known``: the records with a known failure; ``small``: see ``Transform``.
-    ``raw``: input topic → its raw table. ``rebuild``: see ``EtlPlan``.
+    ``frames``: input topic → the records of the batch, for all inputs with a raw table; ``ranges``: input topic → the offsets of
+    these records; ``types``: output topic → its type; ``known``: the records with a known failure; ``small``: see
+    ``Transform``. ``raw``: input topic → its raw table. ``rebuild``: see ``EtlPlan``.
     """
 
     pipeline: Pipeline
@@ -107,7 +112,7 @@ class Stage:
     rules: Sequence[Rule]
     ordering: Ordering
     frames: Mapping[str, DataFrame]
-    reads: frozenset[str]
+    ranges: Mapping[str, Sequence[OffsetRange]]
     types: Mapping[str, OutputType]
     known: Failures
     small: bool
@@ -170,32 +175,35 @@ def _changes(
     ``anew``: the tables whose state is made from all raw records.
     """
     kinds: dict[str, TableType] = {}
-    parts: dict[str, tuple[TableType, DataFrame]] = {}
+    sources: dict[str, tuple[TableType, DataFrame]] = {}
     untyped: dict[str, DataFrame] = {}
     for name, table in tables.items():
         topic = table.topic
         if topic not in stage.frames:
             continue
         if not matching.has_schema(stage.frames[topic]):
-            untyped |= {topic: stage.records(topic)} if topic in stage.reads else {}
+            untyped |= {topic: stage.records(topic)} if stage.ranges[topic] else {}
             continue
         kinds[name] = table_type(table, stage.frames[topic], stage.state)
         raw = stage.raw.get(topic)
         if name in anew and stage.state is not None and raw is not None:
             own = stage.ordering.carried(raw_rows(stage.spark, stage.state, raw, table), topic)
-            parts[name] = kinds[name], record_rows(kinds[name], own, stage.ordering)
-        elif topic in stage.reads:
-            parts[name] = kinds[name], record_rows(kinds[name], stage.records(topic), stage.ordering)
+            sources[name] = kinds[name], own
+        elif stage.ranges[topic]:
+            sources[name] = kinds[name], stage.records(topic)
+    parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
     placeholder = stage.pipeline.unavailable_value
-    records, facts = look(parts, placeholder, small=stage.small)
+    found: dict[str, Change] = {}
+    with _failures(stage, lambda: table_failures(stage.spark, sources)):
+        records, facts = look(parts, placeholder, small=stage.small)
+        reader = Reader(stage.spark, uri)
+        for at, each in enumerate(records):
+            table = each.kind.table
+            before = StateFiles() if table.name in anew else state_files(stage.state, table)
+            below = f"{folder}/state-{at}"
+            found[table.name] = write_changes(reader, each, before, below, placeholder)
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
-    reader, found = Reader(stage.spark, uri), dict[str, Change]()
-    for at, each in enumerate(records):
-        table = each.kind.table
-        before = StateFiles() if table.name in anew else state_files(stage.state, table)
-        below = f"{folder}/state-{at}"
-        found[table.name] = write_changes(reader, each, before, below, placeholder, small=stage.small)
     return found, kinds, facts
 
 
@@ -238,12 +246,38 @@ def _results(
             fresh=whole,
             small=stage.small,
         )
-        found = maintenance.results(target, columns)
+        with _failures(stage, partial(view_failures, maintenance)):
+            found = maintenance.results(target, columns)
         if stage.rebuild is not None and stage.state is not None and found is not None:
             staged = frames.output_frame(stage.spark, stage.state, rule.out)
             found = kept(differences(found, staged, rule.out, index, stage.ordering))
         rows += [] if found is None else [found]
     return rows, views
+
+
+@contextmanager
+def _failures(stage: Stage, search: Callable[[], Mapping[Place, Failure]]) -> Generator[None]:
+    """RowFailures in place of the error of an expression. ``search``: finds the records that fail."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
+    try:
+        try:
+            yield
+        except AnalysisException:
+            raise
+        except (PySparkException, Py4JError) as error:
+            found = (
+                {}
+                if is_split(error) or raised_text(error, DUPLICATE) is not None or not is_of_data(error)
+                else search()
+            )
+            if not found:
+                raise
+            raise RowFailures(with_reason(found, error)) from error
+    except RowFailures as error:
+        check_places(stage.pool, error.failures, stage.ranges)
+        raise
 
 
 @contextmanager

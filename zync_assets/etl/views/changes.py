@@ -7,17 +7,20 @@ that a view reads only the columns that it needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.matching import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
-from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, write_state
-from zync_assets.etl.views.tables import TableType, null_sql, place_sql
+from zync_assets.etl.views.lookup import kept
+from zync_assets.etl.views.state import Places, Reader, StateFiles, write_state
+from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.frames import union
 from zync_assets.spark.sql import name_sql, text_sql
 from zync_assets.spark.tasks import raised_text
@@ -42,14 +45,14 @@ class RowFailures(Exception):
 class TableRecords:
     """The records of a batch for one table.
 
-    ``frame``: key, row, partition, offset, high, low. ``count``: of the records. ``ranges``: of the places of keys, None for a
-    large batch. ``opens``: whether a row lacks an unchanged value that Debezium did not send.
+    ``frame``: key, row, partition, offset, high, low. ``count``: of the records. ``places``: of the keys, None for a large batch.
+    ``opens``: whether a row lacks an unchanged value that Debezium did not send.
     """
 
     kind: TableType
     frame: DataFrame = field(repr=False)
     count: int
-    places: Sequence[int] | None
+    places: Places | None
     opens: bool
 
 
@@ -77,7 +80,8 @@ def look(
     """
     frames: list[DataFrame] = []
     for name, (kind, rows) in parts.items():
-        place = f"CAST({place_sql('key', kind.state_key)}.high AS BIGINT)"
+        key_hash = "xxhash64(key)" if _has_hash(kind) else "0L"
+        place = f"struct({place_sql('key', kind.state_key)}.high AS high, {key_hash} AS hash)"
         opens = " OR ".join(f"row.{name_sql(path)} = {sql}" for path, sql in _placeholders(kind, placeholder))
         frames.append(
             rows.selectExpr(
@@ -85,7 +89,7 @@ def look(
                 "partition",
                 f"({null_sql('key', kind.state_key)}) AS keyless",
                 f"coalesce({opens or 'false'}, false) AS open",
-                f"{place if small else 'CAST(NULL AS BIGINT)'} AS place",
+                f"{place if small else 'CAST(NULL AS STRUCT<high: BIGINT, hash: BIGINT>)'} AS place",
             )
         )
     if not frames:
@@ -98,7 +102,8 @@ def look(
     )
     from pyspark.sql import functions as F
 
-    found = union(frames).groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
+    both = union(frames).coalesce(1) if small else union(frames)
+    found = both.groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
     if any(row["keyless"] for row in found):
         raise RowFailures(_keyless(parts, {row["name"] for row in found if row["keyless"]}))
     records: list[TableRecords] = []
@@ -109,10 +114,21 @@ def look(
             place = kind.table.topic, row["partition"]
             facts[place] = Fact(APPLIED, None, None, *place, False, row["count"], 0)
         if own:
-            places = sorted({place for row in own for place in row["places"]}) if small else None
+            places = _places(kind, {tuple(place) for row in own for place in row["places"]}) if small else None
             count = sum(row["count"] for row in own)
+            rows = rows.coalesce(1) if small else rows
             records.append(TableRecords(kind, rows, count, places, any(row["open"] for row in own)))
     return records, list(facts.values())
+
+
+def _has_hash(kind: TableType) -> bool:
+    """Whether look-ups compare a hash of the whole key. The first part of a place does not tell keys of several fields apart."""
+    return len(list(leaves_of("key", kind.state_key))) > 1 and "map<" not in kind.state_key.simpleString()
+
+
+def _places(kind: TableType, places: Collection[tuple[int, int]]) -> Places:
+    hashes = sorted({key_hash for _, key_hash in places}) if _has_hash(kind) else ()
+    return Places(sorted({high for high, _ in places}), hashes)
 
 
 def _keyless(parts: Mapping[str, tuple[TableType, DataFrame]], names: Iterable[str]) -> dict[Place, Failure]:
@@ -141,34 +157,71 @@ def _placeholders(kind: TableType, placeholder: str | None) -> list[tuple[str, s
 
 @dataclass(frozen=True)
 class Change:
-    """The changes of a table in a batch. ``before``: the table's files before the batch; ``files``: the changes."""
+    """The changes of a table in a batch. ``before``: the table's files before the batch; ``files``: the changes. ``pairs``: the
+    changes of a small batch: key, row, version, old_row, old_version (null: the key is new)."""
 
     kind: TableType
     before: StateFiles
     files: StateFiles
+    pairs: DataFrame | None = field(default=None, repr=False)
 
 
 def write_changes(
-    reader: Reader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None, *, small: bool
+    reader: Reader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None
 ) -> Change:
     """Write the changes of a batch as files of the state, which no commit names yet.
 
     EtlError for a key that comes in two partitions.
     """
-    kind = records.kind
-    ranges = None if records.places is None else ranges_of(records.places)
-    found = _latest(kind, records, placeholder)
-    old = reader.live(kind, before, ranges) if before.versions else None
-    if old is None:
-        frame = found.selectExpr("0 AS gone", "key", "row", _version_sql("partition", "last"), "lowest", "highest")
-    else:
-        old = old.selectExpr("key AS old_key", "row AS old_row", "version AS old")
-        from pyspark.sql import functions as F
+    from pyspark.sql import functions as F
 
-        pairs = found.join(old, F.expr("key = old_key"), "left")
-        frame = _replacing(kind, records, placeholder, pairs)
-    files = write_state(_checked(kind, frame), kind, reader.uri, folder, small=small)
-    return Change(kind, before, files)
+    kind, places = records.kind, records.places
+    found = _latest(kind, records, placeholder)
+    if places is not None:
+        pairs = kept(
+            _replacing(kind, records, placeholder, _looked_up(reader, kind, before, places, found)), eager=False
+        )
+        files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
+        return Change(kind, before, files, pairs)
+    if not before.versions:
+        checked = _checked(kind, _version_sql("partition", "last"), "lowest", "highest")
+        frame = found.selectExpr("0 AS gone", "key", "row", f"{checked} AS version")
+    else:
+        old = reader.live(kind, before).selectExpr("key AS old_key", "row AS old_row", "version AS old")
+        frame = _versions(_replacing(kind, records, placeholder, found.join(old, F.expr("key = old_key"), "left")))
+    return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
+
+
+def _looked_up(reader: Reader, kind: TableType, before: StateFiles, places: Places, found: DataFrame) -> DataFrame:
+    """The last records with the row before them: ``found``, old_key (null: the key is new), old_row, old. The keys have few
+    versions. One task finds the live version of each key."""
+    from pyspark.sql import functions as F
+
+    new = found.selectExpr("key", f"struct({', '.join(name for name in found.columns if name != 'key')}) AS new")
+    parts = [new]
+    if before.versions:
+        each = [
+            reader.rows(kind, before.versions, places).selectExpr("key", "struct(0 AS gone, row, version) AS version")
+        ]
+        if before.replaced:
+            gone = reader.rows(kind, before.replaced, places)
+            each.append(gone.selectExpr("key", "struct(1 AS gone, row, version) AS version"))
+        parts.append(union(each).repartition(1))
+    else:
+        row, version = (type_sql(spark_type(kind.schema.field(name).type)) for name in (kind.table.row_column, VERSION))
+        null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: {version}>) AS version"
+        parts = [new.selectExpr("*", null)]
+    both = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts).coalesce(1)
+    each = both.groupBy("key").agg(F.expr("any_value(new, true) AS new"), F.expr("collect_list(version) AS versions"))
+    same = "other.version.partition = it.version.partition AND other.version.offset = it.version.offset"
+    live = f"it.gone = 0 AND NOT exists(versions, other -> other.gone = 1 AND {same})"
+    old = each.where("new IS NOT NULL").selectExpr("key", "new.*", f"get(filter(versions, it -> {live}), 0) AS old")
+    return old.selectExpr(
+        "* EXCEPT (old)",
+        "CASE WHEN old IS NOT NULL THEN key END AS old_key",
+        "old.row AS old_row",
+        "old.version AS old",
+    )
 
 
 def latest_rows(records: TableRecords, placeholder: str | None) -> DataFrame:
@@ -219,40 +272,53 @@ def _version_sql(partition: str, at: str, cause: str | None = None) -> str:
     cause = cause or at
     return (
         f"named_struct('partition', {partition}, 'offset', {at}.offset, 'high', {cause}.high, 'low', {cause}.low,"
-        " 'offsets', offsets) AS version"
+        " 'offsets', offsets)"
     )
 
 
-def _replacing(kind: TableType, records: TableRecords, placeholder: str | None, pairs: DataFrame) -> DataFrame:
-    """The new versions and the versions that they replace. A replaced version has the order and the offsets of the records that
-    replaced it. A record that a replay brings after later records of its key changes nothing."""
+def _replacing(kind: TableType, records: TableRecords, placeholder: str | None, found: DataFrame) -> DataFrame:
+    """The pairs of a ``Change``. A replaced version has the order and the offsets of the records that replaced it. A record
+    that a replay brings after later records of its key changes nothing. The frame fails for a key in two partitions."""
     row = _folded(kind, placeholder, "old_row") if records.opens else "row"
-    new = f"named_struct('gone', 0, 'row', {row}, {_entry(_version_sql('partition', 'last'))})"
-    old = f"named_struct('gone', 1, 'row', old_row, {_entry(_version_sql('old.partition', 'old', 'last'))})"
-    both = f"CASE WHEN old_key IS NULL THEN array({new}) ELSE array({new}, {old}) END"
-    return (
-        pairs.where("old_key IS NULL OR last.offset > old.offset OR lowest <> old.partition OR highest <> old.partition")
-        .selectExpr("key", f"explode({both}) AS each", "least(lowest, old.partition) AS lowest",
-                    "greatest(highest, old.partition) AS highest")
-        .selectExpr("each.gone AS gone", "key", "each.row AS row", "each.version AS version", "lowest", "highest")
-    )  # fmt: skip
+    old = f"CASE WHEN old_key IS NOT NULL THEN {_version_sql('old.partition', 'old', 'last')} END"
+    lowest, highest = "least(lowest, old.partition)", "greatest(highest, old.partition)"
+    return found.where(
+        "old_key IS NULL OR last.offset > old.offset OR lowest <> old.partition OR highest <> old.partition"
+    ).selectExpr(
+        "key",
+        f"{row} AS row",
+        f"{_checked(kind, _version_sql('partition', 'last'), lowest, highest)} AS version",
+        "old_row",
+        f"{old} AS old_version",
+    )
 
 
-def _entry(sql: str) -> str:
-    return f"'version', {sql.removesuffix(' AS version')}"
+def _versions(pairs: DataFrame) -> DataFrame:
+    """The versions that pairs make and replace: gone, key, row, version."""
+    new, old = (
+        "named_struct('gone', 0, 'row', row, 'version', version)",
+        "named_struct('gone', 1, 'row', old_row, 'version', old_version)",
+    )
+    both = f"CASE WHEN old_version IS NULL THEN array({new}) ELSE array({new}, {old}) END"
+    each = pairs.selectExpr("key", f"explode({both}) AS each")
+    return each.selectExpr("each.gone AS gone", "key", "each.row AS row", "each.version AS version")
 
 
-def _checked(kind: TableType, frame: DataFrame) -> DataFrame:
-    """The frame. It fails for a key that comes in two partitions."""
+def _checked(kind: TableType, version: str, lowest: str, highest: str) -> str:
+    """A version as SQL. It fails for a key that comes in two partitions."""
     begin = text_sql(f"{_SPLIT}table {kind.table.name}: the record key ")
-    places = "CAST(lowest AS STRING), ' and ', CAST(highest AS STRING)"
+    places = f"CAST({lowest} AS STRING), ' and ', CAST({highest} AS STRING)"
     text = f"concat({begin}, to_json(struct(key)), ' comes in partitions ', {places})"
-    version = f"CASE WHEN lowest <> highest THEN raise_error({text}) ELSE version END AS version"
-    return frame.selectExpr("gone", "key", "row", version)
+    return f"CASE WHEN {lowest} <> {highest} THEN raise_error({text}) ELSE {version} END"
 
 
 _SPLIT = "[split key] "
 """Marks the text of a task's error."""
+
+
+def is_split(error: Exception) -> bool:
+    """Whether an error is about a key in two partitions."""
+    return raised_text(error, _SPLIT) is not None
 
 
 def split_error(pool: str, error: Exception) -> EtlError | None:

@@ -3,6 +3,9 @@
 Each batch adds a file or two to each table. A fold writes the versions of some files again, sorted, without the versions that are
 replaced by another file of the fold. The live rows stay the same. The largest files are left alone until the smaller ones
 together hold as many records, so that the size of a record's file at least doubles with each fold.
+
+A deleted row is a version too: a record that a replay brings later must not bring the row back. A fold of all files drops the
+deleted rows of a topic without quarantined records. Records that go into quarantine later have greater offsets.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             kind = stored_type(table, state)
             if due is None or kind is None:
                 continue
-            frame = folded(Reader(spark, uri), kind, due)
+            everything = len(due.all) == len(state_files(state, table).all)
+            frame = folded(Reader(spark, uri), kind, due, deleted=not everything or has_quarantined(state, table.topic))
             parts = max(1, sum(item.records for item in due.versions) // FILE_RECORDS)
             if parts > 1:
                 frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", kind.state_key)))
@@ -95,9 +99,15 @@ def fold(spark: SparkSession, state: StagingState) -> int:
     return sum(map(len, removed))
 
 
-def folded(reader: Reader, kind: TableType, files: StateFiles) -> DataFrame:
+def has_quarantined(state: StagingState, topic: str) -> bool:
+    """Whether a replay may bring earlier records of a topic."""
+    return any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "quarantined"))
+
+
+def folded(reader: Reader, kind: TableType, files: StateFiles, *, deleted: bool) -> DataFrame:
     """The versions of some files that none of the files replaces, and the replaced versions of other files: key, row, version,
-    gone."""
+    gone. ``deleted``: with deleted rows."""
     versions, replaced = reader.rows(kind, files.versions), reader.rows(kind, files.replaced)
     live = without_versions(versions, replaced).selectExpr("0 AS gone", "*")
+    live = live if deleted else live.where("row IS NOT NULL")
     return live.unionByName(without_versions(replaced, versions).selectExpr("1 AS gone", "*"))

@@ -4,47 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zync_assets.etl.rules.shapes import type_sql
-from zync_assets.etl.views.state import Range, within_sql
 from zync_assets.pipeline import Shape
-from zync_assets.spark.sql import name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import long_sql, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
 
-def kept(frame: DataFrame) -> DataFrame:
-    """The frame, computed now and once. Its plan is short, whatever it was made from: plans of plans would grow without end."""
+def kept(frame: DataFrame, *, eager: bool = True) -> DataFrame:
+    """The frame, computed once: now, or by its first use. Its plan is short, whatever it was made from: plans of plans would
+    grow without end."""
     from pyspark import StorageLevel
 
-    return frame.localCheckpoint(eager=True, storageLevel=StorageLevel.DISK_ONLY)
+    return frame.localCheckpoint(eager=eager, storageLevel=StorageLevel.DISK_ONLY)
 
 
 @dataclass(frozen=True)
 class Values:
     """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …; ``own``: the expressions over the alias
-    that must equal them; ``ranges``: of the plain column ``column``, outside of which no row is wanted."""
+    that must equal them. ``column``, ``listed``: a plain column and its values as SQL, which say the same as the frame."""
 
     frame: DataFrame
     own: Sequence[str]
     column: str | None = None
-    ranges: Sequence[Range] = ()
+    listed: Sequence[str] = ()
     null_safe: bool = False
 
     def within(self, rows: DataFrame) -> DataFrame:
-        """The rows (``row``) within the ranges."""
-        return rows if self.column is None else rows.where(within_sql(f"row.{name_sql(self.column)}", self.ranges))
+        """The rows (``row``) with one of the listed values."""
+        return rows if self.column is None else rows.where(self._condition(f"row.{name_sql(self.column)}"))
 
-    def keep(self, frame: DataFrame) -> DataFrame:
-        """The rows with one of the values."""
+    def keep(self, frame: DataFrame, alias: str) -> DataFrame:
+        """The rows with one of the values. ``alias``: the column of the rows."""
         from pyspark.sql import functions as F
 
+        if self.column is not None:
+            return frame.where(self._condition(f"{name_sql(alias)}.{name_sql(self.column)}"))
         sign = "<=>" if self.null_safe else "="
         equal = " AND ".join(f"({sql}) {sign} k{at}" for at, sql in enumerate(self.own))
         return frame.join(self.frame, F.expr(equal), "left_semi")
+
+    def _condition(self, sql: str) -> str:
+        return f"{sql} IN ({', '.join(self.listed)})" if self.listed else "false"
+
+
+def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
+    """Values of a plain column as SQL; None for a column of another type than integers and texts."""
+    from pyspark.sql import types as spark
+
+    if isinstance(kind, spark.LongType | spark.IntegerType) and all(type(value) is int for value in values):
+        is_long = isinstance(kind, spark.LongType)
+        return [long_sql(value) if is_long else str(value) for value in values if is_long or abs(value) < 2**31]
+    if kind == spark.StringType() and all(type(value) is str for value in values):
+        return [text_sql(value) for value in values]
+    return None
 
 
 def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:

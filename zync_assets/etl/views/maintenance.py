@@ -11,7 +11,7 @@ A view without an earlier result takes all rows at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -20,9 +20,9 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.matching import Columns, Ordering, Target
 from zync_assets.etl.views.changes import Change, RowFailures
-from zync_assets.etl.views.lookup import Values, cast_sql, kept, key_paths, plain_column, substituted
-from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Query, V, same_sql
-from zync_assets.etl.views.state import Reader, StateFiles, ranges_of, without_versions
+from zync_assets.etl.views.lookup import Values, cast_sql, kept, key_paths, listed_values, plain_column, substituted
+from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Query, Step, V, same_sql
+from zync_assets.etl.views.state import Reader, StateFiles, without_versions
 from zync_assets.etl.views.tables import TableType, null_sql
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.frames import union
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FEW = 200_000
 """Touched keys up to which the rows of each table are looked up by values. More are found by plain joins."""
 MOST_VALUES = 20_000
-"""Values whose ranges are fetched, so that Spark skips parts of files."""
+"""Values that are fetched and listed, so that Spark skips parts of files."""
 
 DUPLICATE = "[duplicate key] "
 """Marks the text of a task's error."""
@@ -59,7 +59,6 @@ class Maintenance:
     types: tuple[DataType, DataType, DataType | None]
     fresh: bool
     small: bool
-    _deltas: dict[str, DataFrame] = field(default_factory=dict[str, "DataFrame"])
 
     @property
     def all_new(self) -> bool:
@@ -71,25 +70,23 @@ class Maintenance:
 
         Raises RowFailures for result rows with a null key.
         """
-        joined = self._joined()
+        joined = self.joined()
         if joined is None:
             return None
-        found = kept(self._differences(self.query.results(joined)))
+        found = kept(self._differences(self.query.results(joined)), eager=not self.small)
         keyless = null_sql(KEY, self.types[0])
         [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
         if row["keyless"]:
             raise RowFailures(self._keyless(joined))
         return self._outputs(found, target, columns) if row["count"] or self.fresh else None
 
-    def _joined(self) -> DataFrame | None:
-        """The joined rows of the touched keys, before and after the batch."""
+    def joined(self, *, where: bool = True) -> DataFrame | None:
+        """The joined rows of the touched keys, before and after the batch. ``where``: see ``Query.joined``."""
         query = self.query
         if self.all_new:
-            return query.joined({alias: self.rows(alias) for alias in query.aliases})
+            return query.joined({alias: self.rows(alias) for alias in query.aliases}, where=where)
         touched = self.touched()
-        if touched is None:
-            return None
-        touched, few = self._counted(touched)
+        touched, few = (None, True) if touched is None else self._counted(touched)
         if touched is None:
             return None
         start, own = self._start()
@@ -98,14 +95,14 @@ class Maintenance:
         rows = {
             start: self.rows(start, self._values(start, values, [sql for sql, _ in paths], few=few, null_safe=True))
         }
-        for near, far, pairs in query.outwards(start):
-            if not few or not pairs:
-                rows[far] = self.rows(far)
-                continue
-            rows[near] = kept(rows[near])
-            values = rows[near].selectExpr(*(f"{one} AS k{at}" for at, (one, _) in enumerate(pairs))).distinct()
-            rows[far] = self.rows(far, self._values(far, values, [other for _, other in pairs], few=True))
-        joined = query.joined(rows)
+        steps = query.outwards(start)
+        for near in dict.fromkeys(step.near for step in steps):
+            outwards = [step for step in steps if step.near == near]
+            if few and any(step.pairs for step in outwards):
+                rows[near] = kept(rows[near], eager=not self.small)
+            for step, found in zip(outwards, self._step_values(rows[near], outwards, few=few), strict=True):
+                rows[step.far] = self.rows(step.far, found)
+        joined = query.joined(rows, where=where)
         if not own:
             from pyspark.sql import functions as F
 
@@ -145,9 +142,8 @@ class Maintenance:
                 # The changed row has the key already.
                 substitutes |= {sql: equal[sql.strip()] for sql in of_far}
                 continue
-            few = self.small and bool(pairs)
             values = None
-            if few:
+            if self.small and pairs:
                 each = frame.selectExpr(*(f"{one} AS k{at}" for at, (one, _) in enumerate(pairs))).distinct()
                 values = self._values(far, each, [other for _, other in pairs], few=True)
             other = self.rows(far, values).selectExpr(f"{V} AS z_other", name_sql(far))
@@ -160,7 +156,6 @@ class Maintenance:
         self, alias: str, frame: DataFrame, own: Sequence[str], *, few: bool, null_safe: bool = False
     ) -> Values:
         from pyspark.sql import functions as F
-        from pyspark.sql.types import IntegralType, StructType
 
         found = Values(frame, own, null_safe=null_safe)
         if not few:
@@ -168,16 +163,42 @@ class Maintenance:
         table = self._fetched(frame)
         if table is None:
             return replace(found, frame=F.broadcast(kept(frame)))
+        return self._listed(alias, table, found)
+
+    def _listed(self, alias: str, table: pa.Table, found: Values) -> Values:
+        """Fetched values."""
+        from pyspark.sql import functions as F
+        from pyspark.sql.types import StructType
+
         found = replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
-        kind, name = self.kinds[alias].state_row, plain_column(own[0], alias)
+        kind, name = self.kinds[alias].state_row, plain_column(found.own[0], alias)
         types = {item.name.lower(): item for item in kind} if isinstance(kind, StructType) else {}
         item = types.get((name or "").lower())
-        values = table["k0"]
-        if item is None or not isinstance(item.dataType, IntegralType) or not pa.types.is_integer(values.type):
+        if item is None or len(found.own) > 1 or (found.null_safe and table["k0"].null_count):
             return found
-        if null_safe and values.null_count:
-            return found
-        return replace(found, column=item.name, ranges=ranges_of(sorted(set(values.drop_null().to_pylist()))))
+        listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
+        return found if listed is None else replace(found, column=item.name, listed=listed)
+
+    def _step_values(self, near: DataFrame, steps: Sequence[Step], *, few: bool) -> list[Values | None]:
+        """For each join from rows, the values that the joined rows must have; None for all rows."""
+        each = [[f"{one} AS k{at}" for at, (one, _) in enumerate(step.pairs)] for step in steps]
+        if not few:
+            return [None for _ in steps]
+        wanted = [f"struct({', '.join(names)}) AS s{at}" for at, names in enumerate(each) if names]
+        table = self._fetched(near.selectExpr(*wanted)) if wanted else None
+        found: list[Values | None] = []
+        for at, (step, names) in enumerate(zip(steps, each, strict=True)):
+            own = [other for _, other in step.pairs]
+            if not names:
+                found.append(None)
+            elif table is None:
+                found.append(self._values(step.far, near.selectExpr(*names).distinct(), own, few=True))
+            else:
+                values = pa.Table.from_struct_array(table[f"s{at}"])
+                if not any(pa.types.is_nested(kind) for kind in values.schema.types):
+                    values = values.group_by(values.column_names).aggregate([])
+                found.append(self._listed(step.far, values, Values(near, own)))
+        return found
 
     def _fetched(self, frame: DataFrame) -> pa.Table | None:
         """The rows of a frame of keys; None if they are many."""
@@ -201,7 +222,7 @@ class Maintenance:
         frames = [self._unchanged(alias, values)] if self.before[alias].versions else []
         if alias in self.changes:
             delta = self.delta(alias).drop("z_changed")
-            frames.append(delta if values is None else values.keep(delta))
+            frames.append(delta if values is None else values.keep(delta, alias))
         if not frames:
             return (
                 self._of_versions(alias, (), None, self._no_cause())
@@ -209,16 +230,23 @@ class Maintenance:
                 .selectExpr("*", f"1 AS {V}")
                 .drop("version")
             )
-        return union(frames)
+        # In a small batch, one task joins the rows.
+        return union(frames).coalesce(1) if self.small else union(frames)
 
     def _unchanged(self, alias: str, values: Values | None) -> DataFrame:
         """The rows that the batch does not change."""
         before, change = self.before[alias], self.changes.get(alias)
         cause = self._cause_sql(alias, "array(version.offset)", "version.offset") if self.fresh else self._no_cause()
         found = self._of_versions(alias, before.versions, values, cause)
-        gone = (*before.replaced, *(change.files.replaced if change is not None else ()))
+        pairs = None if change is None else change.pairs
+        files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
+        gone = [self._of_versions(alias, files, values, ()).select("version")] if files else []
+        if pairs is not None and change is not None and change.files.replaced:
+            gone.append(pairs.where("old_version IS NOT NULL").selectExpr("old_version AS version"))
+        if self.small:
+            found = found.repartition(1)
         if gone:
-            found = without_versions(found, self._of_versions(alias, gone, values, ()).select("version"))
+            found = without_versions(found, union(gone).repartition(1) if self.small else union(gone))
         versions = "1" if self.all_new else "explode(array(0, 1))"
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
 
@@ -231,36 +259,35 @@ class Maintenance:
         rows = rows if values is None else values.within(rows)
         made = self.query.row_sql(alias, kind.state_row)
         found = rows.selectExpr(f"{made} AS {name_sql(alias)}", "version", *columns)
-        return found if values is None else values.keep(found)
+        # The state has been looked up by listed values.
+        return found if values is None or values.column is not None else values.keep(found, alias)
 
     def delta(self, alias: str) -> DataFrame:
         """The rows of the keys that the batch changes: the row under the alias, V, ORD, CAUSE, ``z_changed``. A row is
         changed if a column that the view needs is."""
-        found = self._deltas.get(alias)
-        if found is None:
-            made = self._delta(alias)
-            found = self._deltas[alias] = kept(made) if self.small else made
-        return found
-
-    def _delta(self, alias: str) -> DataFrame:
         from pyspark.sql import functions as F
 
-        kind, files = self.kinds[alias], self.changes[alias].files
+        kind, change = self.kinds[alias], self.changes[alias]
+        if change.pairs is not None:
+            pairs = change.pairs.selectExpr("*", "old_row AS z_old")
+        else:
+            pairs = self.reader.rows(kind, change.files.versions)
+            old = self.reader.rows(kind, change.files.replaced).selectExpr("key AS old_key", "row AS z_old")
+            pairs = pairs.join(old, F.expr("key = old_key"), "left") if change.files.replaced else pairs
         row = self.query.row_sql(alias, kind.state_row)
-        after = self.reader.rows(kind, files.versions).selectExpr("key", f"{row} AS after", "version")
         cause = self._cause_sql(alias, "version.offsets", "element_at(version.offsets, -1)")
-        if not files.replaced:
-            return after.where("after IS NOT NULL").selectExpr(
-                f"after AS {name_sql(alias)}", f"1 AS {V}", *cause, "true AS z_changed"
+        if not change.files.replaced:
+            return pairs.where("row IS NOT NULL").selectExpr(
+                f"{row} AS {name_sql(alias)}", f"1 AS {V}", *cause, "true AS z_changed"
             )
-        old = self.reader.rows(kind, files.replaced).selectExpr("key AS old_key", f"{row} AS before")
-        pairs = after.join(old, F.expr("key = old_key"), "left")
-        same = same_sql("before", "after", pairs.schema["after"].dataType)
-        each = "explode(array(named_struct('v', 0, 'row', before), named_struct('v', 1, 'row', after))) AS each"
+        pairs = pairs.selectExpr(
+            f"{row} AS after", f"{self.query.row_sql(alias, kind.state_row, 'z_old')} AS before", *cause
+        )
         # A record that changes no column that the view needs is no cause.
-        changed = f"NOT {same}"
+        changed = f"NOT {same_sql('before', 'after', pairs.schema['after'].dataType)}"
+        each = "explode(array(named_struct('v', 0, 'row', before), named_struct('v', 1, 'row', after))) AS each"
         return (
-            pairs.selectExpr(*cause, f"{changed} AS z_changed", each)
+            pairs.selectExpr(ORD, CAUSE, f"{changed} AS z_changed", each)
             .where("each.row IS NOT NULL" + (" AND each.v = 1" if self.all_new else ""))
             .selectExpr(
                 f"each.row AS {name_sql(alias)}",

@@ -158,8 +158,8 @@ class Query:
         named = {alias for near, _ in join.on for alias in self.owners(near)}
         return max(named or {self.view.root}, key=self.aliases.index)
 
-    def joined(self, rows: Mapping[str, DataFrame]) -> DataFrame:
-        """The joined rows after ``where``. ``rows``: alias → rows with the column of that name, V, ORD and CAUSE.
+    def joined(self, rows: Mapping[str, DataFrame], *, where: bool = True) -> DataFrame:
+        """The joined rows, if wanted after ``where``. ``rows``: alias → rows with the column of that name, V, ORD and CAUSE.
 
         The frame has the columns of all aliases, V, and an ORD and a CAUSE for each alias, by the alias's number.
         """
@@ -170,15 +170,20 @@ class Query:
             other = _marked(rows[join.alias], at).withColumnRenamed(V, "z_other")
             equal = " AND ".join(f"({near}) = ({own})" for near, own in join.on)
             frame = frame.join(other, F.expr(f"{V} = z_other AND {equal}"), join.kind).drop("z_other")
-        return frame if self.view.where is None else frame.where(f"({self.view.where})")
+        return frame.where(f"({self.view.where})") if where and self.view.where is not None else frame
+
+    @property
+    def order_sql(self) -> str:
+        """ORD of the last changed row among joined ones; null if none is changed."""
+        ords = [f"{ORD}_{at}" for at, _ in enumerate(self.aliases)]
+        return ords[0] if len(ords) == 1 else f"greatest({', '.join(ords)})"
 
     def results(self, joined: DataFrame) -> DataFrame:
         """The result rows: KEY, VALUE, HEADERS, CHOICE (what picks one of several rows with one key), V, ORD, CAUSE."""
         from pyspark.sql import functions as F
 
-        ords = [f"{ORD}_{at}" for at in range(len(self.aliases))]
-        order = ords[0] if len(ords) == 1 else f"greatest({', '.join(ords)})"
-        cause = f"flatten(array_compact(array({', '.join(f'{CAUSE}_{at}' for at in range(len(ords)))})))"
+        order = self.order_sql
+        cause = f"flatten(array_compact(array({', '.join(f'{CAUSE}_{at}' for at, _ in enumerate(self.aliases))})))"
         null = "CAST(NULL AS STRING)"
         headers = null if self.rule.headers is None else headers_sql(self.rule.headers)
         choice = null if self.view.on_duplicate_key is None else f"({self.view.on_duplicate_key})"

@@ -1,14 +1,15 @@
 """The state of a table in files: written by Spark, and read with as few files and columns as a look-up allows.
 
 Files are sorted by the place of their keys (``tables.place_sql``). The Delta log has the least and the greatest place of each
-file, so that a look-up of few keys opens few files.
+file, so that a look-up of few keys opens few files. A look-up lists the wanted values: Spark hands a list of up to
+``spark.sql.parquet.pushdown.inFilterThreshold`` values to Parquet, which skips pages. Spark compiles the same code for any list.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
@@ -24,13 +25,35 @@ from zync_assets.spark.sql import long_sql, name_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-ROW_GROUP = 8 << 20
-"""Bytes of a row group, before compression. A look-up reads whole row groups."""
-RANGES = 16
-"""The most ranges of places that a look-up asks for."""
+ROW_GROUP = 32 << 20
+"""Bytes of a row group, before compression."""
+PAGE_RECORDS = 1_000
+"""Records of a page. Parquet has the least and the greatest value of each page, so that a look-up reads the pages that may hold
+a wanted value."""
 
 Range = tuple[int, int]
 """The least and the greatest value."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of wanted keys. ``highs``: sorted, the first part of each place; ``hashes``: of the whole keys, if their
+    places are not distinct enough."""
+
+    highs: Sequence[int]
+    hashes: Sequence[int] = ()
+
+    def may_be_in(self, item: DataFile) -> bool:
+        """Whether a file may have one of the keys."""
+        if item.min_order is None or item.max_order is None:
+            return True
+        at = bisect_left(self.highs, item.min_order[0])
+        return at < len(self.highs) and self.highs[at] <= item.max_order[0]
+
+    def condition(self, high: str, key: str) -> str:
+        """The condition of these keys, as SQL. Other keys may have it too."""
+        hashed = f" AND xxhash64({key}) IN ({', '.join(map(long_sql, self.hashes))})" if self.hashes else ""
+        return f"{high} IN ({', '.join(map(long_sql, self.highs))}){hashed}"
 
 
 @dataclass(frozen=True)
@@ -60,13 +83,6 @@ def state_files(state: StagingState | None, table: Table) -> StateFiles:
     return StateFiles(versions, replaced)
 
 
-def ranges_of(values: Sequence[int]) -> list[Range]:
-    """A few ranges that hold all values, cut at the widest gaps. ``values``: sorted."""
-    gaps = sorted(range(1, len(values)), key=lambda at: values[at - 1] - values[at])[: RANGES - 1]
-    edges = [0, *sorted(gaps), len(values)]
-    return [(values[first], values[end - 1]) for first, end in pairwise(edges) if first < end]
-
-
 @dataclass(frozen=True)
 class Reader:
     """Reads the state of tables. ``uri``: the staging table."""
@@ -74,21 +90,19 @@ class Reader:
     spark: SparkSession = field(repr=False)
     uri: str
 
-    def rows(self, kind: TableType, files: Sequence[DataFile], ranges: Sequence[Range] | None = None) -> DataFrame:
-        """The rows of some files: ``key``, ``row``, ``version``. ``ranges``: of places, outside of which no row is wanted."""
+    def rows(self, kind: TableType, files: Sequence[DataFile], places: Places | None = None) -> DataFrame:
+        """The rows of some files: ``key``, ``row``, ``version``. ``places``: of the wanted keys; a few others may be there."""
         table = kind.table
-        wanted = files if ranges is None else [item for item in files if _is_within(item, ranges)]
+        wanted = files if places is None else [item for item in files if places.may_be_in(item)]
         frame = frames.parquet_frame(self.spark, self.uri, wanted, kind.schema)
-        if ranges is not None:
-            frame = frame.where(within_sql(f"{name_sql(ORDER)}.high", ranges))
+        if places is not None:
+            frame = frame.where(places.condition(f"{name_sql(ORDER)}.high", name_sql(table.key_column)))
         return frame.selectExpr(f"{name_sql(table.key_column)} AS key", f"{name_sql(table.row_column)} AS row", VERSION)
 
-    def live(self, kind: TableType, files: StateFiles, ranges: Sequence[Range] | None = None) -> DataFrame:
+    def live(self, kind: TableType, files: StateFiles) -> DataFrame:
         """The live versions of rows, deleted ones (null) too: ``key``, ``row``, ``version``."""
-        found = self.rows(kind, files.versions, ranges)
-        if not files.replaced:
-            return found
-        return without_versions(found, self.rows(kind, files.replaced, ranges))
+        found = self.rows(kind, files.versions)
+        return without_versions(found, self.rows(kind, files.replaced)) if files.replaced else found
 
 
 def without_versions(frame: DataFrame, replaced: DataFrame) -> DataFrame:
@@ -100,23 +114,12 @@ def without_versions(frame: DataFrame, replaced: DataFrame) -> DataFrame:
     return frame.join(gone, same, "left_anti")
 
 
-def within_sql(sql: str, ranges: Sequence[Range]) -> str:
-    """Whether a number lies in one of the ranges."""
-    each = (f"({sql} >= {long_sql(low)} AND {sql} <= {long_sql(high)})" for low, high in ranges)
-    return " OR ".join(each) or "false"
-
-
-def _is_within(item: DataFile, ranges: Sequence[Range]) -> bool:
-    if item.min_order is None or item.max_order is None:
-        return True
-    return any(item.min_order[0] <= high and low <= item.max_order[0] for low, high in ranges)
-
-
 _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
     "compression": "snappy",
     "parquet.block.size": str(ROW_GROUP),
+    "parquet.page.row.count.limit": str(PAGE_RECORDS),
 }
 
 

@@ -1,0 +1,209 @@
+"""The search for the records on which an expression of a view fails.
+
+Spark stops at the first failing row and does not name it. The search is like that of ``etl.failure_search``. A failing record
+goes into quarantine, and the table keeps the earlier row of the record's key. An expression over joined rows fails because of
+the record that completes the joined row: the last one of the batch among the joined rows. If the expression names one table
+alone and the batch changes the row of this table, the record of that row is the failing one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from zync_assets.errors import EtlError
+from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
+from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules.shapes import made_sql
+from zync_assets.etl.views.maintenance import Maintenance
+from zync_assets.etl.views.query import KEY, ORD, V
+from zync_assets.etl.views.tables import TableType
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
+from zync_assets.spark.sql import leaves, shape_sql
+from zync_assets.spark.tasks import cause_line, fails, looking
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+
+def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, DataFrame]]) -> dict[Place, Failure]:
+    """The records that fail in the key, the row or the condition of their table. ``parts``: name of a table → its type and the
+    records."""
+    found: dict[Place, Failure] = {}
+    with looking(spark):
+        for name, (kind, records) in parts.items():
+            sides = {
+                "key": made_sql(kind.table.key, kind.key, kind.state_key),
+                "deleted": kind.deleted_sql,
+                "row": f"CASE WHEN NOT {kind.deleted_sql} THEN {made_sql(kind.row_sql, kind.row, kind.state_row)} END",
+            }
+            failed = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
+            rows = records.selectExpr("kafka.partition", "kafka.offset", f"CASE {failed} END AS failed")
+            for row in rows.where("failed IS NOT NULL").limit(MOST_FAILURES + 1).collect():
+                at = kind.table.topic, row["partition"], row["offset"]
+                found[at] = Failure(*at, f"table {name}", f"{row['failed']}: an expression fails on this record.")
+    return found
+
+
+def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
+    """The records that complete the rows on which an expression of a view fails."""
+    with looking(maintenance.reader.spark):
+        # Conditions of joins first: the joined rows can't be made without them.
+        found = _row_failures(maintenance)
+        if found:
+            return found
+        joined = maintenance.joined(where=False)
+        return {} if joined is None else _joined_failures(maintenance, joined)
+
+
+def with_reason(found: Mapping[Place, Failure], error: Exception) -> dict[Place, Failure]:
+    """The failures, a single one with Spark's words."""
+    if len(found) != 1:
+        return dict(found)
+    [(place, failure)] = found.items()
+    text = f"{failure.text.removesuffix(_WORDS)}{cause_line(error)}"
+    return {place: Failure(*place, failure.rule, text)}
+
+
+def check_places(pool: str, found: Mapping[Place, Failure], ranges: Mapping[str, Sequence[OffsetRange]]) -> None:
+    """EtlError for a failing record that is not among the batch's: a view can't take back a record that is done. ``ranges``:
+    topic → the offsets of the batch."""
+    for (topic, partition, offset), failure in sorted(found.items()):
+        inside = (part.partition == partition and part.first <= offset < part.end for part in ranges.get(topic, ()))
+        if not any(inside):
+            raise EtlError(
+                f"pool {pool}: {failure.reason} The row is of an earlier record: topic {topic}, partition {partition}, offset"
+                f" {offset}. Nothing was committed. Correct the view (try_cast gives NULL where cast fails)."
+            )
+
+
+_WORDS = "an expression fails on this record."
+
+
+class _Expression(NamedTuple):
+    """An expression over joined rows. ``failed``: a condition that it fails."""
+
+    path: str
+    sql: str
+    failed: str
+
+    def text(self) -> str:
+        sql = self.sql if len(self.sql) <= 200 else f"{self.sql[:200]}…"
+        return f"{self.path}: {sql}: {_WORDS}"
+
+
+def _row_failures(it: Maintenance) -> dict[Place, Failure]:
+    """The changed rows that fail in a join, or in a part of the key."""
+    query, found = it.query, dict[Place, Failure]()
+    sides = [("from", sql) for join in query.view.joins for pair in join.on for sql in pair]
+    sides += [(path, sql) for path, sql in leaves(query.rule.key, "key")]
+    for alias in it.changes:
+        own = [_Expression(path, sql, fails(f"({sql})")) for path, sql in sides if query.owners(sql) == {alias}]
+        if own:
+            rows = it.delta(alias).where(f"{V} = 1 AND z_changed")
+            found |= _failures(it, own, rows.selectExpr(f"{_number(own)} AS failed", f"{ORD} AS blamed"))
+    return found
+
+
+def _joined_failures(it: Maintenance, joined: DataFrame) -> dict[Place, Failure]:
+    query, where = it.query, it.query.view.where
+    own = list(_expressions(it))
+    guards = [] if where is None else [_Expression("where", where, fails(f"({where})"))]
+    blamed = " ".join(f"WHEN {at} THEN {_blamed(it, each.sql)}" for at, each in enumerate([*guards, *own]))
+    number = _number([*guards, *own], guard=where)
+    rows = joined.selectExpr("*", f"{number} AS failed").selectExpr("*", f"CASE failed {blamed} END AS blamed")
+    found = _failures(it, [*guards, *own], rows.where(f"{V} = 1").select("failed", "blamed"))
+    if found:
+        return found
+    # A row that left the result is the cause: the last record of the key, before or after the batch.
+    keys = rows if where is None else rows.where(f"failed IS NOT NULL OR ({where})")
+    each = keys.groupBy(_column(f"{shape_sql(query.rule.key)} AS {KEY}"))
+    last = f"max({query.order_sql}) AS blamed"
+    found = _failures(
+        it, [*guards, *own], each.agg(_column(f"min(failed) FILTER (WHERE {V} = 1) AS failed"), _column(last))
+    )
+    if found or not query.groups:
+        return found
+    return _group_failures(it, joined if where is None else joined.where(f"({where})"), last)
+
+
+def _group_failures(it: Maintenance, joined: DataFrame, last: str) -> dict[Place, Failure]:
+    """The records because of which an aggregate overflows, or an expression over aggregates fails."""
+    each = joined.groupBy(_column(f"{shape_sql(it.query.rule.key)} AS {KEY}"))
+    values = [(path, sql) for path, sql in leaves(it.query.rule.value, "value") if has_aggregates(sql)]
+    after = f"FILTER (WHERE {V} = 1)"
+    overflows: list[_Expression] = []
+    for path, sql in values:
+        for name, inner in aggregated(sql):
+            if name in ("sum", "avg"):
+                failed = f"(try_{name}({inner}) {after} IS NULL AND count({inner}) {after} > 0)"
+                overflows.append(_Expression(path, sql, failed))
+    if overflows:
+        rows = each.agg(_column(f"{_number(overflows)} AS failed"), _column(last))
+        found = _failures(it, overflows, rows)
+        if found:
+            return found
+    own = [_Expression(path, sql, fails(f"({ordered(sql)})")) for path, sql in values]
+    rows = joined.groupBy(_column(f"{shape_sql(it.query.rule.key)} AS {KEY}"), *map(_column, [V, *_grouped(it)]))
+    found = rows.agg(_column(f"{_number(own)} AS failed"), _column(last))
+    # The row that is the cause may have left the group.
+    lasts = each.agg(_column(last)).withColumnRenamed(KEY, "z_of").withColumnRenamed("blamed", "z_last")
+    both = found.where(f"{V} = 1 AND failed IS NOT NULL").join(lasts, _column(f"z_of <=> {KEY}"))
+    return _failures(it, own, both.selectExpr("failed", "coalesce(blamed, z_last) AS blamed"))
+
+
+def _grouped(it: Maintenance) -> list[str]:
+    return list(dict.fromkeys(name for sql in it.query.value_leaves for name in grouped(sql)))
+
+
+def _expressions(it: Maintenance) -> Iterator[_Expression]:
+    """The expressions that Spark computes for each joined row."""
+    rule, view = it.query.rule, it.query.view
+    sides = [*leaves(rule.key, "key"), *leaves(rule.value, "value")]
+    sides += [("headers", sql) for sql in it.query.header_leaves]
+    sides += [] if view.on_duplicate_key is None else [("on-duplicate-key", view.on_duplicate_key)]
+    for path, sql in sides:
+        if not has_aggregates(sql):
+            yield _Expression(path, sql, fails(f"({sql})"))
+            continue
+        for _, inner in aggregated(sql):
+            yield _Expression(path, sql, fails(f"({inner})"))
+
+
+def _blamed(it: Maintenance, sql: str) -> str:
+    """ORD of the record because of which an expression fails on a joined row."""
+    owners = it.query.owners(sql)
+    if len(owners) != 1:
+        return it.query.order_sql
+    return f"coalesce({ORD}_{it.query.aliases.index(next(iter(owners)))}, {it.query.order_sql})"
+
+
+def _number(expressions: Sequence[_Expression], guard: str | None = None) -> str:
+    """The number of the first expression that fails; null if none does. ``guard``: the condition of the others, after the
+    first expression, which is the condition itself."""
+    cases = [f"WHEN {each.failed} THEN {at}" for at, each in enumerate(expressions)]
+    if guard is not None:
+        cases.insert(1, f"WHEN NOT coalesce(({guard}), false) THEN NULL")
+    return f"CAST(CASE {' '.join(cases)} END AS INT)" if cases else "CAST(NULL AS INT)"
+
+
+def _failures(it: Maintenance, expressions: Sequence[_Expression], rows: DataFrame) -> dict[Place, Failure]:
+    """The failures of rows with the columns ``failed`` (the number of an expression) and ``blamed`` (ORD)."""
+    wanted = rows.where("failed IS NOT NULL AND blamed IS NOT NULL")
+    places = wanted.selectExpr("failed", *(f"blamed.{name} AS {name}" for name in ("place", "partition", "offset")))
+    found: dict[Place, Failure] = {}
+    for row in places.distinct().limit(MOST_FAILURES + 1).collect():
+        at = _topic(it.ordering, row["place"]), row["partition"], row["offset"]
+        found[at] = Failure(*at, it.query.rule.name, expressions[row["failed"]].text())
+    return found
+
+
+def _topic(ordering: Ordering, place: int) -> str:
+    return next(topic for topic, number in ordering.places.items() if number == place)
+
+
+def _column(sql: str) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.expr(sql)

@@ -1,0 +1,141 @@
+"""Records on which a view fails: they go into quarantine, and the view goes on without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets import load_pipeline
+from zync_assets.errors import EtlError
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets_tests.mini import Mini, make_pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TEXT = """
+inputs:
+  - {{topic: {left}, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, size string, of bigint"}}
+  - {{topic: {right}, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, name string"}}
+outputs:
+  - {{topic: {out}, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - type: view
+    tables: {{t: {left}, u: {right}}}
+    from: {join}
+    where: {where}
+    key: {{id: {key}}}
+    value: {value}
+    out: {out}
+"""
+
+
+def made(
+    services: Services,
+    spark: SparkSession,
+    folder: Path,
+    prefix: str,
+    value: str,
+    key: str = "t.id",
+    where: str = "true",
+) -> Mini:
+    left, right, out = f"{prefix}.t", f"{prefix}.u", f"{prefix}.out"
+    join = "u LEFT JOIN t ON t.of = u.id" if key == "u.id" else "t LEFT JOIN u ON t.of = u.id"
+    text = TEXT.format(left=left, right=right, out=out, value=value, key=key, where=where, join=join)
+    pipeline = make_pipeline(services, folder, text)
+    for topic in (left, right):
+        create_topic(pipeline.kafka, topic, 1, 1, {})
+    return Mini(pipeline, spark, left, right, out)
+
+
+def row(id: int, size: str, of: int | None = None) -> tuple[str, dict[str, Any]]:
+    return json.dumps({"id": id}), {"id": id, "size": size, "of": of}
+
+
+def name(id: int, text: str) -> tuple[str, dict[str, Any]]:
+    return json.dumps({"id": id}), {"id": id, "name": text}
+
+
+def reasons(it: Mini) -> list[tuple[str, int, str]]:
+    return sorted((entry["topic"], entry["first"], entry["text"]) for entry in it.ledger("quarantined"))
+
+
+def test_a_row_that_fails_stops_no_other_row(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A cast fails on rows that ``where`` keeps, and a division on a row of the other table."""
+    it = made(
+        services,
+        spark,
+        tmp_path,
+        unique,
+        '{size: "CAST(t.size AS INT)", share: "100 / length(u.name)"}',
+        where="t.size <> 'none'",
+    )
+    it.send(it.right, name(1, "Ann"), name(2, "Bob"))
+    it.send(it.left, row(1, "3", 1), row(2, "two", 1), row(3, "none", 1), row(4, "5", 2), row(5, "six"))
+    it.step()
+    assert it.values() == [{"size": 3, "share": 100 / 3}, {"size": 5, "share": 100 / 3}]
+    assert it.classes(it.left) == {"done": 3, "quarantined": 2}
+    failed = "value.size: CAST(t.size AS INT): an expression fails on this record."
+    assert reasons(it) == [(it.left, 1, failed), (it.left, 4, failed)]
+    # A key keeps its earlier row. The record of another table completes a joined row that fails.
+    it.send(it.left, row(1, "x", 1), row(2, "7", 2))
+    it.send(it.right, name(1, ""))
+    it.step()
+    assert it.values()[2:] == [{"size": 7, "share": 100 / 3}]
+    assert it.classes(it.right) == {"done": 2, "quarantined": 1}
+    assert [at[:2] for at in reasons(it)] == [(it.left, 1), (it.left, 4), (it.left, 5), (it.right, 2)]
+
+
+def test_an_aggregate_that_fails_keeps_the_earlier_row_of_its_key(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    value = '{total: "sum(CAST(t.size AS BIGINT))", mean: "60 / sum(CAST(t.size AS BIGINT))"}'
+    it = made(services, spark, tmp_path, unique, value, key="u.id")
+    it.send(it.right, name(1, "Ann"), name(2, "Bob"))
+    it.send(it.left, row(1, "3", 1), row(2, str(2**63 - 1), 2), row(3, "2", 1))
+    it.step()
+    before = {1: {"total": 5, "mean": 12.0}, 2: {"total": 2**63 - 1, "mean": 60 / (2**63 - 1)}}
+    assert {row["key"]["id"]: row["value"] for row in it.staged()} == before
+    # One sum overflows, and one becomes nothing. A row has no number.
+    it.send(it.left, row(4, "1", 2), row(5, "-5", 1), row(6, "?", 1))
+    it.step()
+    assert len(it.staged()) == 2
+    assert it.classes(it.left) == {"done": 3, "quarantined": 3}
+    it.send(it.left, row(7, "-3", 1))
+    it.step()
+    assert it.values()[2:] == [{"total": 2, "mean": 30.0}]
+    # A row that leaves the group makes the sum nothing: its record is the cause.
+    it.send(it.left, row(3, "2", None), row(8, "9", 7))
+    it.step()
+    assert len(it.staged()) == 3
+    assert it.classes(it.left) == {"done": 5, "quarantined": 4}
+    it.send(it.left, row(8, "4", 1))
+    it.step()
+    assert it.values()[3:] == [{"total": 6, "mean": 10.0}]
+
+
+def test_an_earlier_record_that_a_new_view_fails_on_is_an_error(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, "{size: t.size}")
+    it.send(it.right, name(1, "Ann"))
+    it.send(it.left, row(1, "3", 1), row(2, "two", 1))
+    it.step()
+    text = it.pipeline.path.read_text()
+    more = text.partition("transforms:")[2].replace("{size: t.size}", '{size: "CAST(t.size AS INT)"}')
+    topic = f"{unique}.more"
+    outputs = f"  - {{topic: {topic}, pool: Staging, format: json, create: {{}}}}\ntransforms:"
+    it.pipeline.path.write_text(text.replace("transforms:", outputs) + more.replace(it.out, topic))
+    edited = Mini(load_pipeline(it.pipeline.path), spark, it.left, it.right, it.out)
+    edited.send(it.left, row(3, "4", 1))
+    edited.ingest()
+    with pytest.raises(
+        EtlError, match=r"CAST\(t.size AS INT\).*an earlier record: topic .*\.t, partition 0, offset 1\."
+    ):
+        edited.etl()
