@@ -34,12 +34,17 @@ from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.staging import STATE
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
+from zync_assets.spark.session import set_compiler
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+INTERPRETED = 200_000
+"""The most records of a batch, with the rows in the state of views, that Spark handles without compiled stages."""
 
 _PLACES = pa.schema([("partition", pa.int32()), ("first", pa.int64())])
 
@@ -144,6 +149,11 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     learn_types(matching.questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
+    rows = sum(item.records for each in files.values() for item in each)
+    of_views = sum(
+        item.records for item in (plan.state.files if plan.state else ()) if (item.group or "").startswith(STATE)
+    )
+    set_compiler(batch.spark, pipeline.spark, on=rows + of_views > INTERPRETED)
     return Transform(
         pipeline,
         batch,
@@ -153,7 +163,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         files,
         {topic: frame for topic, frame in records.items() if topic not in tabular},
         output_types(pipeline, plan.pool, plan.state, records, tables, lacks=lacks),
-        sum(item.records for each in files.values() for item in each) <= positions.SMALL and plan.rebuild is None,
+        rows <= positions.SMALL and plan.rebuild is None,
         held,
         {topic: frame for topic, frame in records.items() if topic in tabular},
     )
