@@ -84,6 +84,11 @@ def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
     while process.poll() is None and not moment(shop):
         assert time.monotonic() < give_up
         time.sleep(0.001)
+    kill(process, log)
+
+
+def kill(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Kill a process, which leads a session, with its JVM and workers. The process must not have ended."""
     # Spark puts its Python workers into a process group of their own.
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with suppress(ProcessLookupError):

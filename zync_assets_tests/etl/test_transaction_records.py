@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
 from zync_assets.checks.output_checks import run_all, source_order
 from zync_assets.errors import SchemaError
@@ -25,6 +31,7 @@ from zync_assets.lake.raw import ORDER, RawAdvance
 from zync_assets.lake.raw import commit_raw as commit_table
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
+from zync_assets.lake.staging import open_staging
 from zync_assets.lake.storage import raw_uri
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -34,6 +41,7 @@ from zync_assets.runner import ingest_all
 from zync_assets_tests.etl.test_streams import SHOP, TYPE, batch, change, etl, outputs, status, target
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 from zync_assets_tests.mini import Mini, mini
+from zync_assets_tests.test_kills import kill
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -164,6 +172,53 @@ def test_a_staging_commit_has_whole_transactions_however_many_records_they_have(
     assert sizes == [4, 8, 12, 16]
     assert [key for key, _ in outputs(it)] == [str(number) for number in range(4) for _ in range(4)]
     assert it.head.transactions == {"shop": TransactionPosition((source.committed, 0))}
+
+
+def staged_ends(it: Mini) -> list[int]:
+    """The numbers of outputs that the versions of the staging table show, in the order of the versions."""
+    if open_staging(it.pipeline.lake, "Staging") is None:
+        return []
+    table, ends = DeltaTable(f"{it.pipeline.lake}/Staging"), list[int]()
+    for version in range(table.version() + 1):
+        table.load_as_version(version)
+        files = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        ends.append(sum(row["num_records"] for row in files if row["partition.topic"] == it.out))
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_run_never_stages_a_part_of_a_transaction(source: Source, tmp_path: Path) -> None:
+    """``zync run`` is killed six times at random moments while transactions are on their way."""
+    it, random, log = source.it, Random(3), tmp_path / "zync.log"
+    source.changes(0, *((side, "c", id, "0") for id in range(5) for side in ("left", "right")))
+    source.commit(0)
+    sizes = Counter({"0": 5})
+    command = [sys.executable, "-c", "from zync_assets.cli.main import main; main()", "run", str(it.pipeline.path)]
+    for _ in range(6):
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        last = len(staged_ends(it)) + random.randint(1, 6)
+        while len(staged_ends(it)) < last:
+            number = len(sizes)
+            rows = [(random.choice(["left", "right"]), "u", random.randrange(5), str(number)) for _ in range(6)]
+            cut = random.randint(0, 5)
+            source.changes(number, *rows[:cut])
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(random.uniform(0, 0.2))
+            source.changes(number, *rows[cut:])
+            source.commit(number)
+            sizes[str(number)] = len(rows)
+        kill(process, log)
+    with log.open("wb") as out:
+        done = subprocess.run([*command, "--until-idle"], stdout=out, stderr=out, timeout=280, check=False)
+    assert done.returncode == 0, log.read_text()
+    texts = [next(text for text in value.values() if text is not None) for _, value in outputs(it)]
+    assert Counter(texts) == sizes
+    ends = staged_ends(it)
+    assert len(ends) > 6
+    for end in ends:
+        assert all(count == sizes[text] for text, count in Counter(texts[:end]).items()), end
 
 
 def test_a_transaction_that_stays_incomplete_is_let_through_and_named(source: Source) -> None:
