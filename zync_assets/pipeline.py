@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from zync_assets.queries import Lookup, Shape, View, ViewTable
+
 Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
 Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
 SubjectNameStrategy: TypeAlias = Literal["topic", "record", "topic-record"]
 OnSchemaChange: TypeAlias = Literal["merge", "error", "quarantine"]
 OnDataLoss: TypeAlias = Literal["fail", "continue"]
 OnBadRecord: TypeAlias = Literal["fail", "quarantine"]
-
-Shape: TypeAlias = "str | Mapping[str, Shape] | None"
-"""One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
 
 Headers: TypeAlias = "str | Mapping[str, str]"
 """The headers of a rule's records: a mapping of names to Spark SQL expressions (strings or binary), or one expression of
@@ -229,53 +228,6 @@ class Side:
 
 
 @dataclass(frozen=True)
-class ViewTable:
-    """One table of a view: the latest rows of an input's records, by key.
-
-    ``key``, ``row`` and ``deleted``: over the record's columns ``kafka``, ``key`` and ``value``. None as ``row``: ``value.after``
-    of a Debezium envelope, else ``value``. None as ``deleted``: a tombstone, or ``value.op = 'd'`` of an envelope.
-    """
-
-    alias: str
-    topic: str
-    key: Shape = "key"
-    row: str | None = None
-    deleted: str | None = None
-
-
-@dataclass(frozen=True)
-class ViewJoin:
-    """A join of a view. The join adds the table ``alias`` to the tables before it.
-
-    ``on``: pairs of an expression over an alias that was joined before, and of an expression over ``alias``. An alias
-    qualifies each column: ``("o.customer_id", "c.id")``.
-    """
-
-    kind: Literal["inner", "left"]
-    alias: str
-    on: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class View:
-    """The query of a view. ``key``, ``value``, ``headers`` and ``out`` are those of its rule.
-
-    ``root``: the first alias of ``from:``. ``on_duplicate_key``: the expression that is greatest for the result row to keep
-    among those of one key. None: result rows with one key are an error.
-    """
-
-    tables: tuple[ViewTable, ...]
-    root: str
-    joins: tuple[ViewJoin, ...] = ()
-    where: str | None = None
-    on_duplicate_key: str | None = None
-
-    def table(self, alias: str) -> ViewTable:
-        """The table of an alias; KeyError if there is none."""
-        return {table.alias: table for table in self.tables}[alias]
-
-
-@dataclass(frozen=True)
 class Rule:
     """A rule of any kind, as the pipeline file has it. ``etl.rules`` has the kinds.
 
@@ -295,10 +247,22 @@ class Rule:
     """Whether the output is held: a record of the rule waits while an earlier record of its source row is pending."""
     view: View | None = None
     """The query of a rule of kind ``view``, which has one side for each topic of its tables."""
+    lookups: tuple[Lookup, ...] = ()
+    """The rows that the rule looks up for each of its outputs."""
 
     @property
     def topics(self) -> tuple[str, ...]:
         return tuple(side.topic for side in self.sides)
+
+    @property
+    def tables(self) -> tuple[ViewTable, ...]:
+        """The tables whose latest rows the rule reads."""
+        return self.view.tables if self.view is not None else tuple(item.table for item in self.lookups)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The topics that the rule reads: its own, and those of its tables."""
+        return tuple(dict.fromkeys((*self.topics, *(table.topic for table in self.tables))))
 
     def counterparts(self, side: Side) -> tuple[Side, ...]:
         """The sides whose records may complete a pending record of ``side``: the others, or the only one."""
@@ -430,12 +394,12 @@ class Pipeline:
 
     def inputs_of(self, pool: str) -> tuple[Input, ...]:
         """The inputs that the rules of that staging pool name, in the file's order."""
-        named = {topic for rule in self.rules_of(pool) for topic in rule.topics}
+        named = {topic for rule in self.rules_of(pool) for topic in rule.inputs}
         return tuple(item for item in self.inputs if item.topic in named)
 
     def readers_of(self, topic: str) -> tuple[str, ...]:
         """The staging pools whose rules name the input topic, in the file's order."""
-        return tuple(pool for pool in self.staging_pools if any(topic in rule.topics for rule in self.rules_of(pool)))
+        return tuple(pool for pool in self.staging_pools if any(topic in rule.inputs for rule in self.rules_of(pool)))
 
     def raw_sinks(self, topic: str) -> tuple[tuple[Sink, SinkTable], ...]:
         """The target tables that are written from the raw table of an input topic."""
@@ -444,4 +408,5 @@ class Pipeline:
 
     def joins_of(self, pool: str) -> dict[tuple[str, str], Rule]:
         """(rule's name, input topic) → the rule of that staging pool for which a record of the topic can be pending."""
-        return {(rule.name, side.topic): rule for rule in self.rules_of(pool) for side in rule.sides if side.keys}
+        rules = self.rules_of(pool)
+        return {(rule.name, side.topic): rule for rule in rules for side in rule.sides if side.keys or rule.lookups}

@@ -240,11 +240,11 @@ def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
 
 
 def read_waiting(state: StagingState) -> pa.Table:
-    """The records that are pending now: topic, partition, offset, rule, hash (null: a null join key, or none) and row (the hash
-    of the source row, null where the output is not held), sorted. Raises DamagedFile."""
+    """The records that are pending now: topic, partition, offset, rule, hash (null: a null join key, or none), row (the hash
+    of the source row, null where the output is not held) and text (``lake.staging``), sorted. Raises DamagedFile."""
     pending: list[pa.Table] = []
     completed: list[pa.Table] = []
-    names = ("kind", "topic", "partition", "first", "rule", "hash", "row")
+    names = ("kind", "topic", "partition", "first", "rule", "hash", "text", "row")
     for item in state.ledger_files:
         for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
             rows = pa.Table.from_batches([batch]).flatten()
@@ -253,14 +253,14 @@ def read_waiting(state: StagingState) -> pa.Table:
                 rows = rows.append_column("row", pa.nulls(len(rows), pa.int64()))
             pending.append(rows.filter(pc.equal(rows["kind"], "pending")).drop_columns("kind"))
             completed.append(
-                rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash", "row"])
+                rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash", "text", "row"])
             )
     if not pending:
-        return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash", "row")})
+        return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash", "text", "row")})
     places = ["topic", "partition", "first"]
     left = pa.concat_tables(pending).join(pa.concat_tables(completed), places, join_type="left anti")
     return left.sort_by([(name, "ascending") for name in places]).rename_columns(
-        ["topic", "partition", "offset", "rule", "hash", "row"]
+        ["topic", "partition", "offset", "rule", "hash", "text", "row"]
     )
 
 

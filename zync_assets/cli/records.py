@@ -23,7 +23,7 @@ from zync_assets.cli.terminal import (
 )
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
-from zync_assets.etl.rules import kind_of
+from zync_assets.etl.rules import kind_of, lookups
 from zync_assets.lake import raw, staging
 from zync_assets.lake.rows import DamagedFile, rows_at
 from zync_assets.lake.staging import StagingState
@@ -46,7 +46,7 @@ Item = Mapping[str, Any]
 @click.argument("pipeline", type=click.Path(path_type=Path))
 @format_option
 def pending(pipeline: Path, fmt: Format) -> None:
-    """Show the raw records that wait for their counterpart, a row each, and why.
+    """Show the raw records that wait for their counterpart or for a row, a row each, and why.
 
     The join key is shown where it is made of plain columns; age_seconds counts from the record's own time. Starts no JVM.
     """
@@ -224,6 +224,8 @@ def _why(item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], f
     if front is not None:
         place = f"partition {front['partition']}, offset {front['offset']}"
         return f"waits behind {place} of its source row, which is pending for {front['rule']}"
+    if rule is not None and rule.lookups and not any(side.keys for side in rule.sides):
+        return lookups.waiting_reason(rule, item["text"], null=item["hash"] is None)
     if rule is None:
         return f"the pipeline file has no {joining_kinds()} rule {item['rule']} of this topic and pool any more"
     if item["hash"] is None:
@@ -235,7 +237,8 @@ def _why(item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], f
 
 def _join_key(rule: Rule, topic: str, row: Mapping[str, Any]) -> object:
     """The record's join key where its expressions are plain columns; a list where there are several."""
-    values = [_column(expression, row) for expression in rule.side(topic).keys]
+    keys = rule.side(topic).keys or [record for item in rule.lookups if item.missing == "wait" for record, _ in item.on]
+    values = [_column(expression, row) for expression in keys]
     return values[0] if len(values) == 1 else values
 
 

@@ -81,7 +81,7 @@ def etl(pipeline: Path, explain: bool, retry_unmatched: bool, waiting: tuple[str
     if explain:
         _print_statements(model, fmt)
         return
-    joins = [rule.name for rule in model.rules if any(side.keys for side in rule.sides)]
+    joins = [rule.name for rule in model.rules if rule.lookups or any(side.keys for side in rule.sides)]
     for name in waiting:
         if name not in joins:
             raise ZyncError(
@@ -121,8 +121,10 @@ def _print_statements(model: Pipeline, fmt: Format) -> None:
 def rebuild(pipeline: Path, state: bool, fmt: Format) -> None:
     """Compute the results of PIPELINE's changed views again, and stage what differs from the last record of each key."""
     model = load(pipeline)
-    if not any(rule.view for rule in model.rules):
-        raise ZyncError(f"{pipeline} has no view to rebuild. New records are transformed by {model.command('etl')}")
+    if not any(rule.tables for rule in model.rules):
+        raise ZyncError(
+            f"{pipeline} has no view and no table to rebuild. New records are transformed by {model.command('etl')}"
+        )
     _report(rebuild_all(model, _session(model), "state" if state else "views"), fmt)
 
 

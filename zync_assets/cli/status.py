@@ -324,7 +324,7 @@ def _state_results(pipeline: Pipeline) -> Iterator[CheckResult]:
     from zync_assets.spark.session import spark_session
 
     for pool in pipeline.staging_pools:
-        if any(rule.view for rule in pipeline.rules_of(pool)):
+        if any(rule.tables for rule in pipeline.rules_of(pool)):
             yield state_equals_raw(pipeline, pool, lambda: spark_session(pipeline.spark, pipeline.lake))
 
 

@@ -20,6 +20,8 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
+from zync_assets.etl.rules.matching import MISSING, SEVERAL
+from zync_assets.etl.waits import limits, since_text
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange, normalize, split
 from zync_assets.pipeline import Pipeline
@@ -33,12 +35,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Labels:
     """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index;
-    ``views``: the indexes of the views. The sources of a view's output are counted once, when they become rows of a table."""
+    ``views``: the indexes of the views. The sources of a view's output are counted once, when they become rows of a table.
+    ``waits``: the indexes of the rules whose records may wait for a row. ``since``: the time at which those of the batch begin to
+    wait."""
 
     topics: Sequence[str]
     rules: Sequence[str]
     outs: Sequence[str]
     views: frozenset[int] = frozenset()
+    waits: frozenset[int] = frozenset()
+    since: str = ""
 
     def rule(self, index: int | None) -> str | None:
         return None if index is None else self.rules[index]
@@ -52,12 +58,13 @@ def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     """The labels of a staging pool's batches: all inputs of the file, and the pool's own rules."""
     rules = pipeline.rules_of(pool)
     views = frozenset(index for index, rule in enumerate(rules) if rule.view is not None)
-    return Labels(
-        [item.topic for item in pipeline.inputs], [rule.name for rule in rules], [rule.out for rule in rules], views
-    )
+    known = limits(rules)
+    waits = frozenset(index for index, rule in enumerate(rules) if rule.name in known)
+    topics = [item.topic for item in pipeline.inputs]
+    return Labels(topics, [rule.name for rule in rules], [rule.out for rule in rules], views, waits, since_text())
 
 
-KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended")
+KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended", MISSING, SEVERAL)
 OUT, PENDING, DROPPED = (KINDS.index(kind) for kind in ("out", "pending", "dropped"))
 CHANGE = "change"
 _QUARANTINED = KINDS.index("quarantined")
@@ -184,6 +191,8 @@ def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
     done = completed[wanted]
     creates = found.creates.take(pa.array(wanted)).fill_null(True).to_numpy(zero_copy_only=False)
     changes = (kind == PENDING) & ~creates
+    waits = (kind == PENDING) & np.isin(rule, list(labels.waits))
+    text = np.where(done, 0, np.where(waits, 2, 1))
     columns = {
         "kind": _named((*KINDS, "completed"), np.where(done, len(KINDS), kind)),
         "topic": _named(labels.topics, found.place[wanted]),
@@ -192,7 +201,7 @@ def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
         "end": pa.array(offset + 1),
         "rule": _named(labels.rules, rule, rule < 0),
         "hash": pc.if_else(pa.array(kind == PENDING), found.hash.take(pa.array(found.row[wanted])), None),
-        "text": _named(("dropped", CHANGE), np.where(done, 0, 1), ~(done & (kind == DROPPED) | changes)),
+        "text": _named(("dropped", CHANGE, labels.since), text, ~(done & (kind == DROPPED) | changes | waits)),
         "row": pc.if_else(pa.array(kind == PENDING), found.source_row.take(pa.array(wanted)), None),
     }
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=ENTRIES)

@@ -25,10 +25,12 @@ from zync_assets.etl.output_types import OutputType, output_types
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
 from zync_assets.etl.rules import kind_of, matching
+from zync_assets.etl.rules.lookups import with_lookups
 from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Ordering, RuleRecords
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
 from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes
-from zync_assets.etl.views.batch import Stage
+from zync_assets.etl.views.batch import Stage, ViewBatch
+from zync_assets.etl.views.event_rows import row_frames
 from zync_assets.etl.views.tables import declared_frame
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
@@ -141,7 +143,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         if frame is not None:
             frame = ordering.carried(frame, topic).selectExpr("*", "false AS old", *row_columns(topic, state, held))
             records[topic] = note_schema(frame, frames.record_types(state))
-    tabular = {topic for rule in rules if rule.view is not None for topic in rule.topics}
+    tabular = {table.topic for rule in rules for table in rule.tables}
     for topic in sorted(tabular):
         typed = declared_frame(batch.spark, pipeline.input(topic), records.get(topic))
         if typed is not None:
@@ -191,10 +193,10 @@ def result_rows(
     pending: PendingRecords,
     failures: Failures,
     columns: Columns,
-    views: Sequence[DataFrame] | None = None,
+    views: ViewBatch | None = None,
 ) -> ResultRows:
     """The result rows of a batch. ``failures``: the records with a known failure, which go to no rule. ``columns``: a function
-    that returns the columns of outputs. ``views``: the result rows of views.
+    that returns the columns of outputs. ``views``: the views of the batch, and the rows that its records look up.
 
     Raises JoinsChanged if records are pending by hashes of another join.
     """
@@ -214,7 +216,9 @@ def result_rows(
     }
     untyped = [index for index, rule in enumerate(rules) if rule.name in types[rule.out].untyped]
     of_records = [(index, rule) for index, rule in enumerate(rules) if rule.view is None]
-    others = [index for index, rule in of_records if not kind_of(rule).single and index not in untyped]
+    others = [
+        index for index, rule in of_records if (rule.lookups or not kind_of(rule).single) and index not in untyped
+    ]
     targets = {
         index: types[rule.out].target(rule.name)
         for index, rule in of_records
@@ -242,12 +246,13 @@ def result_rows(
     pending.look_up(each, small=transform.small)
     for records in each:
         target = types[records.rule.out].targets.get(records.rule.name)
-        emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held))
+        rows = views.events.joined if views is not None and records.lookups is not None else None
+        emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held), rows)
         waiting = _pending_frames(transform, records, pending, failures)
         parts += kind_of(records.rule).results(records, waiting, emission)
     joins = {records.rule.name: records.join for records in each if records.join is not None}
     found = matching.without_dropped(matching.union(parts), rules) if parts else None
-    each = [*([] if found is None else [found]), *(views or ())]
+    each = [*([] if found is None else [found]), *(views.rows if views is not None else ())]
     return ResultRows(matching.union(each or [_no_rows(transform)]), joins)
 
 
@@ -359,7 +364,11 @@ def _rule_records(transform: Transform, index: int, assignments: Mapping[str, As
         )
         for side, topic in topics.items()
     }
-    return kind_of(rule).records(rule, index, {side: records[topic] for side, topic in topics.items()}, own)
+    inputs = {side: records[topic] for side, topic in topics.items()}
+    found = kind_of(rule).records(rule, index, inputs, own)
+    if not rule.lookups:
+        return found
+    return with_lookups(found, inputs, row_frames(rule, transform.rows, transform.plan.state))
 
 
 def _pending_frames(

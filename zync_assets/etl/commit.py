@@ -24,22 +24,25 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl import account, positions
 from zync_assets.etl.account import Labels
+from zync_assets.etl.arrivals import arrivals
 from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
 from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
 from zync_assets.etl.failure_search import find_failures
-from zync_assets.etl.failures import NONE, Failures, quarantined, undecoded_rows
+from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row_sql, staged_topic
 from zync_assets.etl.pending import PendingRecords, fold_ledger
-from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_raw
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
-from zync_assets.etl.results import Positions, check_classes, output_ends
+from zync_assets.etl.results import Positions, check_classes, output_ends, overdue_failures, without_rows
 from zync_assets.etl.retries import carve
 from zync_assets.etl.rules import matching
+from zync_assets.etl.rules.matching import MISSING, SEVERAL
 from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.fold import fold_state
+from zync_assets.etl.waits import time_of
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
@@ -103,7 +106,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     # 2. Run the rules. One Spark query numbers the outputs, writes them into files, and counts every record. Records that
     #    fail are removed, and the batch is tried again.
     staged = _staged(with_lake_names(pipeline, batch.plan.raw, batch.plan.state), batch, outputs)
-    plan, state = staged.plan, staged.plan.state
+    plan, state, labels = staged.plan, staged.plan.state, staged.transform.labels
     committing = False
     try:
         crash_point("etl:outputs-written")
@@ -123,6 +126,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             staged.failures.waited(plan),
             staged.joins,
             staged.results.nullable,
+            {name: time_of(labels.since) for name in map(labels.rule, labels.waits) if name is not None},
         )
         head = next_head(plan, outputs, outcome)
 
@@ -194,13 +198,16 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
 
     A rule with a changed join has its pending records matched again in the same batch.
     """
-    from py4j.protocol import Py4JError
-    from pyspark.errors import AnalysisException, PySparkException
-
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
-    known = NONE
-    transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
+    transform = transform_of(pipeline, batch)
+    if again := arrivals(transform):
+        batch = with_parts(batch, again)
+        transform = transform_of(pipeline, batch)
+    pending = PendingRecords(batch)
+    known = Failures({one.place: one for one in overdue_failures(transform)})
     try:
+        if known.found:
+            _admit(pipeline, batch.plan, known, place)
         for _ in range(ROUNDS):
             try:
                 return _attempt(transform, pending, known, outputs)
@@ -213,12 +220,6 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 continue
             except (EncodingFailures, RowFailures) as error:
                 found = error.failures
-            except AnalysisException:
-                raise
-            except (PySparkException, Py4JError) as error:
-                found = find_failures(transform, pending, known)
-                if not found:
-                    raise error
             known = Failures({**known.found, **found})
             # A record that waits behind a failing record goes its way.
             pending.hold = NO_HOLD
@@ -237,6 +238,9 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
 
     Raises JoinsChanged, EncodingFailures for outputs that can't be encoded, and Spark's error for a record that a rule fails on.
     """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
     plan, pipeline, types, labels = transform.plan, transform.pipeline, transform.types, transform.labels
     present: set[str] = set()
 
@@ -249,9 +253,11 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     folder = f"batch-{plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
     uri = storage.staging_uri(pipeline.lake, plan.pool)
     results: Results | None = None
+    views: ViewBatch | None = None
+    done = False
     try:
         views = view_batch(transform.stage(known), uri, folder, columns)
-        rows = result_rows(transform, pending, known, columns, views.rows if views is not None else ())
+        rows = result_rows(transform, pending, known, columns, views)
         limits = size_limits(pipeline, types)
         topics = [
             staged_topic(types[topic], f"{folder}/topic={topic}", position.next, labels, limits.get(topic))
@@ -277,15 +283,27 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         writer = BucketWriter(uri, topics, labels, held=transform.held, settles=settles)
         results = Results(transform.spark, numbered, writer, small=small, measured=measured, records=records)
         results.facts += views.facts if views is not None else ()
+        if any(fact.kind in (MISSING, SEVERAL) for fact in results.facts):
+            raise RowFailures(without_rows(transform, rows.frame))
         check_classes(transform, results)
         check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
         ends = output_ends(plan, results, outputs)
-        return Staged(transform, uri, folder, known, pending, rows.joins, results, ends, views)
-    except BaseException:
-        if results is not None:
-            results.release()
-        storage.remove_files(storage.join(uri, folder))
+        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, views)
+        done = True
+        return staged
+    except AnalysisException:
         raise
+    except (PySparkException, Py4JError) as error:
+        # Before the state of tables is removed, which the rules read.
+        found = find_failures(transform, pending, known, views)
+        if not found:
+            raise error
+        raise RowFailures(found) from error
+    finally:
+        if not done:
+            if results is not None:
+                results.release()
+            storage.remove_files(storage.join(uri, folder))
 
 
 def _ends_sql(topics: Sequence[StagedTopic], labels: Labels) -> str:

@@ -11,6 +11,7 @@ A record that overflows Java's stack fails the search too. ``OverflowSearch`` fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.rules import kind_of, matching
 from zync_assets.etl.rules.matching import Columns
 from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark import tasks
@@ -172,19 +174,23 @@ TEXTS = 8
 every expression quotes Spark."""
 
 
-def find_failures(transform: Transform, pending: PendingRecords, known: Failures) -> dict[Place, Failure]:
+def find_failures(
+    transform: Transform, pending: PendingRecords, known: Failures, views: ViewBatch | None = None
+) -> dict[Place, Failure]:
     """Place → failure of each failing record that is not ``known``; empty if the batch fails for another reason.
 
-    Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if
-    the search itself fails.
+    ``views``: as for ``result_rows``. Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS
+    jobs. Raises Spark's own error if the search itself fails.
     """
     # A search is for records that go to rules. Those of views' tables go to none.
-    return _Search(transform, pending, known).run() if transform.frames else {}
+    return _Search(transform, pending, known, views).run() if transform.frames else {}
 
 
 class _Search:
-    def __init__(self, transform: Transform, pending: PendingRecords, known: Failures) -> None:
+    def __init__(self, transform: Transform, pending: PendingRecords, known: Failures, views: ViewBatch | None) -> None:
         self.transform, self.pending, self.known = transform, pending, known
+        # Results of views name no records, and the search is for records.
+        self.views = None if views is None else replace(views, rows=())
         self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
         self.found: dict[Place, tuple[Rule, str]] = {}
         """Place → the rule, and the failing part of the rule."""
@@ -256,7 +262,7 @@ class _Search:
 
     def _rows(self, columns: Columns, without: Place | None = None) -> DataFrame:
         """The result rows without the records that are known to fail, but with the record ``without``."""
-        return result_rows(self.transform, self.pending, self._failures(without), columns).frame
+        return result_rows(self.transform, self.pending, self._failures(without), columns, self.views).frame
 
     def _failures(self, without: Place | None = None) -> Failures:
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
@@ -326,11 +332,12 @@ class _Search:
 
         topic, partition, offset = place
         try:
-            if side in ("where", kind_of(rule).join):
+            if side in ("where", kind_of(rule).join, failures.LOOKUP):
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
                 asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
-                sql = f"CASE {cases} END" if side == "where" else ", ".join(join_keys(rule, topic))
+                keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else join_keys(rule, topic)
+                sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._rows(matching.columns, place)
@@ -344,6 +351,8 @@ def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
     """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
     if side == "where":
         return [(side, rule.side(topic).where or "")]
+    if side == failures.LOOKUP:
+        return [(side, " AND ".join(failures.lookup_keys(rule, topic)))]
     if side == kind_of(rule).join:
         return [(side, " AND ".join(join_keys(rule, topic)))]
     if side == "shape":

@@ -93,6 +93,12 @@ def names_sql(rules: Sequence[Rule], topic: str) -> list[str]:
     return [f"struct(kafka, key, value) AS `{name}`" for name in names]
 
 
+def lookup_keys(rule: Rule, topic: str) -> list[str]:
+    """The expressions of a rule's look-ups that take a topic's records."""
+    name = rule.side(topic).name if topic in rule.topics else None
+    return [f"({record})" for item in rule.lookups if item.side == name for record, _ in item.on]
+
+
 def failing_records(
     item: Input,
     frame: DataFrame,
@@ -100,7 +106,9 @@ def failing_records(
     others: Mapping[str, DataFrame],
     known: str,
 ) -> DataFrame:
-    """The records of a topic that fail in a ``where`` or a ``join-on``: partition, offset, ``rule`` (its index), ``failed``.
+    """The records of a topic that fail in a ``where``, a ``join-on`` or a ``lookup``.
+
+    The columns are partition, offset, ``rule`` (its index), ``failed``.
 
     ``rules``: the staging pool's; ``others``: the record frames of all topics that have a table;
     ``known``: a condition for records that are not looked at.
@@ -124,6 +132,8 @@ def failing_records(
             inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
             keys = kind_of(rule).key_sql(rule, item.topic, inputs)
             joins += [] if keys is None else [f"WHEN chosen = {index} AND {fails(keys)} THEN '{kind_of(rule).join}'"]
+        if looked := lookup_keys(rule, item.topic):
+            joins.append(f"WHEN chosen = {index} AND {fails(', '.join(looked))} THEN '{LOOKUP}'")
     joined = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
     return frame.selectExpr(
         "kafka.partition AS partition",
@@ -133,6 +143,8 @@ def failing_records(
     ).where("failed IS NOT NULL")
 
 
+LOOKUP = "lookup"
+"""The part of a rule that fails on a record whose row can't be looked up."""
 MOST_FAILURES = 10_000
 """Records of one batch that may fail: more are no bad records but a bad rule, or output."""
 

@@ -185,7 +185,7 @@ def _rule_types(
     rule: Rule, frames: Mapping[str, DataFrame], state: StagingState | None
 ) -> tuple[DataType, DataType] | None:
     """The types of a rule's key and value; None while an input has no table, or one side of a join no schema."""
-    if any(topic not in frames for topic in rule.topics):
+    if any(topic not in frames for topic in rule.inputs):
         return None
     if rule.view is not None:
         # Loads an SQL parser, which Spark's workers do without.
@@ -199,6 +199,13 @@ def _rule_types(
     if len(rule.sides) > 1 and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
         return None
     sides = {side.name: frames[side.topic] for side in rule.sides}
+    if rule.lookups:
+        from zync_assets.etl.views.event_rows import row_frames
+
+        rows = row_frames(rule, frames, state)
+        if not rows or not all(map(matching.has_schema, sides.values())):
+            return None
+        sides |= rows
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
     key, value = (

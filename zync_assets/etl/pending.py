@@ -321,7 +321,7 @@ class PendingRecords:
         hashes: list[DataFrame] = []
         for new in each:
             rule = new.rule
-            for side in rule.sides:
+            for side in (side for side in rule.sides if side.keys):
                 counted = plan.head.waiting.get((rule.name, side.topic), 0)
                 # A reopened record is new for this batch, and is no longer pending.
                 if not counted or (rule.name, side.topic) in plan.reopening.sides:

@@ -22,8 +22,9 @@ import numpy as np
 from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
-from zync_assets.etl.retries import NOTHING, Reopening, Retry, reopen, with_joins
+from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, divided, reopen, with_joins
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
+from zync_assets.etl.waits import NO_WAITS, Waits, waits_of
 from zync_assets.lake import publication, raw, staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
@@ -132,10 +133,13 @@ class EtlPlan:
     """Domain → its part of the batch. Empty if there is nothing new."""
     rebuild: Rebuild | None = None
     """What the batch computes again, in place of the new records."""
+    waits: Waits = field(default=NO_WAITS, repr=False)
+    """The records that wait for a row."""
 
     @property
     def nothing_to_do(self) -> bool:
-        return not any(self.ranges.values()) and not self.reopening.parts and self.rebuild is None
+        idle = not any(self.ranges.values()) and not self.reopening.parts
+        return idle and not self.waits.overdue and self.rebuild is None
 
     @property
     def reads_nothing(self) -> bool:
@@ -155,9 +159,10 @@ def rebuild_plan(pipeline: Pipeline, pool: str, kind: Rebuild) -> EtlPlan:
     """The plan of a batch without new records, which computes the results of views again. ``kind``: also ``state``, the state of
     their tables from raw records."""
     plan = plan_etl(pipeline, pool)
-    wanted = plan.state is not None and any(rule.view is not None for rule in pipeline.rules_of(pool))
+    wanted = plan.state is not None and any(rule.tables for rule in pipeline.rules_of(pool))
     ranges: dict[str, tuple[OffsetRange, ...]] = dict.fromkeys(plan.ranges, ())
-    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if wanted else None)
+    waits = replace(plan.waits, overdue=())
+    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if wanted else None, waits=waits)
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,8 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             return plan_etl(pipeline, pool, retry, limit)
     ranges = unseen(states, head)
     reopening = reopen(pipeline, pool, state, states, retry)
-    if any(ranges.values()) or reopening.parts:
+    waits = waits_of(pipeline, pool, state)
+    if any(ranges.values()) or reopening.parts or waits.overdue:
         # A batch reads old records of every input that wait for a new one.
         for found in states.values():
             if found is not None:
@@ -245,7 +251,7 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     states = {topic: _with_order(found) if topic in owner else found for topic, found in states.items()}
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
-        return EtlPlan(pool, state, states, ranges, reopening, owner)
+        return EtlPlan(pool, state, states, ranges, reopening, owner, waits=waits)
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
@@ -257,7 +263,8 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
     batch = first_batch({topic: ranges[topic] for topic in groups[None]}, _chosen(files, groups[None]), limits[None])
     for part in found.values():
         batch |= part.ranges
-    return EtlPlan(pool, state, states, {topic: batch[topic] for topic in ranges}, reopening, owner, found)
+    ranges = {topic: batch[topic] for topic in ranges}
+    return EtlPlan(pool, state, states, ranges, reopening, owner, found, waits=waits)
 
 
 def _with_order(state: RawState | None) -> RawState | None:
@@ -303,6 +310,18 @@ def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) ->
         return batch
     reopening = with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules)
     return _with_plan(batch, replace(plan, reopening=reopening))
+
+
+def with_parts(batch: EtlBatch, parts: Sequence[ClassRange]) -> EtlBatch:
+    """The batch, where some pending records are matched again like new records."""
+    plan = batch.plan
+    if plan.state is None or not parts:
+        return batch
+    own = plan.reopening
+    again, expired = divided(parts, plan.state, plan.raw)
+    some = frozenset((item.rule, item.topic) for item in parts if item.rule is not None)
+    own = replace(own, again=(*own.again, *again), expired=(*own.expired, *expired), some=own.some | some)
+    return _with_plan(batch, replace(plan, reopening=own))
 
 
 def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:

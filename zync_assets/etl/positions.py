@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import pyarrow as pa
@@ -24,6 +24,7 @@ from zync_assets.etl.frontier import LEAST, Key, Span, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
+from zync_assets.etl.waits import next_waits
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition, Position
@@ -198,7 +199,8 @@ class Outcome:
 
     ``ends``: output topic → the first output offset of the next batch. ``undecoded``: (topic, partition) → new records that
     could not be decoded. ``failed``: pending records that go into quarantine. ``joins``: of the rules, as in ``Head``.
-    ``nullable``: topics and fields that records have as null, or leave out, though their schema has no null.
+    ``nullable``: topics and fields that records have as null, or leave out, though their schema has no null. ``begun``: rule →
+    the time at which its new pending records begin to wait for a row.
     """
 
     facts: Sequence[Fact]
@@ -208,6 +210,7 @@ class Outcome:
     failed: Sequence[ClassRange]
     joins: Mapping[str, str]
     nullable: Collection[tuple[str, tuple[str, ...]]] = ()
+    begun: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], outcome: Outcome) -> Head:
@@ -275,6 +278,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         reached={**head.reached, **reached},
         late=late,
         transactions={**head.transactions, **transactions},
+        waits=next_waits(plan.waits, outcome.begun, waiting),
     )
 
 

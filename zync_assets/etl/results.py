@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
-from zync_assets.etl import failures
+from zync_assets.etl import failures, retries
 from zync_assets.etl.batch import Transform
 from zync_assets.etl.encodability import EncodingFailures
 from zync_assets.etl.failures import Failure
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.plan import EtlPlan
+from zync_assets.etl.rules import lookups
+from zync_assets.etl.rules.matching import MISSING, SEVERAL
 from zync_assets.lake.head import OutputPosition
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 Positions = Mapping[tuple[str, int], OutputPosition]
 """(output topic, partition) → position."""
@@ -72,6 +78,36 @@ def _encoding_failures(transform: Transform, results: Results) -> dict[failures.
             f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
             " Correct the rule, or the output."
         )
+    return found
+
+
+def without_rows(transform: Transform, rows: DataFrame) -> dict[failures.Place, Failure]:
+    """Place → the failure of each record that looks up a row and finds none, or several. ``rows``: the result rows."""
+    kinds = ", ".join(text_sql(kind) for kind in (MISSING, SEVERAL))
+    found: dict[failures.Place, Failure] = {}
+    wanted = rows.where(f"kind IN ({kinds})").selectExpr("kind", "rule", "element_at(source, last + 1) AS at")
+    for row in wanted.limit(failures.MOST_FAILURES + 1).collect():
+        rule, at = transform.rules[row["rule"]], row["at"]
+        place = str(transform.labels.topics[int(at["place"])]), int(at["partition"]), int(at["offset"])
+        found[place] = Failure(*place, rule.name, lookups.reason(rule, row["kind"]))
+    if len(found) > failures.MOST_FAILURES:
+        first = found[min(found)]
+        raise EtlError(
+            f"pool {transform.plan.pool}: rule {first.rule}, {first.text}, for {failures.MOST_FAILURES} records or more. Nothing"
+            " was committed. Ingest the table first, or write missing: null or wait."
+        )
+    return found
+
+
+def overdue_failures(transform: Transform) -> list[Failure]:
+    """The failures of the records that waited too long for a row, without those that the batch matches again."""
+    plan, rules = transform.plan, {rule.name: rule for rule in transform.rules}
+    again = retries.spans_of(plan.reopening.parts)
+    found: list[Failure] = []
+    for item in plan.waits.overdue:
+        place = item.topic, item.part.partition, item.part.first
+        if item.rule in rules and not retries.is_in(again, place, "pending"):
+            found.append(Failure(*place, item.rule, lookups.overdue_reason(rules[item.rule])))
     return found
 
 

@@ -169,6 +169,8 @@ class Reopening:
     expired: tuple[ClassRange, ...] = ()
     replays: Mapping[str, int] | None = None
     joins: frozenset[str] = frozenset()
+    some: frozenset[tuple[str, str]] = frozenset()
+    """(rule, input topic) of records that wait for the rule, not all of which are looked at again."""
 
     @property
     def parts(self) -> tuple[ClassRange, ...]:
@@ -181,7 +183,7 @@ class Reopening:
     @property
     def sides(self) -> frozenset[tuple[str, str]]:
         """(rule, input topic) of the records that waited for the rule: all of that topic are looked at again."""
-        return frozenset((item.rule, item.topic) for item in self.parts if item.rule is not None)
+        return frozenset((item.rule, item.topic) for item in self.parts if item.rule is not None) - self.some
 
     def records(self) -> Counter[tuple[str, int]]:
         """(topic, partition) → records that are looked at again."""
@@ -220,15 +222,7 @@ def reopen(
     if retry.unmatched or retry.waiting:
         kinds += ["pending", "completed"]
     entries = staging.read_ledger(state, kinds).to_pylist()
-    again: list[ClassRange] = []
-    expired: list[ClassRange] = []
-    for item in _chosen(pipeline, pool, entries, brought, retry):
-        table = tables.get(item.topic)
-        if table is None:
-            continue
-        held = raw.record_ranges(table, item.part, state.released(item.topic, item.part.partition))
-        for into, ranges in ((again, held), (expired, subtract([item.part], held))):
-            into += [ClassRange(item.topic, item.kind, item.rule, part) for part in ranges]
+    again, expired = divided(_chosen(pipeline, pool, entries, brought, retry), state, tables)
     for topic in sorted({item.topic for item in expired}):
         count = sum(item.records for item in expired if item.topic == topic)
         _log.warning(
@@ -241,6 +235,22 @@ def reopen(
     return Reopening(tuple(again), tuple(expired), replays)
 
 
+def divided(
+    items: Iterable[ClassRange], state: StagingState, tables: Mapping[str, RawState | None]
+) -> tuple[list[ClassRange], list[ClassRange]]:
+    """The records that the raw tables hold, and those that they no longer hold."""
+    again: list[ClassRange] = []
+    expired: list[ClassRange] = []
+    for item in items:
+        table = tables.get(item.topic)
+        if table is None:
+            continue
+        held = raw.record_ranges(table, item.part, state.released(item.topic, item.part.partition))
+        for into, ranges in ((again, held), (expired, subtract([item.part], held))):
+            into += [ClassRange(item.topic, item.kind, item.rule, part) for part in ranges]
+    return again, expired
+
+
 def with_joins(
     pipeline: Pipeline,
     pool: str,
@@ -251,20 +261,17 @@ def with_joins(
 ) -> Reopening:
     """``before``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
     _log.warning(
-        "pool %s: the join or the hold of %s changed since records began to wait for it; these records go through the rules"
-        " again",
+        "pool %s: the join, the hold or the look-ups of %s changed since records began to wait for it, or a table got its"
+        " schema; these records go through the rules again",
         pool,
         ", ".join(sorted(rules)),
     )
     more = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
-    known = {*before.again, *before.expired}
     again, expired = (
-        tuple(item for item in items if item.rule in rules and item not in known)
-        for items in (more.again, more.expired)
+        (*(item for item in known if item.rule not in rules), *(item for item in items if item.rule in rules))
+        for known, items in ((before.again, more.again), (before.expired, more.expired))
     )
-    return replace(
-        before, again=(*before.again, *again), expired=(*before.expired, *expired), joins=before.joins | rules
-    )
+    return replace(before, again=again, expired=expired, joins=before.joins | rules)
 
 
 def _chosen(

@@ -101,7 +101,9 @@ class Head:
     views: Mapping[str, str] = field(default_factory=dict)
     """Rule → the definition of the view whose result is staged."""
     tables: Mapping[str, TableEntry] = field(default_factory=dict)
-    """Name of a view's table → the state that the pool has of the table."""
+    """Name of a table of views and look-ups → the state that the pool has of the table."""
+    waits: Mapping[str, int] = field(default_factory=dict)
+    """Rule → the time, in milliseconds since the epoch, since which a record may wait for a row that it looks up."""
 
     @property
     def table_topics(self) -> frozenset[str]:
@@ -145,6 +147,7 @@ def head_rows(head: Head) -> list[dict[str, object]]:
         rows.append({"kind": "view", "rule": rule, "text": text})
     for name, table in sorted(head.tables.items()):
         rows.append({"kind": "table", "topic": table.topic, "rule": name, "text": table.definition})
+    rows += [{"kind": "since", "rule": rule, "first": since} for rule, since in sorted(head.waits.items())]
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -177,4 +180,5 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"]) for r in of("whole")},
         {r["rule"]: r["text"] for r in of("view")},
         {r["rule"]: TableEntry(r["topic"], r["text"]) for r in of("table")},
+        {r["rule"]: r["first"] for r in of("since")},
     )

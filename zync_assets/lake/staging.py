@@ -3,7 +3,7 @@
 Files lie in these groups (the table's partition column is ``topic``):
 
     topic=<output topic>                 output records, sorted by offset
-    topic=#state:<table>, #replaced:…    the state of views (``etl.views``)
+    topic=#state:<table>, #replaced:…    the state of tables of views and look-ups (``etl.views``)
     topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
@@ -22,6 +22,7 @@ The account column:
     join                                                          rule, text: how the rule's waiting records were hashed
     view                                                          rule, text: the definition of the view whose result is staged
     table        input                                            rule: the table's name, text: the table's definition
+    since                           a time, in milliseconds       rule: a rule whose records may wait for a row since then
     replayed     input, none                                      count: replays of the raw table that were looked at
     reached                         high, low                     text: the domain whose records ETL took up to this order
     late         input              the first of the last batch   count: records that came below such an order
@@ -32,12 +33,13 @@ The account column:
                                                                   one that ETL failed on, rule and text: why
     pending      input              one offset                    rule, hash of the join key (null: a null key, or none),
                                                                   row: hash of the source row, for a held output,
-                                                                  text: change, if it changes its row (null: makes it)
+                                                                  text: change, if it changes its row (null: makes it);
+                                                                  for a look-up, the time since which the record waits
     completed    input              one offset that was pending   text: dropped, if it is that since (null: done, ended: done
                                                                   without an output)
     ended        input              offsets that are done without an output, since their source row ended
 
-All but the first ten are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+All but the first twelve are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations

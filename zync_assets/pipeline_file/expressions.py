@@ -14,7 +14,7 @@ case-insensitive, as in Spark.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlglot import exp
@@ -126,6 +126,7 @@ ALL = RECORD_FUNCTIONS | AGGREGATES | GENERATORS | WINDOWS | NON_DETERMINISTIC
 
 RECORD_ROOTS = ("kafka", "key", "value")
 KAFKA_FIELDS = ("topic", "partition", "offset", "timestamp", "time", "headers")
+NO_ROWS: Mapping[str, bool] = {}
 MAX_LENGTH = 20_000
 MAX_DEPTH = 32
 # The parser's time doubles with each struct() in a struct(): it reads the arguments twice.
@@ -219,8 +220,11 @@ def parse(sql: str, scope: Scope = RECORD) -> Expression:
     return Expression(sql, tuple(tokens), tree)
 
 
-def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
-    """The problems of an expression that may use only the names ``allowed_roots``; empty if it has none."""
+def check_expression(sql: str, allowed_roots: Sequence[str], rows: Mapping[str, bool] = NO_ROWS) -> list[str]:
+    """The problems of an expression that may use only the names ``allowed_roots`` and the rows ``rows``; empty if it has none.
+
+    ``rows``: alias in lower case → whether the alias has the default row, which is no whole record.
+    """
     try:
         expression = parse(sql)
     except SqlProblem as problem:
@@ -228,7 +232,7 @@ def check_expression(sql: str, allowed_roots: Sequence[str]) -> list[str]:
     problems = list(function_problems(expression.tokens))
     if not problems:
         # A function without parentheses looks like a column; one problem for it is enough.
-        problems.extend(_column_problems(expression.tree, allowed_roots))
+        problems.extend(_column_problems(expression.tree, allowed_roots, rows))
     return list(dict.fromkeys(problems))
 
 
@@ -390,11 +394,21 @@ def _arguments(tokens: Sequence[Token], opening: int) -> int:
     return commas + 1
 
 
-def _column_problems(tree: exp.Expr, root_names: Sequence[str]) -> Iterator[str]:
+def row_problems(parts: Sequence[str], is_default: bool) -> Iterator[str]:
+    """The problem of a column of a row that is written like a field of a record. ``is_default``: the row is no whole record."""
+    if is_default and len(parts) > 2 and [part.lower() for part in parts[1:3]] == ["value", "after"]:
+        path = ".".join([parts[0], *parts[3:]])
+        yield f"`{'.'.join(parts)}` is not known; `{parts[0]}` is a row of the table already: write `{path}`"
+
+
+def _column_problems(tree: exp.Expr, root_names: Sequence[str], rows: Mapping[str, bool]) -> Iterator[str]:
     for parts in columns(tree):
         name, root = ".".join(parts), parts[0].lower()
+        if root in rows:
+            yield from row_problems(parts, rows[root])
+            continue
         if root not in root_names:
-            yield f"`{name}` is not known here; {_cure(name, root, parts, root_names)}"
+            yield f"`{name}` is not known here; {_cure(name, root, parts, root_names, rows)}"
             continue
         record = parts if root in RECORD_ROOTS else parts[1:]
         if record and record[0].lower() not in RECORD_ROOTS:
@@ -404,7 +418,7 @@ def _column_problems(tree: exp.Expr, root_names: Sequence[str]) -> Iterator[str]
             yield f"`{name}` is not known; kafka has {', '.join(KAFKA_FIELDS)}{suggestion(record[1], KAFKA_FIELDS)}"
 
 
-def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str]) -> str:
+def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str], rows: Iterable[str]) -> str:
     if root in RECORD_ROOTS:
         return f"write {' or '.join(f'`{side}.{name}`' for side in root_names)}"
     if root in ("in", "left", "right"):
@@ -414,7 +428,7 @@ def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str])
         return f"write {' or '.join(f'`{side}`' for side in root_names)} in place of `{root}`"
     names = root_names if "value" in root_names else [f"{side}.{part}" for side in root_names for part in RECORD_ROOTS]
     quotes = f" (text is written '{name}')" if len(parts) == 1 else ""
-    return f"known here: {', '.join(names)}{quotes}{suggestion(root, root_names)}"
+    return f"known here: {', '.join([*names, *rows])}{quotes}{suggestion(root, [*root_names, *rows])}"
 
 
 def _parse_problem(error: ParseError) -> str:

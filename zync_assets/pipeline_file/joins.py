@@ -14,11 +14,11 @@ from typing import Literal
 
 from sqlglot.tokenizer_core import Token, TokenType
 
-from zync_assets.pipeline import ViewJoin
 from zync_assets.pipeline_file.conditions import conjuncts, equality
 from zync_assets.pipeline_file.expressions import SqlProblem, parse, roots, tokenize
 from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.pipeline_file.view_expressions import check_rows
+from zync_assets.queries import ViewJoin
 
 _WORDS = frozenset(["JOIN", "INNER", "LEFT", "RIGHT", "FULL", "CROSS", "SEMI", "ANTI", "NATURAL", "OUTER", "LATERAL"])
 _NAMES = (TokenType.VAR, TokenType.IDENTIFIER)

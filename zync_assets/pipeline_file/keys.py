@@ -282,6 +282,55 @@ VIEW = Section(
     ),
 )
 
+_LOOKUP = (
+    "type: stateless\nin: Invoices\nlookup: {{s: {{table: InvoiceStatus, on: s.InvoiceID = in.value.after.ID, missing: {}}}}}\n"
+    "key: in.key\nvalue: {{status: s.status}}"
+)
+
+LOOKUP = Key(
+    "lookup",
+    "a mapping of aliases to mappings",
+    "The rows that a stateless or a denorm rule looks up for its output, each under an alias. Expressions of `key`, `value` and"
+    " `headers` see the latest row by alias. A later change of the row emits nothing.",
+    _LOOKUP.format("null"),
+    default="none",
+    keys=(
+        Key(
+            "table",
+            "a topic of `inputs`",
+            "The input with the changes of the table. No rule of the pool may take its records as events.",
+            _LOOKUP.format("quarantine"),
+            required=True,
+        ),
+        Key(
+            "on",
+            "equalities joined by AND",
+            "The row to look up. Each equality compares an expression of the alias with one of the record. At most one row may"
+            " have the values.",
+            _LOOKUP.format("null"),
+            required=True,
+        ),
+        Key(
+            "missing",
+            "one of the allowed values",
+            "What happens if no row is there. With `wait`, the record is pending until the row comes. With `null`, the columns"
+            " are null, and with `quarantine`, the record goes into quarantine.",
+            _LOOKUP.format("wait"),
+            required=True,
+            allowed=("null", "quarantine", "wait"),
+        ),
+        Key(
+            "wait",
+            "a time such as 90s, 10m, 12h or 30d",
+            "How long a record waits for its row. Then it goes into quarantine.",
+            _LOOKUP.format("wait, wait: 1h"),
+            default="10m",
+        ),
+        *(key for key in next(key.keys for key in VIEW.keys if key.name == "tables") if key.name != "topic"),
+    ),
+    open=True,
+)
+
 SECTIONS = {section.kind: section for section in (STATELESS, DENORM, VIEW)}
 """``type`` of a rule → its section."""
 
@@ -321,6 +370,7 @@ def rule_keys() -> tuple[Key, ...]:
             keys=tuple(key for section in kinds for key in section.where),
         ),
         *(key for section in kinds for key in section.keys),
+        LOOKUP,
         Key(
             "out",
             "a topic of `outputs`",

@@ -41,7 +41,7 @@ from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
-from zync_assets.pipeline_file.view_expressions import row_type, with_names
+from zync_assets.pipeline_file.view_expressions import row_type, table_with_names, with_names
 from zync_assets.spark.sql import name_sql
 
 
@@ -408,12 +408,12 @@ def _rule_in_lake_names(
 
     roots: dict[str, pa.DataType | None] = {side.name: types.get(side.topic) for side in rule.sides}
     view = rule.view
+    records = {item.alias: types.get(item.topic) for item in rule.tables}
+    each = {alias: {name: _side(kind, name) for name in ("kafka", "key", "value")} for alias, kind in records.items()}
+    # An alias of a view is a row, and no record.
+    roots = {} if view is not None else roots
+    roots |= {item.alias: row_type(item, each[item.alias]) for item in rule.tables}
     if view is not None:
-        records = {item.alias: types.get(item.topic) for item in view.tables}
-        each = {
-            alias: {name: _side(kind, name) for name in ("kafka", "key", "value")} for alias, kind in records.items()
-        }
-        roots = {item.alias: row_type(item, each[item.alias]) for item in view.tables}
         view = with_names(view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
     rewrite = rewriter(roots)
     sides = (
@@ -428,6 +428,14 @@ def _rule_in_lake_names(
         headers=_headers(rule.headers, rewrite),
         keep=None if rule.keep is None else rewrite(rule.keep),
         view=view,
+        lookups=tuple(
+            replace(
+                item,
+                table=table_with_names(item.table, rewriter(each[item.alias])),
+                on=tuple((rewrite(record), rewrite(own)) for record, own in item.on),
+            )
+            for item in rule.lookups
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_span
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
 from zync_assets.pipeline_file.keys import SECTIONS, VIEW, Section, known_names, rule_keys
+from zync_assets.pipeline_file.lookups import read_lookups, with_rows
 from zync_assets.pipeline_file.source import Table
 from zync_assets.pipeline_file.topics import Check, over, read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.views import check_pools, read_query, read_view
@@ -192,10 +193,12 @@ def read_rules(
 def _held(rules: Sequence[Rule], outputs: Mapping[str, Output | None]) -> tuple[Rule, ...]:
     """The rules with ``held``. An output without pending records has nothing to hold."""
     joins = [rule for rule in rules if any(side.keys for side in rule.sides)]
+    # A record that waits for a row does not know its source row.
+    looked_up = {rule.out for rule in rules if rule.lookups}
     # Only the results of this kind have the source rows of their records.
     waiting = {rule.out for rule in joins} if all(rule.kind == "denorm" for rule in joins) else set[str]()
     refused = {topic for topic, item in outputs.items() if item is not None and not item.hold}
-    return tuple(replace(rule, held=rule.out in waiting - refused) for rule in rules)
+    return tuple(replace(rule, held=rule.out in waiting - refused - looked_up) for rule in rules)
 
 
 def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
@@ -258,7 +261,8 @@ def _read_rule(
     query = None
     if section is VIEW:
         query = read_query(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
-    check = over(section.sides) if query is None else query.check()
+    rows = read_lookups(fields, section, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
+    check = with_rows(section.sides, rows) if query is None else query.check()
     checks = check if query is None else query.check(aggregates=True)
     key = _shape_of(fields, "key", check, _MISSING_KEY, output.key if output else None)
     value = _shape_of(fields, "value", checks, _MISSING_VALUE, output.value if output else None)
@@ -284,7 +288,7 @@ def _read_rule(
     ]
     if len(fields.problems) > before or len(sides) < len(topics) or out is None:
         return None
-    return _Placed(Rule(section.kind, name, tuple(sides), out, key, value, headers), fields)
+    return _Placed(Rule(section.kind, name, tuple(sides), out, key, value, headers, lookups=rows.lookups), fields)
 
 
 def _section(fields: Fields) -> Section | None:

@@ -88,7 +88,7 @@ def read_transactions(
         item.problem("topic", "is no legal topic name; write the name of Debezium's transaction topic")
     if topic is not None and topic in outputs:
         item.problem("topic", f"`{topic}` is an output; an output is no input of the same pipeline")
-    if any(topic in rule.topics for rule in rules):
+    if any(topic in rule.inputs for rule in rules):
         item.problem("topic", f"`{topic}` is read by a rule; the records of this topic are no changes of a table")
     if form is not None and topic in inputs:
         item.problem("format", f"belongs to the input `{topic}`; remove it here")

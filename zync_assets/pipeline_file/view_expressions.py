@@ -29,6 +29,7 @@ from zync_assets.pipeline_file.expressions import (
     columns,
     function_problems,
     parse,
+    row_problems,
 )
 from zync_assets.pipeline_file.fields import suggestion, word_list
 
@@ -200,9 +201,8 @@ def _column_problems(tree: exp.Expr, aliases: Mapping[str, bool]) -> Iterator[st
         name, alias = ".".join(parts), parts[0].lower()
         if alias not in aliases:
             yield f"`{name}` is not known here; {_cure(parts, aliases)}"
-        elif aliases[alias] and len(parts) > 2 and [part.lower() for part in parts[1:3]] == ["value", "after"]:
-            path = ".".join([parts[0], *parts[3:]])
-            yield f"`{name}` is not known; `{parts[0]}` is a row of the table already: write `{path}`"
+        else:
+            yield from row_problems(parts, aliases[alias])
 
 
 def _cure(parts: tuple[str, ...], aliases: Collection[str]) -> str:
@@ -228,14 +228,16 @@ def with_names(view: View, of_records: Mapping[str, Rewrite], of_rows: Rewrite) 
     """The view with the lake's names. ``of_records``: alias → for expressions over the records of its topic; ``of_rows``: for
     expressions over rows."""
 
-    def own(item: ViewTable) -> ViewTable:
-        rewrite = of_records[item.alias]
-        row, deleted = (None if sql is None else rewrite(sql) for sql in (item.row, item.deleted))
-        return replace(item, key=_shape(item.key, rewrite), row=row, deleted=deleted)
-
     joins = (replace(join, on=tuple((of_rows(one), of_rows(other)) for one, other in join.on)) for join in view.joins)
     where, choice = (None if sql is None else of_rows(sql) for sql in (view.where, view.on_duplicate_key))
-    return replace(view, tables=tuple(map(own, view.tables)), joins=tuple(joins), where=where, on_duplicate_key=choice)
+    tables = tuple(table_with_names(item, of_records[item.alias]) for item in view.tables)
+    return replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
+
+
+def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:
+    """The table with the lake's names. ``rewrite``: for expressions over the records of its topic."""
+    row, deleted = (None if sql is None else rewrite(sql) for sql in (item.row, item.deleted))
+    return replace(item, key=_shape(item.key, rewrite), row=row, deleted=deleted)
 
 
 def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:

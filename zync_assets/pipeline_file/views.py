@@ -88,6 +88,12 @@ def check_pools(rules: Sequence[tuple[Rule, Fields]], pools: Mapping[str, str]) 
     """A problem for each topic that is both a table and an event input of a staging pool, and for each output of a view that
     another rule has too. ``pools``: output topic → staging pool."""
     for at, (rule, fields) in enumerate(rules):
+        for item in rule.lookups:
+            if item.table.topic in rule.topics:
+                message = (
+                    f"`{item.table.topic}` is an event input of the rule itself; a topic is a table or an event input"
+                )
+                fields.problem("lookup", message)
         for earlier, place in rules[:at]:
             if rule.out == earlier.out and (rule.view or earlier.view):
                 owner = f"view `{earlier.name}`" if earlier.view else f"rule `{earlier.name}`"
@@ -95,17 +101,25 @@ def check_pools(rules: Sequence[tuple[Rule, Fields]], pools: Mapping[str, str]) 
                     "out",
                     f"`{rule.out}` is the topic of {owner} (line {place.line}); a view has a topic of its own: name another",
                 )
-            if pools.get(rule.out) != pools.get(earlier.out) or (rule.view is None) == (earlier.view is None):
+            if pools.get(rule.out) != pools.get(earlier.out):
                 continue
-            for side in rule.sides:
-                if side.topic in earlier.topics:
-                    uses = "a table of view", "an event input of rule"
-                    used = uses[earlier.view is None]
+            uses, others = _uses(rule), _uses(earlier)
+            for topic in uses.keys() & others.keys():
+                if uses[topic][0] != others[topic][0]:
+                    used, key = others[topic][1], uses[topic][2]
                     fields.problem(
-                        "tables" if rule.view else side.name,
-                        f"`{side.topic}` is {used} `{earlier.name}` (line {place.line}) in the pool {pools.get(rule.out)}; a"
+                        key,
+                        f"`{topic}` is {used} `{earlier.name}` (line {place.line}) in the pool {pools.get(rule.out)}; a"
                         " topic is a table or an event input of a pool: use two pools, one for views, one for other rules",
                     )
+
+
+def _uses(rule: Rule) -> dict[str, tuple[bool, str, str]]:
+    """Topic → whether it is a table, the use in words, and the key of the rule that names the topic."""
+    if rule.view is not None:
+        return {table.topic: (True, "a table of view", "tables") for table in rule.tables}
+    found = {side.topic: (False, "an event input of rule", side.name) for side in rule.sides}
+    return found | {table.topic: (True, "a table of rule", "lookup") for table in rule.tables}
 
 
 def _is_condition(fields: Fields) -> bool:
@@ -154,11 +168,12 @@ def _tables(
     tables: list[ViewTable] = []
     rows: dict[str, bool] = {}
     for alias, entry in section.entries.items():
-        if message := _alias_problem(alias, list(rows)):
+        if message := alias_problem(alias, list(rows)):
             section.problem(alias, message)
         item = entry.node
         if isinstance(item, Table):
-            table = _table(Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS)), alias, topic)
+            inner = Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS))
+            table = read_table(inner, alias, topic(inner, "topic"))
         else:
             name = topic(section, alias)
             table = None if name is None else ViewTable(alias, name)
@@ -168,8 +183,8 @@ def _tables(
     return tuple(tables), rows
 
 
-def _table(item: Fields, alias: str, topic: Callable[[Fields, str], str | None]) -> ViewTable | None:
-    name = topic(item, "topic")
+def read_table(item: Fields, alias: str, name: str | None) -> ViewTable | None:
+    """A table with its ``key``, ``row`` and ``deleted``. ``name``: of its topic, None for a topic with problems."""
     key: Shape = "key"
     if "key" in item:
         key = _key(item)
@@ -194,7 +209,8 @@ def _key(item: Fields) -> Shape:
     return read_shape(node, item.key("key"), item.line_of("key"), over(), item.problems)
 
 
-def _alias_problem(alias: str, others: Sequence[str]) -> str | None:
+def alias_problem(alias: str, others: Sequence[str]) -> str | None:
+    """Why a name can't be an alias; None if it can. ``others``: the aliases before it."""
     if not _NAME.fullmatch(alias):
         return "is no alias; write letters, digits and `_`, such as o"
     if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:

@@ -91,7 +91,7 @@ def test_every_allowed_value_loads_and_the_default_is_what_a_file_without_the_ke
     place: str, tmp_path: Path
 ) -> None:
     key = KEYS[place]
-    if place == "transforms.type":
+    if place in ("transforms.type", "transforms.lookup.missing"):
         return
     for value in key.allowed:
         part: dict[str, Any] = {key.name: {"true": True, "false": False}.get(value, value)}

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from zync_assets.errors import PipelineFileError
-from zync_assets.pipeline import Rule, Shape, Side, View, ViewJoin, ViewTable
+from zync_assets.pipeline import Rule, Shape, Side, View, ViewTable
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.view_expressions import grouped, ordered
+from zync_assets.queries import ViewJoin
 
 HEAD = """\
 inputs:

@@ -14,7 +14,7 @@ from zync_assets.etl.rules.denorm import Denorm
 from zync_assets.etl.rules.matching import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.etl.rules.stateless import Stateless
-from zync_assets.etl.rules.view import ViewKind, plan_text, query_sql
+from zync_assets.etl.rules.view import ViewKind, latest_sql, plan_text, query_sql
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule
 from zync_assets.spark.sql import name_sql, shape_sql
 
@@ -58,7 +58,7 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
             found.append(Statement("rule", rule.name, query_sql(rule, kind, pipeline), pool))
             found.append(Statement("plan", rule.name, plan_text(rule), pool))
         else:
-            found.append(Statement("rule", rule.name, _outputs(rule), pool))
+            found.append(Statement("rule", rule.name, _outputs(rule, pipeline), pool))
     return found
 
 
@@ -95,7 +95,14 @@ def _cases(topic: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
             yield rule.name, f"({where})" if where else "value IS NOT NULL"
 
 
-def _outputs(rule: Rule) -> str:
+_MISSING = {
+    "wait": "a record without its row is pending until the row comes, {} s at the most, and then goes into quarantine",
+    "null": "without a row, the columns are null",
+    "quarantine": "a record without its row goes into quarantine",
+}
+
+
+def _outputs(rule: Rule, pipeline: Pipeline) -> str:
     kind = kind_of(rule)
     dropped = "" if rule.keep is None else "; those that the output's condition does not hold for are dropped"
     headers = "" if rule.headers is None else f", {headers_sql(rule.headers)} AS headers"
@@ -104,6 +111,14 @@ def _outputs(rule: Rule) -> str:
             f"-- {rule.name}: {kind.summary}{dropped}",
             f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value{headers}",
             f"FROM {kind.from_sql(rule)}",
+            *(
+                line
+                for item in rule.lookups
+                for line in (
+                    f"-- {item.alias}: the row after the batch; {_MISSING[item.missing].format(item.wait_ms // 1000)}",
+                    f"LEFT JOIN ({latest_sql(item.table, pipeline)}) ON {item.condition}",
+                )
+            ),
             *([] if rule.keep is None else [f"WHERE {rule.keep}"]),
         ]
     )

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.matching import (
+    BLAMED,
+    LOOKED,
     Emission,
     Kind,
     Ordering,
@@ -57,7 +59,7 @@ class Denorm(Kind):
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
         rule, kinds = records.rule, records.key_types
-        if len(records.frames) < 2:
+        if len(records.frames) < 2 or emission.target is None:
             return [one_sided(records, side.name, emission) for side in rule.sides if side.name in records.frames]
         whole = {
             side: matching.union([frame, keyed(rule, side, pending[side], kinds)]) if side in pending else frame
@@ -65,7 +67,6 @@ class Denorm(Kind):
         }
         if emission.together:
             whole = {side: frame.coalesce(1) for side, frame in whole.items()}
-        assert emission.target is not None
         return [paired(records, whole, emission, emission.target)]
 
     def key_sql(self, rule: Rule, topic: str, inputs: Mapping[str, DataFrame]) -> str | None:
@@ -99,25 +100,25 @@ def key_types(rule: Rule, frames: Mapping[str, DataFrame]) -> list[DataType]:
     """
     sides = [side for side in rule.sides if side.name in frames]
     return [
-        _part_type(rule, dict(zip((side.name for side in sides), parts, strict=True)), frames)
+        part_type(rule, dict(zip((side.name for side in sides), parts, strict=True)), frames)
         for parts in zip(*(side.keys for side in sides), strict=True)
     ]
 
 
-def _part_type(rule: Rule, parts: Mapping[str, str], frames: Mapping[str, DataFrame]) -> DataType:
-    """The common type of one part of the join key. ``parts``: side → its expression."""
-    kinds = [expression_type({side: frames[side]}, f"({sql})", rule.name, "join-on") for side, sql in parts.items()]
+def part_type(rule: Rule, parts: Mapping[str, str], frames: Mapping[str, DataFrame], key: str = "join-on") -> DataType:
+    """The common type of one part of the join key. ``parts``: side → its expression; ``key``: where the parts stand."""
+    kinds = [expression_type({side: frames[side]}, f"({sql})", rule.name, key) for side, sql in parts.items()]
     for sql, kind in zip(parts.values(), kinds, strict=True):
         if not _has_equality(kind):
             raise EtlError(
-                f"rule {rule.name}, join-on: {sql} is {kind.simpleString()}, and Spark has no `=` for such values."
+                f"rule {rule.name}, {key}: {sql} is {kind.simpleString()}, and Spark has no `=` for such values."
                 " Join on a field of it, or on its text: to_json(…)."
             )
     common = _common_type(kinds[0], kinds[-1])
     if common is None:
         left, right = (f"{sql} is {kind.simpleString()}" for sql, kind in zip(parts.values(), kinds, strict=True))
         cure = "COLLATE both alike" if any(_is_collated(kind) for kind in kinds) else "CAST one of them"
-        raise EtlError(f"rule {rule.name}, join-on: {left} and {right}. {cure}.")
+        raise EtlError(f"rule {rule.name}, {key}: {left} and {right}. {cure}.")
     return common
 
 
@@ -272,22 +273,24 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
     hashes = {side: hash_sql([f"{side}_{name}" for name in names], records.key_types) for side in sides}
     later = f"{both} AND {ordering.is_later(topics['right'], topics['left'], 'right_', 'left_')}"
     first = f"CASE WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END"
-    return (
-        sides["left"]
-        .join(sides["right"], F.expr(equal), "full_outer")
-        .where(f"({both}) OR NOT coalesce(left_old, right_old)")
-        .selectExpr(
-            f"CASE WHEN {both} THEN 'out' ELSE 'pending' END AS kind",
-            f"{records.index} AS rule",
-            f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
-            f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
-            f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
-            f"CASE WHEN {later} THEN 1 ELSE 0 END AS last",
-            f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-            f"{first if emission.held else f'CASE WHEN NOT ({both}) THEN {first} END'} AS hash",
-            *(_row_columns(names, ords, both) if emission.held else ()),
-            *(f"CASE WHEN {both} THEN {sql} END AS {name_sql(name)}" for name, sql in emission.columns(rule, target)),
-        )
+    pairs = sides["left"].join(sides["right"], F.expr(equal), "full_outer")
+    pairs = pairs.where(f"({both}) OR NOT coalesce(left_old, right_old)")
+    out, made, last = "'out'", both, f"CASE WHEN {later} THEN 1 ELSE 0 END"
+    if emission.rows is not None and rule.lookups:
+        pairs = emission.rows(records, pairs)
+        out, made = LOOKED, f"{both} AND {LOOKED} = 'out'"
+        last = f"CASE WHEN {both} AND {LOOKED} <> 'out' THEN {BLAMED} WHEN {later} THEN 1 ELSE 0 END"
+    return pairs.selectExpr(
+        f"CASE WHEN {both} THEN {out} ELSE 'pending' END AS kind",
+        f"{records.index} AS rule",
+        f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
+        f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
+        f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
+        f"{last} AS last",
+        f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
+        f"{first if emission.held else f'CASE WHEN NOT ({both}) THEN {first} END'} AS hash",
+        *(_row_columns(names, ords, both) if emission.held else ()),
+        *(f"CASE WHEN {made} THEN {sql} END AS {name_sql(name)}" for name, sql in emission.columns(rule, target)),
     )
 
 

@@ -47,6 +47,11 @@ KEPT = "kept"
 """The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
 LACKING = "lacking"
 """The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
+MISSING, SEVERAL = "missing", "several"
+"""The kinds of records whose row is missing, or whose rows are several. No such batch is committed."""
+LOOKED, BLAMED, LOOK_HASH = "looked", "blamed_side", "look_hash"
+"""Columns of records with the rows that they look up: the kind of the result, the index of the side without its row, and the
+hash by which the record waits."""
 FAILED, ENDED = -1, -2
 """In place of a rule's index: an expression fails on the record, or its source row ended (``etl.hold``)."""
 
@@ -160,6 +165,8 @@ class RuleRecords:
     key_types: Sequence[DataType] = ()
     join: str | None = None
     original: bool = True
+    lookups: Sequence[Sequence[DataType]] | None = None
+    """The types of the compared values of each look-up; None while a table has no schema."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,8 @@ class Emission:
     together: bool
     held: bool = False
     """Whether the results have the columns ``rows``, ``ords`` and ``exact``."""
+    rows: Callable[[RuleRecords, DataFrame], DataFrame] | None = None
+    """Adds the rows that the records look up, each under its alias, and LOOKED, BLAMED and LOOK_HASH."""
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -314,8 +323,8 @@ def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Qu
     schema by now. ``frames``: input topic → records."""
     found: list[Question] = []
     for rule in rules:
-        # The expressions of a view name rows of tables.
-        if rule.view is not None or not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
+        # Expressions of rules with tables name rows.
+        if rule.tables or not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
             continue
         sides = {side.name: frames[side.topic] for side in rule.sides}
         for side in rule.sides:

@@ -153,6 +153,7 @@ def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     sides = {side.name: side.topic for side in rule.sides}
     yield from ((sql, sides) for side in rule.sides for sql in side.keys)
     yield from ((side.where, {"": side.topic}) for side in rule.sides if side.where is not None)
+    yield from ((record, sides) for item in rule.lookups for record, _ in item.on)
     for shape in (rule.key, rule.value, rule.headers, rule.keep):
         yield from ((sql, sides) for sql in _leaves(shape))
 
@@ -351,7 +352,10 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
         )
         for side in rule.sides
     )
-    return replace(rule, sides=own, key=key, value=value, keep=keep, headers=headers)
+    lookups = tuple(
+        replace(item, on=tuple((edited(record, sides), row) for record, row in item.on)) for item in rule.lookups
+    )
+    return replace(rule, sides=own, key=key, value=value, keep=keep, headers=headers, lookups=lookups)
 
 
 def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:

@@ -109,10 +109,11 @@ def _place(sides: Mapping[str, DataFrame], sql: str) -> tuple[object, ...]:
 
 def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
     frames = [
-        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side else frame for side, frame in sides.items()
+        # A frame of rows has its rows under their alias already.
+        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side and side not in frame.columns else frame
+        for side, frame in sides.items()
     ]
-    whole = frames[0] if len(frames) == 1 else frames[0].crossJoin(frames[1])
-    return whole.selectExpr(*columns)
+    return reduce(lambda one, other: one.crossJoin(other), frames).selectExpr(*columns)
 
 
 def nullable(kind: DataType) -> DataType:

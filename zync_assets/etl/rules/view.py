@@ -37,7 +37,7 @@ def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
     from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered
 
     view = _view(rule)
-    tables = ",\n".join(f"{item.alias} AS ({_latest_sql(item, pipeline)})" for item in view.tables)
+    tables = ",\n".join(f"{item.alias} AS ({latest_sql(item, pipeline)})" for item in view.tables)
     value = _sorted(rule.value)
     headers = "" if rule.headers is None else f", {ordered(headers_sql(rule.headers))} AS headers"
     lines = [
@@ -117,7 +117,7 @@ def _sorted(shape: Shape) -> Shape:
     return None if shape is None else {name: _sorted(part) for name, part in shape.items()}
 
 
-def _latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
+def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     """The latest rows of a table, each under the table's alias."""
     row = item.row or "value.after"
     deleted = item.deleted or ("value IS NULL" if item.row else "value IS NULL OR coalesce(value.op = 'd', false)")

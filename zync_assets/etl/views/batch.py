@@ -30,6 +30,7 @@ from zync_assets.etl.views.changes import (
     untyped_facts,
     write_changes,
 )
+from zync_assets.etl.views.event_rows import EventRows
 from zync_assets.etl.views.failures import check_places, table_failures, view_failures, with_reason
 from zync_assets.etl.views.lookup import kept
 from zync_assets.etl.views.maintenance import DUPLICATE, Maintenance
@@ -85,6 +86,8 @@ class ViewBatch:
     columns: Sequence[pa.Field]
     views: Mapping[str, str]
     tables: Mapping[str, TableEntry]
+    events: EventRows
+    """The rows that events of the batch look up."""
 
     def head(self, head: Head) -> Head:
         """The account's head with the views' definitions."""
@@ -148,6 +151,9 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
         changes, kinds, facts = _changes(stage, tables, anew, uri, folder)
         crash_point("etl:state-written")
         rows, views = _results(stage, kinds, changes, anew, uri, columns)
+        after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
+        after |= {name: after[name] + change.files for name, change in changes.items()}
+        events = EventRows(Reader(stage.spark, uri), kinds, after, stage.small)
     topics = {table.topic for table in tables.values()}
     failed = [one for one in stage.known.found.values() if one.topic in topics]
     return ViewBatch(
@@ -158,6 +164,7 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
         [item for kind in kinds.values() for item in kind.schema],
         {**views, **stale},
         {name: TableEntry(table.topic, table.definition) for name, table in tables.items()},
+        events,
     )
 
 

@@ -22,8 +22,9 @@ from zync_assets.etl.rules.shapes import headers_sql, nullable, type_sql
 from zync_assets.etl.views.tables import definition_of, table_of, table_type
 from zync_assets.lake.rows import RecentCache
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Rule, Shape, View, ViewJoin
+from zync_assets.pipeline import Rule, Shape, View
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered
+from zync_assets.queries import ViewJoin
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import short
 
@@ -117,17 +118,7 @@ class Query:
 
     def row_sql(self, alias: str, kind: DataType, row: str = "row") -> str:
         """The row under its alias, with the columns that the query needs; null for a null row."""
-        from pyspark.sql.types import StructType
-
-        wanted = self.used[alias]
-        if wanted is None or not isinstance(kind, StructType):
-            return row
-        lower = {name.lower() for name in wanted}
-        fields = [item.name for item in kind if item.name.lower() in lower]
-        if not fields:
-            return f"CASE WHEN {row} IS NOT NULL THEN named_struct('it', true) END"
-        made = ", ".join(f"{text_sql(name)}, {row}.{name_sql(name)}" for name in fields)
-        return f"CASE WHEN {row} IS NOT NULL THEN named_struct({made}) END"
+        return pruned_sql(self.used[alias], kind, row)
 
     def outwards(self, start: str) -> list[Step]:
         """The joins from an alias outwards, in the order of the way."""
@@ -201,6 +192,25 @@ class Query:
             *map(F.expr, grouping.aggregates),
         )
         return rows.selectExpr(KEY, *columns, V, ORD, CAUSE)
+
+
+def pruned_sql(wanted: Sequence[str] | None, kind: DataType, row: str) -> str:
+    """A row with the ``wanted`` columns (None: all); null for a null row."""
+    from pyspark.sql.types import StructType
+
+    if wanted is None or not isinstance(kind, StructType):
+        return row
+    lower = {name.lower() for name in wanted}
+    fields = [item.name for item in kind if item.name.lower() in lower]
+    if not fields:
+        return f"CASE WHEN {row} IS NOT NULL THEN named_struct('it', true) END"
+    made = ", ".join(f"{text_sql(name)}, {row}.{name_sql(name)}" for name in fields)
+    return f"CASE WHEN {row} IS NOT NULL THEN named_struct({made}) END"
+
+
+def used_columns(texts: Sequence[str], alias: str) -> list[str] | None:
+    """The columns of an alias that expressions name; None: all."""
+    return _columns({each for sql in texts for each in references(sql, [alias])}, alias)
 
 
 def _marked(frame: DataFrame, number: int) -> DataFrame:

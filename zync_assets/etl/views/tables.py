@@ -108,8 +108,8 @@ def stored_type(table: Table, state: StagingState) -> TableType | None:
 
 
 def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
-    """The tables of all views among the rules, by name."""
-    each = (table_of(item) for rule in rules if rule.view is not None for item in rule.view.tables)
+    """The tables of the rules, by name."""
+    each = (table_of(item) for rule in rules for item in rule.tables)
     return {table.name: table for table in each}
 
 

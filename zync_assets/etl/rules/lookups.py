@@ -1,0 +1,127 @@
+"""Look-ups of rules: the types of their keys, what becomes of a record without its row, and the hash by which the record waits.
+
+A rule sees the row as it is after the batch that processes the record. A record without its row is pending, or goes into
+quarantine, or sees nulls. A pending record has the hash of the values that its row must have. If a batch has a row with such
+values, the record goes through the rules again (``etl.views.event_rows``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from zync_assets.etl.rules.denorm import hash_sql, part_type
+from zync_assets.etl.rules.matching import MISSING, SEVERAL, RuleRecords
+from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.pipeline import Rule
+from zync_assets.queries import Lookup
+from zync_assets.spark.sql import text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+KeyTypes = Sequence[Sequence["DataType"]]
+"""The types of the compared values of each look-up of a rule."""
+
+
+def key_types(rule: Rule, frames: Mapping[str, DataFrame]) -> KeyTypes:
+    """The types of the compared values. ``frames``: side → records, and alias → rows. EtlError for two types."""
+    return [
+        [
+            part_type(rule, {item.side: record, item.alias: own}, frames, f"lookup.{item.alias}.on")
+            for record, own in item.on
+        ]
+        for item in rule.lookups
+    ]
+
+
+def with_lookups(records: RuleRecords, frames: Mapping[str, DataFrame], rows: Mapping[str, DataFrame]) -> RuleRecords:
+    """A rule's records with the types of its look-ups, and with a definition of what its pending records wait for.
+
+    ``frames``: side → records of its topic; ``rows``: alias → rows, empty while a table has no schema.
+    """
+    rule = records.rule
+    sides = {side.name for side in rule.sides}
+    kinds = key_types(rule, {**frames, **rows}) if rows and sides <= frames.keys() else None
+    shown = None if kinds is None else [[kind.simpleString() for kind in each] for each in kinds]
+    # Another wait changes no hash.
+    each = [asdict(replace(item, wait_ms=0)) for item in rule.lookups]
+    definition = json.dumps({"lookups": each, "types": shown, "pairs": records.join})
+    return replace(records, lookups=kinds, join=definition, original=False)
+
+
+def record_keys(item: Lookup, kinds: Sequence[DataType]) -> list[str]:
+    """The values that a row must have, of a record."""
+    return [f"CAST(({record}) AS {type_sql(kind)})" for (record, _), kind in zip(item.on, kinds, strict=True)]
+
+
+def row_keys(item: Lookup, kinds: Sequence[DataType]) -> list[str]:
+    """The values that a row has."""
+    return [f"CAST(({own}) AS {type_sql(kind)})" for (_, own), kind in zip(item.on, kinds, strict=True)]
+
+
+def waiting_hash(item: Lookup, keys: Sequence[str], kinds: Sequence[DataType]) -> str:
+    """The hash by which a record waits for a row with the values ``keys``; null for a null value."""
+    hashed = hash_sql(keys, kinds)
+    return f"CASE WHEN {hashed} IS NOT NULL THEN xxhash64({text_sql(item.alias)}, {hashed}) END"
+
+
+def status_sql(rule: Rule, counts: Sequence[str]) -> str:
+    """What becomes of a record: ``out``, ``pending``, MISSING or SEVERAL. ``counts``: the number of rows of each look-up."""
+    found = [f"WHEN {count} > 1 THEN '{SEVERAL}'" for count in counts]
+    for word, kind in (("quarantine", MISSING), ("wait", "pending")):
+        absent = [f"{count} IS NULL" for item, count in zip(rule.lookups, counts, strict=True) if item.missing == word]
+        found += [f"WHEN {' OR '.join(absent)} THEN '{kind}'"] if absent else []
+    return f"CASE {' '.join(found)} ELSE 'out' END"
+
+
+def blamed_sql(rule: Rule, counts: Sequence[str]) -> str:
+    """The index of the side whose record has no row, or several."""
+    sides = [side.name for side in rule.sides]
+    pairs = list(zip(rule.lookups, counts, strict=True))
+    cases = [f"WHEN {count} > 1 THEN {sides.index(item.side)}" for item, count in pairs]
+    cases += [
+        f"WHEN {count} IS NULL THEN {sides.index(item.side)}" for item, count in pairs if item.missing == "quarantine"
+    ]
+    return f"CASE {' '.join(cases)} ELSE 0 END"
+
+
+def hashes_sql(rule: Rule, kinds: KeyTypes, counts: Sequence[str]) -> str:
+    """The hash by which a record waits for the first row that it lacks."""
+    cases = [
+        f"WHEN {count} IS NULL THEN {waiting_hash(item, record_keys(item, types), types)}"
+        for item, types, count in zip(rule.lookups, kinds, counts, strict=True)
+        if item.missing == "wait"
+    ]
+    return f"CASE {' '.join(cases)} END" if cases else "CAST(NULL AS bigint)"
+
+
+def reason(rule: Rule, kind: str) -> str:
+    """Why a record of the kind MISSING or SEVERAL goes into quarantine."""
+    asked = [item for item in rule.lookups if kind == SEVERAL or item.missing == "quarantine"]
+    rows = "several rows have" if kind == SEVERAL else "no row has"
+    return " or ".join(f"lookup {item.alias}: {rows} {item.condition} in {item.table.topic}" for item in asked)
+
+
+def waiting_reason(rule: Rule, since: str | None, *, null: bool) -> str:
+    """Why a record of a stateless rule is pending. ``since``: the time since which it waits; ``null``: it has no hash."""
+    asked = [item for item in rule.lookups if item.missing == "wait"]
+    rows = " or ".join(f"no row with {item.condition} in {item.table.topic} yet" for item in asked)
+    if since is None or not asked:
+        return f"no record gave a type to {' or '.join(dict.fromkeys(table.topic for table in rule.tables))} yet"
+    begun, most = datetime.fromisoformat(since), timedelta(milliseconds=max(item.wait_ms for item in asked))
+    why = "a null matches no row, or a table has no type yet: " if null else ""
+    return f"{why}{rows}; it goes into quarantine after {(begun + most).isoformat(timespec='seconds')}"
+
+
+def overdue_reason(rule: Rule) -> str:
+    """Why a record goes into quarantine whose wait is over."""
+    asked = [item for item in rule.lookups if item.missing == "wait"]
+    return " or ".join(
+        f"lookup {item.alias}: no row with {item.condition} came in {item.table.topic} within {item.wait_ms // 1000} s"
+        for item in asked
+    )

@@ -1,0 +1,114 @@
+"""Waits: how long records have waited for the row that they look up, and which of them wait too long.
+
+The ledger has the time at which a record began to wait. The pipeline file says how long a record may wait, so that a new ``wait``
+counts for waiting records too. The account's head has a time for each rule: no record of the rule waits since an earlier time.
+A tick therefore reads the ledger only if a wait may be over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.retries import ClassRange
+from zync_assets.lake import staging
+from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, Rule
+
+MOST_OVERDUE = 10_000
+"""Records of one batch whose wait is over. The next batch has the others."""
+
+_entries: RecentCache[tuple[str, int], pa.Table] = RecentCache(1_000_000)
+"""(staging table, batch) → the entries of ``waiting_entries``."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """``overdue``: the records whose wait is over. ``oldest``: rule → the time, in milliseconds since the epoch, since which a
+    record may wait."""
+
+    overdue: tuple[ClassRange, ...] = ()
+    oldest: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+NO_WAITS = Waits()
+
+
+def limits(rules: Sequence[Rule]) -> dict[str, int]:
+    """Rule → how long its records may wait, in milliseconds: the longest ``wait`` of its look-ups."""
+    return {
+        rule.name: max(item.wait_ms for item in rule.lookups)
+        for rule in rules
+        if any(item.missing == "wait" for item in rule.lookups)
+    }
+
+
+def time_text(milliseconds: int) -> str:
+    """A time as the ledger has it. Texts of two times compare as the times do."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")
+
+
+def since_text() -> str:
+    """The time as the ledger has it."""
+    return time_text(present())
+
+
+def time_of(text: str) -> int:
+    """The time of a text, in milliseconds since the epoch."""
+    return round(datetime.fromisoformat(text).timestamp() * 1000)
+
+
+def present() -> int:
+    """The time, in milliseconds since the epoch."""
+    return int(time.time() * 1000)
+
+
+def waiting_entries(state: StagingState) -> pa.Table:
+    """The pending records: topic, partition, first, rule, hash, text."""
+    place = state.table.uri, state.head.batch
+
+    def read() -> pa.Table:
+        entries = staging.read_ledger(state, ["pending", "completed"])
+        pending, completed = (entries.filter(pc.equal(entries["kind"], kind)) for kind in ("pending", "completed"))
+        names = ["topic", "partition", "first"]
+        waiting = pending.select([*names, "rule", "hash", "text"])
+        return waiting.join(completed.select(names), names, join_type="left anti")
+
+    return _entries.load(place, read, lambda found: 1 + found.num_rows)
+
+
+def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits:
+    """The waits of a staging pool at this time."""
+    if state is None or not state.head.waits:
+        return NO_WAITS
+    most, oldest, moment = limits(pipeline.rules_of(pool)), dict(state.head.waits), present()
+    due = [rule for rule, since in oldest.items() if rule in most and since + most[rule] <= moment]
+    if not due:
+        return Waits((), oldest)
+    entries = waiting_entries(state)
+    overdue: list[ClassRange] = []
+    for rule in due:
+        own = entries.filter(pc.and_(pc.equal(entries["rule"], rule), pc.is_valid(entries["text"]))).sort_by("text")
+        late = own.filter(pc.less_equal(own["text"], time_text(moment - most[rule])))
+        late = late.slice(0, MOST_OVERDUE - len(overdue))
+        for row in late.to_pylist():
+            place = OffsetRange(row["partition"], row["first"], row["first"] + 1)
+            overdue.append(ClassRange(row["topic"], "pending", rule, place))
+        rest = own.slice(late.num_rows, 1)["text"].to_pylist()
+        oldest[rule] = time_of(rest[0]) if rest else moment
+    return Waits(tuple(overdue), oldest)
+
+
+def next_waits(waits: Waits, begun: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """The times of the account's head after a batch. ``begun``: rule → the time at which records of the batch began to wait;
+    ``waiting``: (rule, topic) → records that are pending after the batch."""
+    known = {**begun, **waits.oldest}
+    still = {rule for (rule, _), count in waiting.items() if count > 0}
+    return {rule: since for rule, since in known.items() if rule in still}

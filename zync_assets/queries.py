@@ -1,0 +1,84 @@
+"""The queries of views and the look-ups of rules: tables, joins, and the way along the joins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Shape: TypeAlias = "str | Mapping[str, Shape] | None"
+"""One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
+
+Missing: TypeAlias = Literal["wait", "null", "quarantine"]
+"""What becomes of a record whose row is missing."""
+
+
+@dataclass(frozen=True)
+class ViewTable:
+    """One table of a view: the latest rows of an input's records, by key.
+
+    ``key``, ``row`` and ``deleted``: over the record's columns ``kafka``, ``key`` and ``value``. None as ``row``: ``value.after``
+    of a Debezium envelope, else ``value``. None as ``deleted``: a tombstone, or ``value.op = 'd'`` of an envelope.
+    """
+
+    alias: str
+    topic: str
+    key: Shape = "key"
+    row: str | None = None
+    deleted: str | None = None
+
+
+@dataclass(frozen=True)
+class ViewJoin:
+    """A join of a view. The join adds the table ``alias`` to the tables before it.
+
+    ``on``: pairs of an expression over an alias that was joined before, and of an expression over ``alias``. An alias
+    qualifies each column: ``("o.customer_id", "c.id")``.
+    """
+
+    kind: Literal["inner", "left"]
+    alias: str
+    on: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """The query of a view. ``key``, ``value``, ``headers`` and ``out`` are those of its rule.
+
+    ``root``: the first alias of ``from:``. ``on_duplicate_key``: the expression that is greatest for the result row to keep
+    among those of one key. None: result rows with one key are an error.
+    """
+
+    tables: tuple[ViewTable, ...]
+    root: str
+    joins: tuple[ViewJoin, ...] = ()
+    where: str | None = None
+    on_duplicate_key: str | None = None
+
+    def table(self, alias: str) -> ViewTable:
+        """The table of an alias; KeyError if there is none."""
+        return {table.alias: table for table in self.tables}[alias]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A row that a rule looks up for its output, under the alias of ``table``.
+
+    ``side``: the name of the side whose record the row is looked up for. ``on``: pairs of an expression over this record, and of
+    an expression over the alias. ``missing``: what happens without a row. ``wait_ms``: how long a record waits for its row.
+    """
+
+    table: ViewTable
+    side: str
+    on: tuple[tuple[str, str], ...]
+    missing: Missing
+    wait_ms: int = 0
+
+    @property
+    def alias(self) -> str:
+        return self.table.alias
+
+    @property
+    def condition(self) -> str:
+        """The look-up as a condition, as the pipeline file may have it."""
+        return " AND ".join(f"{own} = {record}" for record, own in self.on)
