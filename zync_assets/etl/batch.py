@@ -28,7 +28,7 @@ from zync_assets.etl.rules import kind_of, matching
 from zync_assets.etl.rules.lookups import with_lookups
 from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Ordering, RuleRecords
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
-from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes
+from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes, held_rules, row_columns
 from zync_assets.etl.views.batch import Stage, ViewBatch
 from zync_assets.etl.views.event_rows import row_frames
 from zync_assets.etl.views.tables import declared_frame
@@ -169,23 +169,6 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         held,
         {topic: frame for topic, frame in records.items() if topic in tabular},
     )
-
-
-def held_rules(rules: Sequence[Rule]) -> HeldRules:
-    """The rules of held outputs."""
-    joins = {index: bool(rule.sides[0].keys) for index, rule in enumerate(rules) if rule.held}
-    joining, single = (frozenset(index for index, each in joins.items() if each is kind) for kind in (True, False))
-    return HeldRules(joining, single, frozenset(topic for index in joins for topic in rules[index].topics))
-
-
-def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
-    """The column ``row`` of a record frame, where an output is held."""
-    if not held:
-        return []
-    types = frames.record_types(state)
-    known = topic in held.topics
-    row = source_rows.row_sql(topic, types["key"].dataType, types["value"].dataType) if known else source_rows.NO_ROW
-    return [f"{row} AS row"]
 
 
 def result_rows(

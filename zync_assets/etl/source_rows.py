@@ -21,6 +21,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.etl.account import DROPPED, OUT, PENDING, Labels, Sources
 from zync_assets.etl.hold import HeldRecord, Place, applied, decide
 from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.lake.raw import RawState
+from zync_assets.pipeline import Rule
+from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
 from zync_assets.spark.tasks import settle
 
@@ -362,3 +365,20 @@ def held_records(
             ends=item["ends"],
             creates=item["creates"],
         )
+
+
+def held_rules(rules: Sequence[Rule]) -> HeldRules:
+    """The rules of held outputs."""
+    joins = {index: bool(rule.sides[0].keys) for index, rule in enumerate(rules) if rule.held}
+    joining, single = (frozenset(index for index, each in joins.items() if each is kind) for kind in (True, False))
+    return HeldRules(joining, single, frozenset(topic for index in joins for topic in rules[index].topics))
+
+
+def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
+    """The column ``row`` of a record frame, where an output is held."""
+    if not held:
+        return []
+    types = frames.record_types(state)
+    known = topic in held.topics
+    row = row_sql(topic, types["key"].dataType, types["value"].dataType) if known else NO_ROW
+    return [f"{row} AS row"]
