@@ -45,9 +45,6 @@ from zync_assets.spark.session import set_compiler
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-INTERPRETED = 200_000
-"""The most records of a batch, with the rows in the state of views, that Spark handles without compiled stages."""
-
 _PLACES = pa.schema([("partition", pa.int32()), ("first", pa.int64())])
 
 
@@ -152,10 +149,8 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
     rows = sum(item.records for each in files.values() for item in each)
-    of_views = sum(
-        item.records for item in (plan.state.files if plan.state else ()) if (item.group or "").startswith(STATE)
-    )
-    set_compiler(batch.spark, pipeline.spark, on=rows + of_views > INTERPRETED)
+    state = [item for item in (plan.state.files if plan.state else ()) if (item.group or "").startswith(STATE)]
+    set_compiler(batch.spark, pipeline.spark, rows + sum(item.records for item in state))
     return Transform(
         pipeline,
         batch,

@@ -46,6 +46,8 @@ _JUNK = b"WARNING: Using incubator modules"
 
 
 _COMPILER = "spark.sql.codegen.wholeStage"
+INTERPRETED = 200_000
+"""The most rows that Spark handles without compiled stages."""
 
 
 def local_session(settings: Mapping[str, str]) -> SparkSession:
@@ -60,14 +62,14 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     return prepare(builder.getOrCreate())
 
 
-def set_compiler(session: SparkSession, spark: Mapping[str, str], *, on: bool) -> None:
-    """Turn Spark's compiler of whole stages on or off for the queries that follow, unless ``spark:`` of the pipeline decides.
+def set_compiler(session: SparkSession, spark: Mapping[str, str], rows: int) -> None:
+    """Have Spark compile whole stages of the queries that follow, if they read many rows. ``spark:`` of the pipeline wins.
 
     A small query is interpreted in less time than its code takes to compile: off, 24 tests of small batches took 88 CPU
     seconds instead of 136. Results do not depend on the compiler.
     """
     if not {_COMPILER, _COMPILER.removeprefix("spark.")} & set(spark):
-        session.conf.set(_COMPILER, str(on).lower())
+        session.conf.set(_COMPILER, str(rows > INTERPRETED).lower())
 
 
 def prepare(session: SparkSession) -> SparkSession:
