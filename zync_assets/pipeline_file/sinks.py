@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -9,18 +10,22 @@ from pathlib import Path
 from typing import get_args
 
 from zync_assets.errors import Problem
-from zync_assets.pipeline import KAFKA, Evolve, Input, OnBadRecord, Output, Sink, SinkMode, SinkTable
+from zync_assets.lake import archive, storage, stores
+from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.keys import Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, Table
 
+FILES = "files"
+
 SCHEMES: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("sqlite:///",),
     "postgres": ("postgresql://", "postgres://"),
     "clickhouse": ("clickhouse://", "chdb:///"),
+    FILES: (),
 }
-"""Type of a sink → how its URL begins. A path of a file is a URL of SQLite too."""
+"""Type of a sink → how its URL begins. The path of a file is a URL of SQLite too, and that of a folder one of files."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 _CLASS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
@@ -211,18 +216,20 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
     if name and not _NAME.fullmatch(name):
         item.problem("name", "must consist of letters, digits and _")
     sink_type = _type(item)
-    mode = item.choice("mode", get_args(SinkMode)) or "upsert"
+    mode = item.choice("mode", get_args(SinkMode)) or ("insert" if sink_type == FILES else "upsert")
     columns, before = _inner(item, "columns", _COLUMNS), _inner(item, "before", _BEFORE)
     include = _names(columns, "include") if columns is not None and "include" in columns else None
     limit = item.integer("max-bad-records", 0, 2**53) if "max-bad-records" in item else None
     on_bad_record = item.choice("on-bad-record", get_args(OnBadRecord)) or "quarantine"
     if limit is not None and on_bad_record == "fail":
         item.problem("max-bad-records", "has no effect, because on-bad-record: fail stops before the first; remove it")
+    if sink_type == FILES:
+        _check_files(item, mode, before)
     return Sink(
         name,
         sink_type,
         _url(item, sink_type, path),
-        _tables(item, sources, is_whole=is_whole),
+        _tables(item, sources, sink_type, is_whole=is_whole),
         mode,
         tuple(_names(item, "key")),
         None if include is None else tuple(include),
@@ -236,6 +243,17 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         on_bad_record=on_bad_record,
         max_bad_records=limit,
     )
+
+
+def _check_files(item: Fields, mode: SinkMode, before: Fields | None) -> None:
+    """Objects have whole records. What would change rows has no meaning."""
+    if mode != "insert":
+        item.problem("mode", "must be insert: objects are never changed")
+    useless = [key for key in ("key", "columns", "delete", "evolve") if key in item]
+    for fields, keys in ((item, useless), (before, [key for key in ("set", "function") if before and key in before])):
+        for key in keys:
+            if fields is not None:
+                fields.problem(key, "has no effect, because type: files keeps whole records; remove it")
 
 
 def _type(item: Fields) -> str:
@@ -253,6 +271,8 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
     url = item.text("url", "write the address of the target database") or ""
     if sink_type == "sqlite" and "://" not in url:
         return f"sqlite:///{(path.absolute().parent / Path(url).expanduser()).resolve()}" if url else ""
+    if sink_type == FILES:
+        return _files_url(item, url, path) if url else ""
     starts = SCHEMES.get(sink_type, ())
     if url and starts and not url.startswith(starts):
         form = (
@@ -264,12 +284,33 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
     return url
 
 
-def _tables(item: Fields, sources: list[SinkTable], *, is_whole: bool) -> tuple[SinkTable, ...]:
+def _files_url(item: Fields, url: str, path: Path) -> str:
+    """The absolute path of a folder, or the URI of a bucket with the settings that open it."""
+    base, mark, query = url.partition("?")
+    if storage.is_store(base):
+        if stores.scheme(base) not in stores.KINDS:
+            names = word_list(f"{name}://" for name in stores.KINDS)
+            item.problem("url", f"is in no kind of store that is known here; known are {names}, or write a folder")
+            return ""
+        url = LakeUri(url, stores.with_environment(base, {}, os.environ))
+    else:
+        url = f"{(path.absolute().parent / Path(base).expanduser()).resolve()}{mark}{query}"
+    try:
+        archive.parse_url(url)
+    except ValueError as error:
+        item.problem("url", str(error))
+    return url
+
+
+def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole: bool) -> tuple[SinkTable, ...]:
     if "from" not in item:
         item.problem("from", "is missing; name the sources, a list of Pool.Topic")
-    template = item.text("table") or "{topic}" if "table" in item else "{topic}"
+    is_files = sink_type == FILES
+    template = item.text("table") or "{topic}" if "table" in item else "{name}" if is_files else "{topic}"
+    if is_files and "/" in template:
+        item.problem("table", "must be the name of one folder, without /")
     for place in _PLACE.findall(template):
-        if place not in ("topic", "whole-topic"):
+        if place not in ("topic", "whole-topic") and "table" in item:
             item.problem("table", f"knows no {{{place}}}; write {{topic}} or {{whole-topic}}")
     found: dict[str, SinkTable] = {}
     for pattern in _names(item, "from"):
@@ -278,7 +319,11 @@ def _tables(item: Fields, sources: list[SinkTable], *, is_whole: bool) -> tuple[
             names = [source.source for source in sources]
             item.problem("from", f"{pattern} is no source; there are {word_list(names)}{suggestion(pattern, names)}")
         for source in matches:
-            place = {"topic": source.topic.rpartition(".")[2], "whole-topic": source.topic.replace(".", "_")}
+            place = {
+                "topic": source.topic.rpartition(".")[2],
+                "whole-topic": source.topic.replace(".", "_"),
+                "name": source.topic,
+            }
             name = _PLACE.sub(lambda match, place=place: place.get(match[1], ""), template)
             other = found.get(name)
             if other is not None and other.source != source.source:

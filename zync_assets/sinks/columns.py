@@ -228,6 +228,15 @@ def make_layout(
     )
 
 
+def whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
+    """The layout of records that are written as the source has them. ``columns``: of the source's frame."""
+    made = [
+        SourceColumn(Column(name, kind, name), name) for name, kind in columns.items() if not pa.types.is_null(kind)
+    ]
+    spec = TableSpec(table.name, tuple(item.column for item in made), (), "insert", comment)
+    return Layout(spec, tuple(made), "false", (sink.where,) if sink.where is not None else ())
+
+
 def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:
     """The columns after the user's function, which tells them by what it makes of no rows."""
     fields = [pa.field(item.name, pa.string() if item.as_json else item.type) for item in spec.columns]

@@ -111,6 +111,8 @@ def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTab
     frame = frame.coalesce(1) if count == 1 else frame.repartition(count, *_spread(layout))
     if layout.spec.mode == "upsert":
         frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
+    elif plan.target().whole_records:
+        frame = frame.sortWithinPartitions(PARTITION, OFFSET)
     results = in_tasks(frame, partial(_load_task, plan.sink, layout, run))
     return [load for load in results if load is not None and load.rows]
 

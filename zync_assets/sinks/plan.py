@@ -16,10 +16,10 @@ from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import DataLoss, SinkError
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import StagingState, key_column, value_column
+from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import Layout, added_sql, make_layout
+from zync_assets.sinks.columns import Layout, added_sql, make_layout, whole_layout
 from zync_assets.sinks.target import Place, Progress, Target, open_target
 from zync_assets.spark import frames
 from zync_assets.spark.session import Session, lazy_session
@@ -138,6 +138,9 @@ def plan_sink(
         starts, ends = {p: item.base for p, item in known.items()}, {p: item.next for p, item in known.items()}
     else:
         state = snapshot.raw(table.topic)
+        # A target that keeps whole records also keeps the ids of their schemas.
+        if state is not None and open_target(sink).whole_records:
+            state = replace(state, with_ids=True)
         starts = {} if state is None else {**state.first, **state.retention_start}
         ends = {} if state is None else dict(state.next)
     plan = SinkPlan(pipeline, sink, table, progress, snapshot, state, starts, ends, ())
@@ -190,6 +193,15 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     if table.staged:
         names = {"key": key_column(table.topic), "value": value_column(table.topic)}
     schema = state.schema if state is not None else pa.schema([])
+    comment = f"{plan.pipeline.name}: {table.source}"
+    if plan.target().whole_records:
+        columns = {
+            side: schema.field(name).type for side, name in {"kafka": "kafka", **names}.items() if name in schema.names
+        }
+        if isinstance(state, RawState) and state.with_ids:
+            ids = [schema.field(name) for name in frames.SCHEMA_IDS]
+            columns["kafka"] = pa.struct([*schema.field("kafka").type, *ids])
+        return whole_layout(sink, table, columns | _staged_columns(schema, staged=table.staged), comment)
     sides = {side: schema.field(name).type for side, name in names.items() if name in schema.names}
     schemas = (
         {name: text for name, (topic, text) in state.head.schemas.items() if topic == table.topic}
@@ -206,11 +218,17 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
         table,
         plan.target(),
         sides,
-        f"{plan.pipeline.name}: {table.source}",
+        comment,
         schemas,
         plan.pipeline.unavailable_value,
         types,
     )
+
+
+def _staged_columns(schema: pa.Schema, *, staged: bool) -> dict[str, pa.DataType]:
+    """What an ``output_frame`` has beside the sides: headers, and the fields that a record leaves out."""
+    names = (HEADERS_COLUMN, "left_out") if staged else ()
+    return {name: schema.field(name).type for name in names if name in schema.names}
 
 
 def source_frame(spark: SparkSession, plan: SinkPlan, whole: Layout, ranges: tuple[OffsetRange, ...]) -> DataFrame:

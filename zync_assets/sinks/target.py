@@ -146,6 +146,10 @@ class Target(ABC):
     days = (date.min, date.max)
     """The first and the last day that the target holds. It refuses records with dates outside."""
 
+    whole_records = False
+    """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
+    (partition, offset), in one task. Such a target appends, and has no key."""
+
     def __init__(self, url: str) -> None:
         self.url = url
 
@@ -208,6 +212,7 @@ CLASSES: Mapping[str, str] = {
     "sqlite": "zync_assets.sinks.sqlite:SqliteTarget",
     "postgres": "zync_assets.sinks.postgres:PostgresTarget",
     "clickhouse": "zync_assets.sinks.clickhouse:ClickhouseTarget",
+    "files": "zync_assets.sinks.files:FilesTarget",
 }
 """Type of a sink → its class."""
 

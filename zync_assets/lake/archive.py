@@ -1,0 +1,436 @@
+"""An archive: the records of topics as objects in a folder or a bucket, and the position up to which they are there.
+
+    <archive>/<topic>/<time>/<partition>/<first>-<last>.parquet      or .jsonl.gz; first and last are offsets
+    <archive>/_zync/positions            a Delta table without rows, whose numbers name the present state of each place
+    <archive>/_zync/states/<place>-<number>.json      a state: next offsets, and the objects of the last batch
+    <archive>/_zync/loads/<load>/        what a batch loaded: Parquet files, and a list of them
+
+An object's name and its records say each other: whoever writes an object again writes the same. A batch is committed by a
+new state, before its objects have their names. They are made from the loads afterwards, by the same run or by the next one
+(``complete``). A run that is killed therefore leaves a promise and the means to keep it.
+
+Small objects are merged: a further batch of the same time writes the old object's records and its own into one object, and
+removes the old one. For a moment both are there. A reader takes the object with the longer range (``list_objects``).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from urllib.parse import parse_qsl
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.lake import storage, tables
+from zync_assets.lake.log import LakeTable
+from zync_assets.pipeline import LakeUri
+
+PARQUET, JSON_LINES = "parquet", "jsonl"
+SUFFIXES: Mapping[str, str] = {PARQUET: ".parquet", JSON_LINES: ".jsonl.gz"}
+"""Format of an archive → how its objects end."""
+
+UNTIMED = "untimed"
+"""The time in the names of records that have none, as those of a staging pool."""
+
+SMALL_BYTES = 5 << 20
+"""An object below this size is merged with the records that follow it."""
+
+GROUP_ROWS = 50_000
+"""Rows of a Parquet row group. It is fixed, so that the same records make the same bytes."""
+
+_OWN = "_zync"
+_NAME = re.compile(r"(.+)/([^/]+)/(\d+)/(\d+)-(\d+)(\.parquet|\.jsonl\.gz)")
+_POSITIONS = pa.schema([("place", pa.string())])
+
+
+@dataclass(frozen=True)
+class ArchiveObject:
+    """An object. ``time``: the begin of its interval, as in its name; ``first`` and ``last``: offsets, both inside."""
+
+    topic: str
+    time: str
+    partition: int
+    first: int
+    last: int
+    suffix: str
+
+    @property
+    def path(self) -> str:
+        """The path below the archive."""
+        return f"{self.topic}/{self.time}/{self.partition}/{self.first}-{self.last}{self.suffix}"
+
+    @property
+    def chunk(self) -> tuple[str, str, int, str]:
+        """What objects that may be merged have in common."""
+        return self.topic, self.time, self.partition, self.suffix
+
+
+@dataclass(frozen=True)
+class Promise:
+    """An object that a state promises. ``parts``: the files that it is made of, in order, below the archive; ``replaces``: the
+    object that it takes the place of."""
+
+    path: str
+    parts: tuple[str, ...]
+    replaces: str | None = None
+
+
+@dataclass(frozen=True)
+class ArchiveState:
+    """How far a place was written. ``next``: partition → next offset; ``tails``: partition → its last object;
+    ``bad``: as in ``sinks.target.Progress``; ``removals``: objects that go."""
+
+    table: LakeTable | None = field(repr=False)
+    number: int | None = None
+    next: Mapping[int, int] = field(default_factory=dict[int, int])
+    origin: str | None = None
+    tails: Mapping[int, str] = field(default_factory=dict[int, str])
+    promises: tuple[Promise, ...] = ()
+    loads: tuple[str, ...] = ()
+    removals: tuple[str, ...] = ()
+    bad: tuple[tuple[int, int, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ArchiveUrl:
+    """An archive's URL. ``interval``: the seconds that share a time in the names of objects."""
+
+    root: str
+    format: str = PARQUET
+    interval: int = 3600
+
+
+def parse_url(url: str) -> ArchiveUrl:
+    """The parts of the URL of an archive. ValueError says what is wrong with it.
+
+    >>> parse_url("s3://shop/archive?format=jsonl&interval=1d")
+    ArchiveUrl(root='s3://shop/archive', format='jsonl', interval=86400)
+    """
+    base, _, query = url.partition("?")
+    root = LakeUri(base.rstrip("/"), storage.settings(url)) if storage.is_store(base) else base
+    made = ArchiveUrl(root)
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "format" and value in SUFFIXES:
+            made = replace(made, format=value)
+        elif name == "interval" and (match := re.fullmatch(r"([1-9]\d*)([mhd])", value)):
+            made = replace(made, interval=int(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2]])
+        else:
+            raise ValueError("takes ?format=parquet or jsonl, and interval=15m, 1h, 1d or the like, after the folder")
+    return made
+
+
+def parse_object(path: str) -> ArchiveObject | None:
+    """The object of a path below an archive; None for another file.
+
+    >>> parse_object("orders/2026-11-23T03-00/0/100-149.parquet").last
+    149
+    """
+    match = _NAME.fullmatch(path)
+    if match is None:
+        return None
+    topic, at, partition, first, last, suffix = match.groups()
+    return ArchiveObject(topic, at, int(partition), int(first), int(last), suffix)
+
+
+def list_objects(archive: str, topic: str) -> list[ArchiveObject]:
+    """The objects of a topic, by partition and offset, without those whose records are in a longer object too."""
+    found: list[ArchiveObject] = []
+    for suffix in SUFFIXES.values():
+        for name in storage.list_files(storage.join(archive, topic), suffix):
+            item = parse_object(f"{topic}/{name}")
+            if item is not None and item.topic == topic:
+                found.append(item)
+    kept: list[ArchiveObject] = []
+    for item in sorted(found, key=lambda each: (each.partition, each.first, -each.last)):
+        if not kept or kept[-1].partition != item.partition or item.last > kept[-1].last:
+            kept.append(item)
+    return kept
+
+
+def list_topics(archive: str) -> list[str]:
+    """The topics of an archive."""
+    names = {name for suffix in SUFFIXES.values() for name in storage.list_files(archive, suffix)}
+    return sorted({item.topic for item in map(parse_object, names) if item is not None})
+
+
+# ---- the state of a place
+
+
+def open_state(archive: str, place: str) -> ArchiveState:
+    """The present state of a place. ``place``: a name of letters, digits and _."""
+    table, number, text = None, None, None
+    while text is None:
+        table, last = tables.open_table(_positions(archive)), number
+        number = table.number(_number_name(place)) if table is not None else None
+        if number is None:
+            return ArchiveState(table)
+        try:
+            text = _read(storage.join(archive, _state_path(place, number)))
+        except FileNotFoundError as error:
+            # A run that commits removes the state before its own.
+            if number == last:
+                raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
+    row = json.loads(text)
+    return ArchiveState(
+        table,
+        number,
+        {int(partition): upcoming for partition, upcoming in row["next"].items()},
+        row["origin"],
+        {int(partition): path for partition, path in row["tails"].items()},
+        tuple(Promise(item["path"], tuple(item["parts"]), item["replaces"]) for item in row["promises"]),
+        tuple(row["loads"]),
+        tuple(row["removals"]),
+        tuple((item[0], item[1], item[2], item[3]) for item in row["bad"]),
+    )
+
+
+def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveState) -> ArchiveState:
+    """Set the state of a place. Raises CommitConflict if another run set it since ``before`` was opened."""
+    number = secrets.randbits(62)
+    row = {name: value for name, value in asdict(replace(after, table=None)).items() if name not in ("table", "number")}
+    path = _state_path(place, number)
+    write_whole(archive, path, lambda file: file.write(json.dumps(row).encode()))
+    numbers = {_number_name(place): number}
+    try:
+        if before.table is None:
+            tables.create_table(_positions(archive), _POSITIONS, "How far an archive was written", [], numbers)
+        else:
+            tables.commit(before.table, [], numbers)
+    except CommitConflict:
+        storage.remove_file(storage.join(archive, path))
+        raise
+    if before.number is not None:
+        storage.remove_file(storage.join(archive, _state_path(place, before.number)))
+    return open_state(archive, place)
+
+
+def complete(archive: str, state: ArchiveState) -> None:
+    """Make the promised objects, as far as they are missing, and remove what they replace. May be repeated."""
+    system, _ = storage.filesystem(archive)
+    for path in state.removals:
+        storage.remove_file(storage.join(archive, path))
+    for item in state.promises:
+        is_there, *parts = _exist(system, archive, [item.path, *item.parts])
+        if not is_there:
+            if not all(parts):
+                continue  # Another run has made the object, and a later one has replaced it.
+            with suppress(FileNotFoundError):
+                write_object(archive, item.path, item.parts)
+        if item.replaces is not None:
+            storage.remove_file(storage.join(archive, item.replaces))
+    for name in state.loads:
+        remove_load(archive, name)
+
+
+def _exist(system: fs.FileSystem, archive: str, paths: Sequence[str]) -> list[bool]:
+    places = [storage.filesystem(storage.join(archive, path))[1] for path in paths]
+    return [info.type == fs.FileType.File for info in system.get_file_info(places)]
+
+
+# ---- loads
+
+
+def load_path(name: str, file: str) -> str:
+    """The path of a file of a load below the archive."""
+    return f"{_OWN}/loads/{name}/{file}"
+
+
+def list_loads(archive: str) -> list[str]:
+    """The names of the loads in an archive."""
+    system, path = storage.filesystem(storage.join(archive, _OWN, "loads"))
+    base = path.rstrip("/") + "/"
+    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return sorted({info.path.removeprefix(base).partition("/")[0] for info in found})
+
+
+def remove_load(archive: str, name: str) -> None:
+    """Remove what a batch loaded, as far as it is there."""
+    system, path = storage.filesystem(storage.join(archive, _OWN, "loads", name))
+    with suppress(LakeError, OSError):
+        for info in system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True)):
+            if info.type == fs.FileType.File:
+                storage.remove_file(storage.join(archive, load_path(name, info.base_name)))
+        if not storage.is_store(archive):
+            system.delete_dir(path)
+
+
+# ---- the bytes of objects
+
+
+def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
+    """Write an object from its parts: loads in Parquet, and objects of its own format. The same records in the same order give
+    the same bytes. FileNotFoundError if a part is gone."""
+    if path.endswith(SUFFIXES[PARQUET]):
+        schema = pa.unify_schemas([_schema(archive, part) for part in parts])
+        write_whole(archive, path, lambda file: _write_parquet(file, schema, _batches(archive, parts)))
+        return
+
+    def write(file: BinaryIO) -> None:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+            for part in parts:
+                if part.endswith(SUFFIXES[JSON_LINES]):
+                    packed.write(gzip.decompress(_read(storage.join(archive, part))))
+                    continue
+                for batch in _batches(archive, [part]):
+                    for row in batch.to_pylist():
+                        packed.write(json_line(row))
+
+    write_whole(archive, path, write)
+
+
+def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
+    for part in parts:
+        uri = storage.join(archive, part)
+        system, path = storage.filesystem(uri)
+        if system.get_file_info(path).type != fs.FileType.File:
+            raise FileNotFoundError(uri)
+        with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+            yield from storage.read_batches(file, GROUP_ROWS)
+
+
+def _schema(archive: str, part: str) -> pa.Schema:
+    system, path = storage.filesystem(storage.join(archive, part))
+    return pq.read_schema(path, filesystem=system).remove_metadata()
+
+
+def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        held = schema.empty_table()
+        for batch in batches:
+            held = pa.concat_tables([held, pa.Table.from_batches([widened(batch, schema)])])
+            while held.num_rows >= GROUP_ROWS:
+                writer.write_table(held.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                held = held.slice(GROUP_ROWS)
+        if held.num_rows:
+            writer.write_table(held.combine_chunks(), row_group_size=GROUP_ROWS)
+
+
+def widened(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with the columns of a schema that may have more of them."""
+    columns = [
+        batch.column(item.name) if item.name in batch.schema.names else pa.nulls(batch.num_rows, item.type)
+        for item in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
+    """Whether an object is small, and takes the records of a load."""
+    system, path = storage.filesystem(storage.join(archive, item.path))
+    info = system.get_file_info(path)
+    if info.type != fs.FileType.File or int(info.size or 0) >= SMALL_BYTES:
+        return False
+    return item.suffix != SUFFIXES[PARQUET] or _schema(archive, item.path).equals(_schema(archive, load))
+
+
+def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
+    """The records of a Parquet object: ``kafka``, ``key``, ``value``."""
+    yield from _batches(archive, [item.path])
+
+
+def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
+    """The records of an object of JSON lines."""
+    for line in gzip.decompress(_read(storage.join(archive, item.path))).splitlines():
+        yield json.loads(line)
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """A record as a JSON line. Bytes are ``{"base64": …}``, decimals are texts with all digits, and times are ISO 8601.
+
+    >>> json_line({"kafka": {"offset": 1}, "value": b"a"})
+    b'{"kafka":{"offset":1},"value":{"base64":"YQ=="}}\\n'
+    """
+    return json.dumps(row, default=_json, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _json(value: object) -> object:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no value of a record")
+
+
+def write_whole(archive: str, path: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is there whole or not at all."""
+    uri = storage.join(archive, path)
+    system, place = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be written"), _draft(archive, uri) as draft:
+        with draft.open("wb") as file:
+            write(file)
+        if storage.is_store(archive):
+            with pa.BufferedOutputStream(system.open_output_stream(place), 8 << 20) as stream, draft.open("rb") as file:
+                while data := file.read(8 << 20):
+                    stream.write(data)
+        else:
+            draft.replace(place)
+
+
+@contextmanager
+def _draft(archive: str, uri: str) -> Generator[Path]:
+    """A local file: beside the archive's objects if they are local, so that it can get an object's name."""
+    if not storage.is_store(archive):
+        folder = Path(archive) / _OWN / "drafts"
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(uri).parent.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = Path(tempfile.gettempdir())
+    draft = folder / f"zync-{secrets.token_hex(8)}"
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def time_name(micros: int | None, interval: int) -> str:
+    """The time in an object's name. ``micros``: of a record, since the epoch; ``interval``: seconds.
+
+    >>> time_name(1_000_000_000_000_000, 3600)
+    '2001-09-09T01-00'
+    """
+    if micros is None:
+        return UNTIMED
+    seconds = micros // 1_000_000 // interval * interval
+    form = "%Y-%m-%dT%H-%M" if interval % 60 == 0 else "%Y-%m-%dT%H-%M-%S"
+    return datetime.fromtimestamp(seconds, UTC).strftime(form)
+
+
+def read_file(archive: str, path: str) -> bytes:
+    """The bytes of a file below an archive. FileNotFoundError if it is not there."""
+    return _read(storage.join(archive, path))
+
+
+def _read(uri: str) -> bytes:
+    system, path = storage.filesystem(uri)
+    if system.get_file_info(path).type != fs.FileType.File:
+        raise FileNotFoundError(uri)
+    with storage.access_errors(uri, "can't be read"), system.open_input_file(path) as file:
+        return cast(bytes, file.read())
+
+
+def _positions(archive: str) -> str:
+    return storage.join(archive, _OWN, "positions")
+
+
+def _state_path(place: str, number: int) -> str:
+    return f"{_OWN}/states/{place}-{number}.json"
+
+
+def _number_name(place: str) -> str:
+    return f"zync:state:{place}"

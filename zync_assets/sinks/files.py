@@ -1,0 +1,241 @@
+"""The target `files`: Parquet or JSON lines in a folder or a bucket (``lake.archive`` has the names and the state).
+
+The records are whole: ``kafka`` with topic, partition, offset, timestamp, headers and the ids of the writers' schemas, then
+``key`` and ``value`` as the lake has them. A task writes them, sorted, into files of a load, a file for each partition and
+interval of time. The merge commits the next offsets together with the names that the records are to have, and then gives
+the records these names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, pairwise
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable, SinkError, TargetUnavailable
+from zync_assets.lake import archive, storage
+from zync_assets.lake.archive import ArchiveObject, ArchiveState, Promise
+from zync_assets.pipeline import Evolve
+from zync_assets.sinks.target import (
+    BadRecord,
+    LoadTable,
+    Merge,
+    Place,
+    Progress,
+    TableSpec,
+    Target,
+    is_alive,
+    process_mark,
+)
+
+MANIFEST = "load.json"
+"""The file of a load that lists its chunks."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A file of a load: the records of one partition and one interval of time. ``first`` and ``last``: offsets."""
+
+    file: str
+    time: str
+    partition: int
+    first: int
+    last: int
+
+
+class FilesTarget(Target):
+    """A folder, or a folder of a bucket: ``s3://bucket/folder?format=jsonl&interval=1d``."""
+
+    tasks = 1
+    whole_records = True
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        place = archive.parse_url(url)
+        self.root, self.format, self.interval = place.root, place.format, place.interval
+
+    def is_native(self, kind: pa.DataType) -> bool:
+        return True
+
+    def progress(self, place: Place) -> Progress:
+        with _lake_errors():
+            state = archive.open_state(self.root, _name(place))
+        return Progress(state.next, state.origin, tuple(BadRecord(*item) for item in state.bad))
+
+    def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
+        with _lake_errors():
+            storage.make_folder(self.root)
+
+    @contextmanager
+    def run(self, place: Place) -> Generator[str]:
+        with _lake_errors():
+            # What a killed run has promised comes first: it is made of that run's loads.
+            archive.complete(self.root, archive.open_state(self.root, _name(place)))
+            for name in archive.list_loads(self.root):
+                if name.startswith(place.load_prefix) and not is_alive(name.removeprefix(place.load_prefix)):
+                    archive.remove_load(self.root, name)
+        yield f"{place.load_prefix}{process_mark()}_"
+
+    # ---- a load
+
+    def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
+        names = [column.name for column in spec.columns]
+        count, chunks = 0, list[Chunk]()
+        with _lake_errors():
+            parts = (part for batch in rows for part in _parts(batch.select(names), self.interval))
+            for (partition, time), group in groupby(parts, lambda part: part[0]):
+                file = f"{len(chunks)}.parquet"
+                offsets = self._write_chunk(archive.load_path(name, file), (batch for _, batch in group))
+                chunks.append(Chunk(file, time, partition, int(offsets[0]), int(offsets[1])))
+                count += int(offsets[2])
+            text = json.dumps([asdict(chunk) for chunk in chunks]).encode()
+            archive.write_whole(self.root, archive.load_path(name, MANIFEST), lambda file: file.write(text))
+        crash_point("sink:loaded")
+        return LoadTable(name, count)
+
+    def _write_chunk(self, path: str, batches: Iterator[pa.RecordBatch]) -> tuple[int, int, int]:
+        """Write a file of a load: its first and last offset, and its number of records."""
+        bounds: list[int] = []
+        count = 0
+
+        def write(file: BinaryIO) -> None:
+            nonlocal count
+            first = next(batches)
+            with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+                for batch in _with(first, batches):
+                    writer.write_batch(batch)
+                    offsets = pc.struct_field(batch.column("kafka"), "offset")
+                    bounds.extend((offsets[0].as_py(), offsets[-1].as_py()))
+                    count += batch.num_rows
+
+        archive.write_whole(self.root, path, write)
+        return bounds[0], bounds[-1], count
+
+    # ---- the merge
+
+    def merge(self, merge: Merge) -> None:
+        place = _name(merge.place)
+        with _lake_errors():
+            # 1. Nobody else has written since the batch was planned. What was promised before is kept.
+            before = archive.open_state(self.root, place)
+            archive.complete(self.root, before)
+            _claim(before, merge)
+            # 2. The next offsets and the objects, as a promise, in one commit.
+            after = self._cleared(before, merge) if merge.clear else self._after(before, merge)
+            crash_point("sink:merging")
+            state = archive.commit_state(self.root, place, before, after)
+            crash_point("sink:merged")
+            # 3. The objects.
+            archive.complete(self.root, state)
+
+    def _after(self, before: ArchiveState, merge: Merge) -> ArchiveState:
+        tails, promises = dict(before.tails), dict[str, Promise]()
+        for load in merge.loads:
+            for chunk in self._chunks(load.name):
+                path = archive.load_path(load.name, chunk.file)
+                item = ArchiveObject(
+                    merge.spec.name,
+                    chunk.time,
+                    chunk.partition,
+                    chunk.first,
+                    chunk.last,
+                    archive.SUFFIXES[self.format],
+                )
+                tail_path = tails.get(chunk.partition)
+                tail = archive.parse_object(tail_path) if tail_path is not None else None
+                promise = Promise(item.path, (path,))
+                if tail is not None and tail.chunk == item.chunk:
+                    longer = replace(item, first=tail.first).path
+                    if tail.path in promises:
+                        old = promises.pop(tail.path)
+                        promise = Promise(longer, (*old.parts, path), old.replaces)
+                    elif archive.may_grow(self.root, tail, path):
+                        promise = Promise(longer, (tail.path, path), tail.path)
+                promises[promise.path] = promise
+                tails[chunk.partition] = promise.path
+        cured = set(merge.cured)
+        bad = [item for item in before.bad if (item[0], item[1]) not in cured]
+        bad += [(item.partition, item.offset, item.key, item.error) for item in merge.bad]
+        return ArchiveState(
+            before.table,
+            before.number,
+            {**before.next, **merge.upcoming},
+            merge.origin,
+            tails,
+            tuple(promises.values()),
+            tuple(load.name for load in merge.loads),
+            bad=tuple(bad),
+        )
+
+    def _chunks(self, name: str) -> list[Chunk]:
+        return [Chunk(**item) for item in json.loads(archive.read_file(self.root, archive.load_path(name, MANIFEST)))]
+
+    def _cleared(self, before: ArchiveState, merge: Merge) -> ArchiveState:
+        objects = archive.list_objects(self.root, merge.spec.name)
+        return ArchiveState(before.table, before.number, removals=tuple(item.path for item in objects))
+
+    def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
+        if self.format != archive.PARQUET:
+            raise SinkError("objects of JSON lines are not read back, because JSON does not keep every type")
+        fields = [pa.field(column.name, column.type) for column in spec.columns]
+        with _lake_errors():
+            for item in archive.list_objects(self.root, spec.name):
+                for batch in archive.read_object(self.root, item):
+                    yield archive.widened(batch, pa.schema(fields))
+
+
+def _parts(batch: pa.RecordBatch, interval: int) -> Iterator[tuple[tuple[int, str], pa.RecordBatch]]:
+    """The records of a batch, which is sorted, by partition and by the time in the names of objects."""
+    kafka = batch.column("kafka")
+    partitions = pc.struct_field(kafka, "partition").to_numpy()
+    times = np.zeros(len(partitions), np.int64)
+    has_time = kafka.type.get_field_index("time") >= 0
+    if has_time:
+        micros = pc.struct_field(kafka, "time").cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+        times = micros.to_numpy() // (interval * 1_000_000)
+    changes = (partitions[1:] != partitions[:-1]) | (times[1:] != times[:-1])
+    edges = [0, *(int(at) + 1 for at in np.flatnonzero(changes)), len(partitions)]
+    for first, end in pairwise(edges):
+        if first < end:
+            micros = int(times[first]) * interval * 1_000_000 if has_time else None
+            yield (int(partitions[first]), archive.time_name(micros, interval)), batch.slice(first, end - first)
+
+
+def _with(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from others
+
+
+def _claim(state: ArchiveState, merge: Merge) -> None:
+    """CommitConflict unless the position is the expected one."""
+    if merge.clear:
+        return
+    is_other = state.origin is not None and state.origin != merge.origin
+    if is_other or any(state.next.get(partition) != expected for partition, expected in merge.expected.items()):
+        raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+
+
+def _name(place: Place) -> str:
+    """The name of a place's state."""
+    return place.load_prefix.strip("_")
+
+
+@contextmanager
+def _lake_errors() -> Generator[None]:
+    try:
+        yield
+    except LakeUnavailable as error:
+        raise TargetUnavailable(str(error)) from None
+    except CommitConflict:
+        raise
+    except (LakeError, OSError) as error:
+        raise SinkError(str(error)) from None

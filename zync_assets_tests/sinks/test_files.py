@@ -1,0 +1,271 @@
+"""Files as a target: the same records once, wherever the sink is killed, and the same bytes for the same range."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from zync_assets.errors import CommitConflict
+from zync_assets.lake import archive
+from zync_assets.lake.raw_files import KAFKA_TYPE
+from zync_assets.local.services import Services
+from zync_assets.pipeline import LakeUri
+from zync_assets.sinks.files import FilesTarget
+from zync_assets.sinks.steps import reset_sink, sink_all
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec
+from zync_assets_tests.mini import mini
+from zync_assets_tests.s3 import S3
+from zync_assets_tests.sinks.conformance import ORIGIN, PLACE
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+VALUE = pa.struct([("id", pa.int64()), ("price", pa.decimal128(9, 2)), ("blob", pa.binary())])
+TYPES = {"kafka": KAFKA_TYPE, "key": pa.binary(), "value": VALUE}
+SPEC = TableSpec("shop.orders", tuple(Column(name, kind, name) for name, kind in TYPES.items()), (), "insert")
+START = datetime(2026, 11, 23, 3, 0, tzinfo=UTC)
+BATCH = 40
+POINTS = ("sink:loaded", "sink:merging", "sink:merged")
+
+Row = dict[str, Any]
+
+
+def rows(seed: int, count: int) -> list[Row]:
+    """Records of two partitions, with gaps between offsets and all kinds of nulls."""
+    chance = random.Random(seed)
+    made: list[Row] = []
+    for partition in (0, 1):
+        offset, time = 0, START
+        for _ in range(count):
+            offset += chance.choice([1, 1, 1, 3])
+            time += timedelta(seconds=chance.randrange(400))
+            value = {"id": offset, "price": Decimal(offset).scaleb(-2), "blob": chance.choice([None, b"", b"\x00\xff"])}
+            made.append(
+                {
+                    "kafka": {
+                        "topic": "shop.orders",
+                        "partition": partition,
+                        "offset": offset,
+                        "timestamp": chance.choice([None, time - timedelta(seconds=5)]),
+                        "time": time,
+                        "headers": chance.choice(
+                            [None, [], [{"key": "h", "value": b"\xfe"}, {"key": "", "value": None}]]
+                        ),
+                    },
+                    "key": chance.choice([None, b"", b"k\x00"]),
+                    "value": chance.choice([None, value]),
+                }
+            )
+    return made
+
+
+def batches(seed: int, count: int) -> Iterator[tuple[dict[int, int | None], dict[int, int], list[Row]]]:
+    """Expected and upcoming offsets, and the records between them."""
+    whole = rows(seed, count)
+    expected: dict[int, int | None] = {0: None, 1: None}
+    for end in range(BATCH, 3 * count + BATCH, BATCH):
+        upcoming = {0: end, 1: end}
+        own = [row for row in whole if (expected[row["kafka"]["partition"]] or 0) <= row["kafka"]["offset"] < end]
+        yield expected, upcoming, own
+        expected = dict(upcoming)
+
+
+def load(target: FilesTarget, name: str, own: Sequence[Row], step: int = 7) -> tuple[LoadTable, ...]:
+    marks = {"zync_op": pa.string(), "zync_set": pa.string(), "zync_offset": pa.int64()}
+    schema = pa.schema([*TYPES.items(), *marks.items()])
+    parts = [own[at : at + step] for at in range(0, len(own), step)]
+    return (target.load(SPEC, name, iter([pa.RecordBatch.from_pylist(list(part), schema) for part in parts])),)
+
+
+def apply(target: FilesTarget, seed: int, count: int) -> None:
+    """Write batches from the target's position on."""
+    for expected, upcoming, own in batches(seed, count):
+        if target.progress(PLACE).next.get(0, 0) >= upcoming[0]:
+            continue
+        target.prepare(SPEC, create=True, evolve="none")
+        with target.run(PLACE) as name:
+            loads = load(target, name, own) if own else ()
+            target.merge(Merge(PLACE, SPEC, ORIGIN, expected, upcoming, loads))
+    # A run without a batch keeps what a killed one has promised.
+    with target.run(PLACE):
+        pass
+
+
+def kept(target: FilesTarget) -> list[Row]:
+    return [row for batch in target.rows(SPEC) for row in batch.to_pylist()]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Object → a digest of its bytes."""
+    files = [item for item in folder.rglob("*") if item.is_file() and "_zync" not in item.parts]
+    return {str(item.relative_to(folder)): blake2b(item.read_bytes()).hexdigest() for item in sorted(files)}
+
+
+def test_records_are_kept_whole_in_objects_of_their_time(tmp_path: Path) -> None:
+    target = FilesTarget(f"{tmp_path}?interval=30m")
+    apply(target, 1, 60)
+    assert kept(target) == rows(1, 60)
+    for item in archive.list_objects(str(tmp_path), "shop.orders"):
+        own = [row for batch in archive.read_object(str(tmp_path), item) for row in batch.to_pylist()]
+        assert {row["kafka"]["partition"] for row in own} == {item.partition}
+        assert (own[0]["kafka"]["offset"], own[-1]["kafka"]["offset"]) == (item.first, item.last)
+        starts = {row["kafka"]["time"].timestamp() // 1800 * 1800 for row in own}
+        assert starts == {datetime.strptime(item.time, "%Y-%m-%dT%H-%M").replace(tzinfo=UTC).timestamp()}
+    # Each small object was merged with the next one of its time: one object for each partition and half an hour.
+    names = [item.chunk for item in archive.list_objects(str(tmp_path), "shop.orders")]
+    assert len(names) == len(set(names)) == len(digests(tmp_path))
+
+
+def test_the_same_range_makes_the_same_object_however_it_was_cut(tmp_path: Path) -> None:
+    whole = [row for row in rows(1, 60) if row["kafka"]["partition"] == 0]
+    for folder, cuts in (("a", [0, 60]), ("b", [0, 13, 14, 40, 60])):
+        target = FilesTarget(f"{tmp_path / folder}?interval=1d")
+        at: int | None = None
+        for number, (first, end) in enumerate(pairwise(cuts)):
+            upcoming = whole[end - 1]["kafka"]["offset"] + 1
+            target.prepare(SPEC, create=True, evolve="none")
+            with target.run(PLACE) as name:
+                loads = load(target, name, whole[first:end], 5 + number)
+                target.merge(Merge(PLACE, SPEC, ORIGIN, {0: at}, {0: upcoming}, loads))
+            at = upcoming
+    first, second = digests(tmp_path / "a"), digests(tmp_path / "b")
+    assert first == second and len(first) == 1
+
+
+def test_a_large_object_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "SMALL_BYTES", 0)
+    target = FilesTarget(f"{tmp_path}?interval=1d")
+    apply(target, 1, 40)
+    assert kept(target) == rows(1, 40)
+    objects = archive.list_objects(str(tmp_path), "shop.orders")
+    assert len(objects) == 2 * len([own for *_, own in batches(1, 40) if own])
+
+
+def test_json_lines_keep_bytes_nulls_and_digits(tmp_path: Path) -> None:
+    apply(FilesTarget(f"{tmp_path}?format=jsonl&interval=1d"), 2, 30)
+    lines = [
+        line
+        for item in archive.list_objects(str(tmp_path), "shop.orders")
+        for line in archive.read_lines(str(tmp_path), item)
+    ]
+    assert lines == [json.loads(archive.json_line(row)) for row in rows(2, 30)]
+    name = next(iter(digests(tmp_path)))
+    assert name.endswith(".jsonl.gz")
+    assert json.loads(gzip.decompress((tmp_path / name).read_bytes()).splitlines()[0]) == lines[0]
+    with_blob = next(line for line in lines if line["value"] and line["value"]["blob"])
+    assert with_blob["value"]["blob"] in ({"base64": "AP8="}, {"base64": ""})
+    assert isinstance(with_blob["value"]["price"], str)
+
+
+def test_a_loser_changes_nothing_and_an_emptied_archive_begins_again(tmp_path: Path) -> None:
+    target = FilesTarget(str(tmp_path))
+    apply(target, 3, 30)
+    before = digests(tmp_path)
+    position = target.progress(PLACE).next
+    for origin, expected in ((ORIGIN, 7), (ORIGIN, None), ("another", position[0])):
+        with target.run(PLACE) as name:
+            loads = load(target, name, rows(4, 5))
+            with pytest.raises(CommitConflict):
+                target.merge(Merge(PLACE, SPEC, origin, {0: expected}, {0: 10_000}, loads))
+    bad = BadRecord(0, position[0], "", "no")
+    target.merge(Merge(PLACE, SPEC, ORIGIN, {0: position[0]}, {0: position[0] + 1}, bad=(bad,)))
+    assert target.progress(PLACE).bad == (bad,)
+    target.merge(Merge(PLACE, SPEC, ORIGIN, {0: position[0] + 1}, {}, cured=((0, position[0]),)))
+    assert target.progress(PLACE).bad == ()
+    assert digests(tmp_path) == before
+    target.merge(Merge(PLACE, SPEC, ORIGIN, {}, {}, clear=True))
+    assert (digests(tmp_path), target.progress(PLACE).next) == ({}, {})
+    apply(target, 3, 30)
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_killed_sink_changes_nothing_when_it_is_repeated(tmp_path: Path, form: str) -> None:
+    def run(folder: str, point: str | None = None) -> int:
+        command = [sys.executable, "-m", "zync_assets_tests.sinks.test_files", f"{tmp_path / folder}?format={form}"]
+        env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
+        return subprocess.run(command, env=env, check=False, capture_output=point is not None).returncode
+
+    assert run("whole") == 0
+    for number, point in enumerate(POINTS):
+        assert run("killed", f"{point}@{number + 1}") == -9
+    assert run("killed") == 0
+    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+    assert archive.list_loads(str(tmp_path / "killed")) == []
+    assert list((tmp_path / "killed" / "_zync" / "drafts").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_bucket_has_the_same_objects_as_a_folder(tmp_path: Path, s3: S3, unique: str) -> None:
+    apply(FilesTarget(str(tmp_path)), 6, 60)
+    bucket = FilesTarget(LakeUri(f"s3://lakes/{unique}", s3.settings))
+    apply(bucket, 6, 60)
+    assert digests(s3.bucket("lakes") / unique) == digests(tmp_path)
+    assert kept(bucket) == rows(6, 60)
+    assert archive.list_loads(bucket.root) == []
+
+
+PIPELINE = """
+inputs:
+  - {topic: $left, pool: Raw, format: bytes}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
+sinks:
+  - {name: keep, type: files, url: archive, from: [Raw.*], before: {where: kafka.offset <> 1}}
+"""
+
+
+@pytest.mark.slow
+def test_a_sink_of_a_pipeline_archives_its_raw_tables(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE, partitions=2)
+    time = 1_790_000_000_000
+    it.send(
+        it.left,
+        (b"k\xff", b"\x00"),
+        (b"a", b"b"),
+        (None, None),
+        times=[time] * 3,
+        headers=[("h", b"\xfe"), ("n", None)],
+    )
+    it.send(it.left, (b"p", b"q"), partition=1, times=[time + 3_600_000])
+    it.send(it.right, {"id": 1, "v": None}, times=[time])
+    it.ingest()
+    assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 4
+    assert list(sink_all(it.pipeline, lambda: spark)) == []
+    objects = archive.list_objects(str(tmp_path / "archive"), it.left)
+    assert [item.path.removeprefix(f"{it.left}/") for item in objects] == [
+        "2026-09-21T14-00/0/0-2.parquet",
+        "2026-09-21T15-00/1/0-0.parquet",
+    ]
+    batches_of = (archive.read_object(str(tmp_path / "archive"), item) for item in objects)
+    (first, last), _ = ([row for batch in batches for row in batch.to_pylist()] for batches in batches_of)
+    assert (first["key"], first["value"], last["key"], last["value"]) == (b"k\xff", b"\x00", None, None)
+    assert first["kafka"]["headers"] == [{"key": "h", "value": b"\xfe"}, {"key": "n", "value": None}]
+    assert first["kafka"]["timestamp"].timestamp() * 1000 == time
+    reset_sink(it.pipeline, lambda: spark, "keep", it.left)
+    assert archive.list_objects(str(tmp_path / "archive"), it.left) == []
+    before = digests(tmp_path / "archive")
+    it.send(it.right, {"id": 2, "v": "b"}, None, times=[time + 1000, time + 2000])
+    it.ingest()
+    assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 4
+    assert len(digests(tmp_path / "archive")) == len(before) + 2
+
+
+if __name__ == "__main__":
+    apply(FilesTarget(sys.argv[1]), 5, 80)
