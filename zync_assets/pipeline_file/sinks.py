@@ -23,6 +23,7 @@ SCHEMES: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("sqlite:///",),
     "postgres": ("postgresql://", "postgres://"),
     "clickhouse": ("clickhouse://", "chdb:///"),
+    "mysql": ("mysql://", "mariadb://"),
     FILES: (),
 }
 """Type of a sink → how its URL begins. The path of a file is a URL of SQLite too, and that of a folder one of files."""

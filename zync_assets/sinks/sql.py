@@ -107,6 +107,10 @@ class SqlTarget(Target):
         """The type to widen an existing column to; None if that is not possible."""
         return wider(existing, column.type)
 
+    def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
+        """The DDL that widens a column."""
+        return ColumnType(table.name, name, larger, schema=table.schema)
+
     def load_type(self, existing: SqlType) -> SqlType:
         """The type of a load table's column beside a column of the table."""
         return existing
@@ -297,8 +301,7 @@ class SqlTarget(Target):
             if larger is None:
                 hopeless.append(f"{what}; change the column, or make the value with before: {{set: ...}}")
             else:
-                ddl = ColumnType(table.name, column.name, larger, schema=table.schema)
-                statements.append((2, what, ddl))
+                statements.append((2, what, self.widening(table, column.name, larger)))
         if problem := self.key_problem(connection, table, spec):
             hopeless.append(problem)
         return statements, hopeless

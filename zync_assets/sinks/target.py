@@ -146,6 +146,9 @@ class Target(ABC):
     days = (date.min, date.max)
     """The first and the last day that the target holds. It refuses records with dates outside."""
 
+    infinities = True
+    """Whether the target holds infinities. Else it refuses records with them."""
+
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
     (partition, offset), in one task. Such a target appends, and has no key."""
@@ -213,6 +216,7 @@ CLASSES: Mapping[str, str] = {
     "postgres": "zync_assets.sinks.postgres:PostgresTarget",
     "clickhouse": "zync_assets.sinks.clickhouse:ClickhouseTarget",
     "files": "zync_assets.sinks.files:FilesTarget",
+    "mysql": "zync_assets.sinks.mysql:MysqlTarget",
 }
 """Type of a sink → its class."""
 

@@ -83,18 +83,19 @@ def spec(target: Target, *, changed: bool) -> TableSpec:
     return TableSpec('rows of "it"', tuple(columns), ("id", "Part Name"), "upsert", "a comment")
 
 
-def value(name: str, chance: random.Random, days: tuple[date, date]) -> Any:
-    """A value of a column, of those that databases get wrong. ``days``: as ``Target.days``."""
+def value(name: str, chance: random.Random, target: Target) -> Any:
+    """A value of a column, of those that databases get wrong and the target holds."""
     if chance.random() < 0.15:
         return None
-    number = chance.randrange(-(2**31), 2**31)
+    number, days = chance.randrange(-(2**31), 2**31), target.days
+    infinity = math.inf if target.infinities else 0.5
     made = {
         "flag": lambda: chance.random() < 0.5,
         "tiny": lambda: chance.randrange(-128, 128),
         "number": lambda: number,
         "large": lambda: chance.choice([-(2**63), 2**63 - 1, number]),
-        "single": lambda: float(np.float32(chance.choice([0.1, -0.0, math.inf, 3.4e38, chance.random()]))),
-        "double": lambda: chance.choice([0.1, 1e-300, -math.inf, 1.7e308, chance.random()]),
+        "single": lambda: float(np.float32(chance.choice([0.1, -0.0, infinity, 3.4e38, chance.random()]))),
+        "double": lambda: chance.choice([0.1, 1e-300, -infinity, 1.7e308, chance.random()]),
         "price": lambda: Decimal(chance.randrange(-(10**6) + 1, 10**6)).scaleb(-2),
         "exact": lambda: chance.choice([*DECIMALS]),
         "text": lambda: chance.choice(ODD),
@@ -125,7 +126,7 @@ def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
             key = chance.randrange(8), chance.choice(["a", "", "ö'\""])
             kind = chance.random()
             chosen = names if kind < 0.4 else [name for name in names if chance.random() < 0.3]
-            batch.append((key, None if kind > 0.8 else {name: value(name, chance, target.days) for name in chosen}))
+            batch.append((key, None if kind > 0.8 else {name: value(name, chance, target) for name in chosen}))
         yield batch
 
 

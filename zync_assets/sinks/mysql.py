@@ -1,0 +1,288 @@
+"""The target MySQL or MariaDB, through PyMySQL.
+
+DDL commits implicitly here. The transaction of the merge therefore has none: tables are made before it, and load tables are
+made, filled and committed by the tasks. A killed run leaves load tables only, as everywhere.
+
+A run holds a lock of the server (GET_LOCK) for its whole time. A load table whose run holds no lock is what a killed run left.
+
+Each session has a strict sql_mode, so that the server refuses a value that it would cut otherwise, and the time zone UTC. New
+tables are InnoDB's, and compare texts byte by byte: two keys that differ in their case alone are two rows.
+
+TLS: a server on another host must show a certificate for its host's name that the system trusts. An option in the URL whose
+name begins with ``ssl`` decides otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import ssl
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import date, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pymysql
+import sqlalchemy as sa
+from alembic.ddl.mysql import MySQLModifyColumn
+from sqlalchemy import event, exc
+from sqlalchemy.dialects import mysql
+from sqlalchemy.dialects.mysql import insert
+from sqlalchemy.engine import Connection, Engine
+
+from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.sinks.sql import BOOK, SqlTarget, load_names
+from zync_assets.sinks.sql_types import DIGITS, SqlType
+from zync_assets.sinks.sql_types import holds as standard_holds
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Place, TableSpec
+
+CONNECT_SECONDS = 10
+KEY_LENGTH = 255
+"""Characters of a text, or bytes, in a key. InnoDB's keys have 3072 bytes."""
+
+_MODES = "STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION"
+_SESSION = f"SET SESSION sql_mode = '{_MODES}', time_zone = '+00:00', TRANSACTION_ISOLATION = 'READ-COMMITTED'"
+_MARIADB_SESSION = _SESSION.replace("TRANSACTION_ISOLATION", "tx_isolation")
+
+# https://dev.mysql.com/doc/mysql-errors/8.0/en/server-error-reference.html, https://mariadb.com/kb/en/mariadb-error-codes/
+_PASSING = {
+    1021,
+    1037,
+    1038,
+    1040,
+    1041,
+    1053,
+    1079,
+    1114,
+    1158,
+    1159,
+    1160,
+    1161,
+    1203,
+    1205,
+    1213,
+    1226,
+    1290,
+    1317,
+    1836,
+}
+_PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
+"""Errors of the server, and of the client: connections, shutdown, locks, deadlocks, memory, disks."""
+_REFUSALS = {1048, 1062, 1264, 1265, 1292, 1364, 1366, 1406, 1411, 1451, 1452, 1525, 1644, 1690, 3140, 3141, 3819, 4025}
+"""Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers."""
+
+_BITS: tuple[tuple[type[SqlType], int], ...] = (
+    (mysql.TINYINT, 8),
+    (mysql.SMALLINT, 16),
+    (mysql.MEDIUMINT, 24),
+    (mysql.BIGINT, 64),
+    (mysql.INTEGER, 32),
+)
+_BINARIES = (sa.LargeBinary, sa.VARBINARY, sa.BLOB, mysql.TINYBLOB, mysql.MEDIUMBLOB, mysql.LONGBLOB)
+
+
+class MysqlTarget(SqlTarget):
+    """A database of a MySQL or MariaDB server."""
+
+    days = (date(1000, 1, 1), date.max)
+    infinities = False
+
+    def make_engine(self) -> Engine:
+        url = sa.make_url(self.url).set(drivername="mysql+pymysql")
+        options: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "charset": "utf8mb4"}
+        if (url.host or "") not in LOCAL_HOSTS and not any(name.startswith("ssl") for name in url.query):
+            options["ssl"] = ssl.create_default_context()
+        own = {name: value for name, value in options.items() if name not in url.query}
+        engine = sa.create_engine(url, poolclass=sa.pool.NullPool, connect_args=own)
+        event.listen(engine, "connect", _begin_session)
+        return engine
+
+    def sort(self, error: exc.DBAPIError) -> type[SinkError]:
+        code = _code(error)
+        if code in _PASSING_CLIENT or code in _PASSING:
+            return TargetUnavailable
+        return TargetRefused if code in _REFUSALS else SinkError
+
+    @contextmanager
+    def run(self, place: Place) -> Generator[str]:
+        number = secrets.token_hex(8)
+        with self.errors(), self.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(sa.select(sa.func.get_lock(_lock(number), CONNECT_SECONDS)))
+            for name in load_names(sa.inspect(connection).get_table_names(), place):
+                other = name.removeprefix(place.load_prefix).partition("_")[0]
+                if connection.execute(sa.select(sa.func.is_used_lock(_lock(other)))).scalar() is None:
+                    sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+            yield f"{place.load_prefix}{number}_"
+
+    def create_book(self, connection: Connection) -> None:
+        for table in BOOK.sorted_tables:
+            self._with_options(table.to_metadata(sa.MetaData())).create(connection, checkfirst=True)
+
+    # ---- tables
+
+    def new_table(self, spec: TableSpec) -> sa.Table:
+        return self._with_options(super().new_table(spec))
+
+    def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+        """With the table's character set, and not with the database's."""
+        made = super().load_table(table, spec, name, schema)
+        own = {key: value for key, value in table.kwargs.items() if key.endswith(("charset", "collate"))}
+        made.kwargs.update({**own, "mysql_engine": "InnoDB"})
+        return made
+
+    def _with_options(self, table: sa.Table) -> sa.Table:
+        """The table as InnoDB's, which compares texts byte by byte, spaces at their ends too."""
+        dialect: Any = self.engine().dialect
+        collation = "utf8mb4_nopad_bin" if dialect.is_mariadb else "utf8mb4_0900_bin"
+        options = {"engine": "InnoDB", "charset": "utf8mb4", "collate": collation}
+        table.kwargs.update({f"mysql_{name}": value for name, value in options.items()})
+        return table
+
+    def column_type(self, column: Column, *, in_key: bool) -> SqlType:
+        kinds, kind = pa.types, column.type
+        if kinds.is_floating(kind):
+            # A FLOAT is read with six digits.
+            return mysql.DOUBLE()
+        if kinds.is_timestamp(kind):
+            return mysql.DATETIME(fsp=6)
+        if kinds.is_time(kind):
+            return mysql.TIME(fsp=6)
+        if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+            return mysql.VARBINARY(KEY_LENGTH) if in_key else mysql.LONGBLOB()
+        standard = super().column_type(column, in_key=in_key)
+        if column.as_json or isinstance(standard, sa.Text):
+            return mysql.VARCHAR(KEY_LENGTH) if in_key else mysql.LONGTEXT()
+        return standard
+
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        kinds, kind = pa.types, column.type
+        bits = _bits(existing)
+        if column.as_json:
+            return isinstance(existing, (mysql.LONGTEXT, mysql.JSON))
+        if kinds.is_boolean(kind):
+            return bool(bits)
+        if kinds.is_integer(kind) and bits:
+            return kind.bit_width <= bits
+        if kinds.is_floating(kind):
+            return isinstance(existing, (mysql.DOUBLE, sa.Double))
+        if kinds.is_timestamp(kind):
+            return isinstance(existing, mysql.DATETIME) and existing.fsp == 6
+        if kinds.is_time(kind):
+            return isinstance(existing, mysql.TIME) and existing.fsp == 6
+        if kinds.is_integer(kind) or kinds.is_decimal(kind):
+            # A decimal with fewer digits after the point would be rounded without a word.
+            return isinstance(existing, mysql.DECIMAL) and standard_holds(existing, kind)
+        if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+            return isinstance(existing, _BINARIES)
+        return not isinstance(existing, (mysql.DATETIME, mysql.TIMESTAMP)) and standard_holds(existing, kind)
+
+    def wider(self, existing: SqlType, column: Column) -> SqlType | None:
+        kinds, kind = pa.types, column.type
+        bits = _bits(existing)
+        if kinds.is_integer(kind) and bits:
+            return self.column_type(column, in_key=False)
+        if not isinstance(existing, mysql.DECIMAL) and not bits:
+            return None
+        if kinds.is_decimal(kind) or kinds.is_integer(kind):
+            whole, scale = _digits(kind)
+            old_scale = 0 if bits else existing.scale or 0  # pyright: ignore[reportAttributeAccessIssue]
+            old_whole = DIGITS.get(bits, 10) if bits else (existing.precision or 10) - old_scale  # pyright: ignore
+            scale, whole = max(scale, old_scale), max(whole, old_whole)
+            return mysql.DECIMAL(whole + scale, scale) if scale <= 30 and whole + scale <= 65 else None
+        return None
+
+    def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
+        column = table.c[name]
+        default = getattr(column.server_default, "arg", None)
+        return MySQLModifyColumn(
+            table.name,
+            name,
+            type_=larger,
+            nullable=bool(column.nullable),
+            default=default,
+            comment=column.comment,  # pyright: ignore[reportArgumentType]
+            schema=table.schema,
+        )
+
+    # ---- values
+
+    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
+        columns = [_stored(rows.column(name), name, self.days) for name in rows.schema.names]
+        quote = connection.dialect.identifier_preparer
+        names = ", ".join(quote.quote(name) for name in rows.schema.names)
+        marks = ", ".join(["%s"] * len(columns))
+        # PyMySQL joins the rows of such a statement into statements of many rows.
+        statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})".replace("%", "%%")
+        statement = statement.replace("%%s", "%s")
+        if rows.num_rows:
+            connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
+
+    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        statement = insert(table).from_select([*key, *others], rows)
+        names = others or key[:1]
+        return statement.on_duplicate_key_update({name: statement.inserted[name] for name in names})
+
+    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
+        table = super()._reflected(connection, spec)
+        for column in table.c:
+            if isinstance(column.type, (mysql.DOUBLE, mysql.FLOAT)):
+                # SQLAlchemy would make decimals of ten digits of its values.
+                column.type.asdecimal = False
+        return table
+
+    def value(self, column: Column, value: Any) -> Any:
+        if isinstance(value, timedelta):
+            return (datetime.min + value).time()
+        if pa.types.is_boolean(column.type) and value is not None:
+            return bool(value)
+        return super().value(column, value)
+
+
+def _begin_session(connection: Any, record: object) -> None:
+    with connection.cursor() as cursor:
+        try:
+            cursor.execute(_SESSION)
+        except pymysql.MySQLError:
+            # MariaDB before 11.1 calls the variable otherwise.
+            cursor.execute(_MARIADB_SESSION)
+
+
+def _lock(number: str) -> str:
+    return f"zync_{number}"
+
+
+def _code(error: exc.DBAPIError) -> int:
+    arguments: Any = getattr(error.orig, "args", ())
+    return arguments[0] if arguments and isinstance(arguments[0], int) else 0
+
+
+def _bits(existing: SqlType) -> int:
+    """The bits of a signed integer's type; 0 for another type."""
+    if getattr(existing, "unsigned", False):
+        return 0
+    return next((bits for of, bits in _BITS if isinstance(existing, of)), 0)
+
+
+def _digits(kind: pa.DataType) -> tuple[int, int]:
+    """The most digits before and after the point."""
+    return (kind.precision - kind.scale, kind.scale) if pa.types.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
+
+
+def _stored(column: pa.Array, name: str, days: tuple[date, date]) -> Sequence[Any]:
+    """The values of a column as PyMySQL takes them. TargetRefused for a value that MySQL does not have."""
+    kinds, kind = pa.types, column.type
+    if kinds.is_timestamp(kind):
+        column = column.cast(pa.timestamp("us", kind.tz)).cast(pa.timestamp("us"))
+    values = column.to_pylist()
+    if kinds.is_floating(kind):
+        odd = next((value for value in values if value is not None and not math.isfinite(value)), None)
+        if odd is not None:
+            raise TargetRefused(f"the column {name} is {odd}, and MySQL has no such number")
+    if kinds.is_date(kind) or kinds.is_timestamp(kind):
+        first, last = days
+        for value in values:
+            day = value.date() if isinstance(value, datetime) else value
+            if day is not None and not first <= day <= last:
+                raise TargetRefused(f"the column {name} is {value}; MySQL's dates go from {first} to {last}")
+    return values

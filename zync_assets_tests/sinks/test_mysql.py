@@ -1,0 +1,227 @@
+"""MySQL as a target, on a MariaDB server of the tests' own: the conformance of any target, and what is MySQL's own."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pymysql
+import pytest
+
+from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
+from zync_assets.sinks.fold import fold
+from zync_assets.sinks.mysql import MysqlTarget
+from zync_assets.sinks.target import Column, Merge, TableSpec
+from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms, assert_refuses, records
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("mariadbd") is None, reason="no MariaDB here: apt-get install mariadb-server"),
+]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+
+    def run(self, database: str, *statements: str) -> list[tuple[Any, ...]]:
+        """The rows of the last statement."""
+        options = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
+        with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+            return list(cursor.fetchall())
+
+    def url(self, database: str, user: str = "root") -> str:
+        return f"mysql://{user}@127.0.0.1:{self.port}/{database}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="zync-tests-mysql-") as home:
+        place = ["--no-defaults", f"--datadir={home}/data", "--user=root"]
+        made = [
+            "mariadb-install-db",
+            *place,
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+            "--skip-log-bin",
+        ]
+        subprocess.run(made, check=True, capture_output=True)
+        command = ["mariadbd", *place, f"--port={port}", "--bind-address=127.0.0.1", f"--socket={home}/socket"]
+        log = Path(home, "log")
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+            found = Server(port)
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    found.run("mysql", "SELECT 1")
+                    break
+                except pymysql.OperationalError:
+                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.05)
+            yield found
+            process.terminate()
+
+
+@pytest.fixture
+def database(server: Server, unique: str) -> str:
+    server.run("mysql", f"CREATE DATABASE {unique}")
+    return unique
+
+
+def spec(**types: pa.DataType) -> TableSpec:
+    columns = tuple(Column(name, kind) for name, kind in types.items())
+    return TableSpec("rows", columns, (columns[0].name,), "upsert")
+
+
+def apply(target: MysqlTarget, table: TableSpec, batch: Sequence[Change]) -> None:
+    """One batch, at the end of what is there."""
+    at = target.progress(PLACE).next.get(0)
+    with target.run(PLACE) as name:
+        folded = fold(records(table, sorted(batch), at or 0), table.key, [column.name for column in table.others])
+        loads = (target.load(table, f"{name}0", iter([folded])),)
+        target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
+
+
+def one(number: int, fields: dict[str, Any] | None) -> Change:
+    return (number, ""), fields
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_mysql_conforms(server: Server, database: str, seed: int) -> None:
+    def load_tables() -> list[str]:
+        return [name for (name,) in server.run(database, "SHOW TABLES") if name.startswith("zync_load")]
+
+    assert_conforms("mysql", server.url(database), load_tables, seed=seed)
+
+
+def test_a_partial_update_needs_no_column_that_may_be_null(server: Server, database: str) -> None:
+    target = MysqlTarget(server.url(database))
+    server.run(
+        database,
+        "CREATE TABLE `rows` (id bigint PRIMARY KEY, name text NOT NULL, price decimal(9,2) NOT NULL DEFAULT 7)",
+    )
+    table = spec(id=pa.int64(), name=pa.string(), price=pa.decimal128(9, 2))
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"name": "a", "price": Decimal("1.50")}), one(2, {"name": "b"})])
+    apply(target, table, [one(1, {"price": Decimal("2.50")}), one(2, {"name": "B"})])
+    found = server.run(database, "SELECT id, name, price FROM `rows` ORDER BY id")
+    assert found == [(1, "a", Decimal("2.50")), (2, "B", Decimal("7.00"))]
+    before = target.progress(PLACE)
+    with pytest.raises(SinkError, match="doesn't have a default value"):
+        apply(target, table, [one(3, {"price": Decimal(1)})])
+    assert target.progress(PLACE) == before
+
+
+def test_values_that_mysql_would_change_are_refused(server: Server, database: str) -> None:
+    target = MysqlTarget(server.url(database))
+    server.run(
+        database,
+        "CREATE TABLE `rows` (id bigint PRIMARY KEY, v varchar(3), e enum('a', 'b'), j json, n double, d date, t datetime(6))",
+    )
+    table = spec(
+        id=pa.int64(),
+        v=pa.string(),
+        e=pa.string(),
+        j=pa.string(),
+        n=pa.float64(),
+        d=pa.date32(),
+        t=pa.timestamp("us", "UTC"),
+    )
+    for fields, words in (
+        ({"v": "long"}, "Data too long for column 'v'"),
+        ({"e": "c"}, "Data truncated for column 'e'"),
+        ({"j": "{"}, "CONSTRAINT `rows.j` failed"),
+        ({"n": math.nan}, "the column n is nan"),
+        ({"d": date(999, 1, 1)}, "the column d is 0999-01-01; MySQL's dates go from 1000-01-01"),
+        ({"t": datetime(1, 1, 1)}, "the column t is 0001-01-01 00:00:00; MySQL's dates go from"),
+    ):
+        assert words in assert_refuses(target, table, [one(1, fields)])
+    good = {"v": "abc", "e": "b", "j": '{"a": 1.10}', "n": 0.5, "d": date(1000, 1, 1), "t": datetime(2026, 1, 2, 3)}
+    apply(target, table, [one(1, good)])
+    assert server.run(database, "SELECT v, e, j, n, d, t FROM `rows`") == [tuple(good.values())]
+
+
+def test_keys_that_differ_in_case_or_in_spaces_are_two_rows(server: Server, database: str) -> None:
+    target = MysqlTarget(server.url(database))
+    table = spec(id=pa.string(), v=pa.string())
+    target.prepare(table, create=True, evolve="none")
+    keys = ["a", "A", "a ", "ä"]
+    marks = {"zync_op": pa.string(), "zync_set": pa.string(), "zync_offset": pa.int64()}
+    rows = pa.RecordBatch.from_pylist(
+        [{"id": key, "v": key, "zync_op": "u", "zync_offset": at} for at, key in enumerate(keys)],
+        pa.schema([("id", pa.string()), ("v", pa.string()), *marks.items()]),
+    )
+    with target.run(PLACE) as name:
+        target.merge(Merge(PLACE, table, ORIGIN, {0: None}, {0: 4}, (target.load(table, name, iter([rows])),)))
+    assert {tuple(row) for row in server.run(database, "SELECT id, v FROM `rows`")} == {(key, key) for key in keys}
+
+
+def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: str) -> None:
+    target = MysqlTarget(server.url(database))
+    target.prepare(spec(id=pa.int64(), n=pa.int32(), p=pa.decimal128(5, 2)), create=True, evolve="none")
+    new = spec(id=pa.int64(), n=pa.int64(), p=pa.decimal128(7, 4), more=pa.string())
+    with pytest.raises(TableUnfit, match=r"Set evolve: widen, or run:\nALTER TABLE `rows` MODIFY n BIGINT NULL"):
+        target.prepare(new, create=True, evolve="add")
+    target.prepare(new, create=True, evolve="widen")
+    found = server.run(
+        database,
+        f"SELECT column_type FROM information_schema.columns WHERE table_schema = '{database}' AND table_name = 'rows'"
+        " ORDER BY ordinal_position",
+    )
+    assert [row[0] for row in found] == ["bigint(20)", "bigint(20)", "decimal(7,4)", "longtext"]
+
+
+def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, database: str) -> None:
+    server.run("mysql", f"CREATE USER u{database}@'127.0.0.1' IDENTIFIED BY 'right'")
+    for address, is_outage in (
+        (f"mysql://root:secret@127.0.0.1:1/{database}", True),
+        (f"mysql://u{database}:secret@127.0.0.1:{server.port}/{database}", False),
+    ):
+        with pytest.raises(SinkError) as error:
+            MysqlTarget(address).progress(PLACE)
+        assert "secret" not in str(error.value)
+        assert isinstance(error.value, TargetUnavailable) == is_outage
+    table = spec(id=pa.int64(), name=pa.string())
+    target = MysqlTarget(server.url(database) + "?init_command=SET%20innodb_lock_wait_timeout%3D1")
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [one(1, {"name": "a"})])
+    options = {"host": "127.0.0.1", "port": server.port, "user": "root", "database": database}
+    with closing(pymysql.connect(**options)) as blocker, blocker.cursor() as cursor:
+        cursor.execute("UPDATE `rows` SET name = 'b' WHERE id = 1")
+        with pytest.raises(TargetUnavailable, match="Lock wait timeout"):
+            apply(target, table, [one(1, {"name": "c"})])
+    apply(target, table, [one(1, {"name": "c"})])
+    assert server.run(database, "SELECT name FROM `rows`") == [("c",)]
+
+
+def test_the_least_rights_are_enough(server: Server, database: str) -> None:
+    user = f"w{database}"[:16]
+    server.run(
+        database,
+        "CREATE TABLE `rows` (id bigint PRIMARY KEY, name text)",
+        f"CREATE USER {user}@'127.0.0.1'",
+        f"GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP ON {database}.* TO {user}@'127.0.0.1'",
+    )
+    target = MysqlTarget(server.url(database, user))
+    table = spec(id=pa.int64(), name=pa.string())
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"name": "a"}), one(2, {"name": "b"})])
+    apply(target, table, [one(1, None), one(2, {"name": "B"})])
+    assert server.run(database, "SELECT * FROM `rows`") == [(2, "B")]
