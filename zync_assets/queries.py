@@ -19,6 +19,7 @@ class ViewTable:
 
     ``key``, ``row`` and ``deleted``: over the record's columns ``kafka``, ``key`` and ``value``. None as ``row``: ``value.after``
     of a Debezium envelope, else ``value``. None as ``deleted``: a tombstone, or ``value.op = 'd'`` of an envelope.
+    ``by_time``: a key may come in several partitions, and its last record is the one with the latest time.
     """
 
     alias: str
@@ -26,6 +27,7 @@ class ViewTable:
     key: Shape = "key"
     row: str | None = None
     deleted: str | None = None
+    by_time: bool = False
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ CHAIN = {
     "chain", "connect_chain", "connect_order", "connect_sink", "connect_types", "exactly_once", "evolution", "field_names",
     "edits", "topics_as_they_are", "two_writers", "writers_side_by_side", "kills", "outage", "lake_faults", "replication",
     "s3", "secrets", "upgrades", "cluster_spark", "remedies", "readme", "packages", "public_api", "layers",
-    "style", "checker", "torture", "views", "views_tpch", "view_oracle",
+    "style", "checker", "torture", "views", "views_kills", "views_tpch", "view_oracle",
 }  # fmt: skip
 """Test files for the whole chain or the whole project. They stand beside the folders."""
 

@@ -142,7 +142,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
             records[topic] = note_schema(frame, frames.record_types(state))
     tabular = {table.topic for rule in rules for table in rule.tables}
     for topic in sorted(tabular):
-        typed = declared_frame(batch.spark, pipeline.input(topic), records.get(topic))
+        typed = declared_frame(pipeline, batch.spark, topic, records.get(topic))
         if typed is not None:
             records[topic] = typed
     learn_types(matching.questions(rules, records))

@@ -192,7 +192,10 @@ def read_table(item: Fields, alias: str, name: str | None) -> ViewTable | None:
     for message in over()(row) if row is not None else ():
         item.problem("row", message)
     deleted = read_condition(item, "deleted", over())
-    return None if name is None else ViewTable(alias, name, key, row, deleted)
+    latest = (
+        item.choice("key-in-many-partitions", ("fail", "latest-time")) if "key-in-many-partitions" in item else None
+    )
+    return None if name is None else ViewTable(alias, name, key, row, deleted, latest == "latest-time")
 
 
 def _key(item: Fields) -> Shape:

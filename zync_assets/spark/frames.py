@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,15 @@ _SPANS = 50_000
 _SPAN_TIMES = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
 
 
-def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], schema: pa.Schema) -> DataFrame:
-    """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened."""
+def parquet_frame(
+    spark: SparkSession,
+    uri: str,
+    files: Sequence[DataFile],
+    schema: pa.Schema,
+    options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """A lazy frame over some files of a table; columns that a file lacks are null, those that it has narrower are widened.
+    ``options``: Parquet's, for reading."""
     from pyspark.errors import AnalysisException
 
     kind = spark_schema(schema)
@@ -46,7 +53,11 @@ def parquet_frame(spark: SparkSession, uri: str, files: Sequence[DataFile], sche
     for own, paths in by_own_types(uri, [item.path for item in files], schema):
         places = [storage.spark_pattern(storage.join(uri, path)) for path in paths]
         try:
-            frame = spark.read.options(**storage.spark_options(uri)).schema(spark_schema(own)).parquet(*places)
+            frame = (
+                spark.read.options(**(options or {}), **storage.spark_options(uri))
+                .schema(spark_schema(own))
+                .parquet(*places)
+            )
         except AnalysisException as error:
             raise stores.missing_file(str(error)) or error from None
         frames.append(frame if own.equals(schema) else _cast(frame, kind))

@@ -75,6 +75,8 @@ _DEFAULTS = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
     # A look-up of so many values skips the pages of Parquet files without one. More values would nest too deep for the stack.
     "spark.sql.parquet.pushdown.inFilterThreshold": "2500",
+    # A list of few values is not a part of the compiled code either.
+    "spark.sql.optimizer.inSetConversionThreshold": "0",
     "spark.redaction.regex": SECRET,
     # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
     # that other pipelines use.

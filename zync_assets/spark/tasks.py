@@ -155,9 +155,23 @@ SETTINGS: Mapping[str, str] = {
 @contextmanager
 def looking(spark: SparkSession) -> Generator[None]:
     """The session with SETTINGS."""
-    before = {name: spark.conf.get(name) for name in SETTINGS}
+    with _with_settings(spark, SETTINGS):
+        yield
+
+
+@contextmanager
+def planned_once(spark: SparkSession) -> Generator[None]:
+    """The session without adaptive execution, which plans a query again after each of its stages, and with one task after each
+    shuffle. A query over few rows takes longer to plan, and each task longer to begin, than to run."""
+    with _with_settings(spark, {"spark.sql.adaptive.enabled": "false", "spark.sql.shuffle.partitions": "1"}):
+        yield
+
+
+@contextmanager
+def _with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Generator[None]:
+    before = {name: spark.conf.get(name) for name in settings}
     try:
-        for name, value in SETTINGS.items():
+        for name, value in settings.items():
             spark.conf.set(name, value)
         yield
     finally:

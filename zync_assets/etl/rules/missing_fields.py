@@ -273,7 +273,7 @@ def _with_newest(
 ) -> pa.Schema:
     """Columns with those of some missing fields that the newest schema has. ``ids``: side → its writers' schemas so far."""
     for side in dict.fromkeys(path[0] for path in paths):
-        newest = _newest(pipeline, item, side, ids[side])
+        newest = newest_type(pipeline, item, side, ids[side])
         if newest is None:
             continue
         column = schema.field(side)
@@ -285,7 +285,7 @@ def _with_newest(
     return schema
 
 
-def _newest(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> pa.DataType | None:
+def newest_type(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) -> pa.DataType | None:
     """The type of a side by the newest schema of the registry; None where it has none.
 
     ``ids``: of the writers' schemas so far. RegistryError if the registry can't be asked.

@@ -122,7 +122,8 @@ def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     row = item.row or "value.after"
     deleted = item.deleted or ("value IS NULL" if item.row else "value IS NULL OR coalesce(value.op = 'd', false)")
     name = f"{pipeline.input(item.topic).pool}.{name_sql(item.topic)}"
-    latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, kafka.offset) AS latest"
+    order = "struct(kafka.time, kafka.partition, kafka.offset)" if item.by_time else "kafka.offset"
+    latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, {order}) AS latest"
     inner = f"SELECT {latest} FROM {name} GROUP BY {shape_sql(item.key)}"
     return f"SELECT latest.row AS {item.alias} FROM ({inner}) WHERE latest IS NOT NULL"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ from zync_assets.lake.staging import REPLACED, STATE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
-from zync_assets.spark.tasks import is_of_data, raised_text
+from zync_assets.spark.tasks import is_of_data, planned_once, raised_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -147,13 +147,15 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting)]
     if not tables and not head.tables and not head.views:
         return None
+    reader = Reader(stage.spark, uri)
     with _errors(stage.pool):
-        changes, kinds, facts = _changes(stage, tables, anew, uri, folder)
+        with planned_once(stage.spark) if stage.small else nullcontext():
+            changes, kinds, facts = _changes(stage, tables, anew, reader, folder)
         crash_point("etl:state-written")
-        rows, views = _results(stage, kinds, changes, anew, uri, columns)
+        rows, views = _results(stage, kinds, changes, anew, reader, columns)
         after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
         after |= {name: after[name] + change.files for name, change in changes.items()}
-        events = EventRows(Reader(stage.spark, uri), kinds, after, stage.small)
+        events = EventRows(reader, kinds, after, stage.small)
     topics = {table.topic for table in tables.values()}
     failed = [one for one in stage.known.found.values() if one.topic in topics]
     return ViewBatch(
@@ -175,7 +177,7 @@ def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
 
 
 def _changes(
-    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], uri: str, folder: str
+    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: Reader, folder: str
 ) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
     """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
 
@@ -203,7 +205,6 @@ def _changes(
     found: dict[str, Change] = {}
     with _failures(stage, lambda: table_failures(stage.spark, sources)):
         records, facts = look(parts, placeholder, small=stage.small)
-        reader = Reader(stage.spark, uri)
         for at, each in enumerate(records):
             table = each.kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
@@ -219,7 +220,7 @@ def _results(
     kinds: Mapping[str, TableType],
     changes: Mapping[str, Change],
     anew: Collection[str],
-    uri: str,
+    reader: Reader,
     columns: Columns,
 ) -> tuple[list[DataFrame], dict[str, str]]:
     """The results of the views, and the definitions of those that have been computed."""
@@ -241,7 +242,7 @@ def _results(
         maintenance = Maintenance(
             Query(rule),
             index,
-            Reader(stage.spark, uri),
+            reader,
             stage.ordering,
             {alias: kinds[table.name] for alias, table in names.items()},
             {

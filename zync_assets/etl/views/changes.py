@@ -7,7 +7,7 @@ that a view reads only the columns that it needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -230,23 +230,31 @@ def latest_rows(records: TableRecords, placeholder: str | None) -> DataFrame:
 
 
 def _latest(kind: TableType, records: TableRecords, placeholder: str | None) -> DataFrame:
-    """The last record of each key: key, row, last (struct(offset, high, low)), offsets, lowest and highest partition. With
-    unchanged values that were not sent: ``rows``, all rows of the key in order."""
+    """The last record of each key: key, row, last (struct(partition, offset, high, low)), its partition, offsets, lowest and
+    highest partition. With unchanged values that were not sent: ``rows``, all rows of the key in order."""
     from pyspark.sql import functions as F
 
+    at = f"struct({', '.join(_order(kind))})"
     columns = [
-        "max_by(struct(row, struct(offset, high, low) AS at), offset) AS latest",
-        "sort_array(collect_list(offset)) AS offsets",
+        f"max_by(struct(row, struct(partition, offset, high, low) AS at), {at}) AS latest",
+        "sort_array(collect_list(struct(partition, offset))) AS places",
         "min(partition) AS lowest",
         "max(partition) AS highest",
     ]
     if records.opens:
-        columns.append("sort_array(collect_list(struct(offset, row))) AS rows")
+        columns.append(f"sort_array(collect_list(struct({at} AS at, row))) AS rows")
     grouped = records.frame.groupBy("key").agg(*map(F.expr, columns))
     row = "latest.row"
     if records.opens:
         row = _folded(kind, placeholder, f"CAST(NULL AS {type_sql(kind.state_row)})")
-    return grouped.selectExpr("*", f"{row} AS row", "latest.at AS last", "highest AS partition")
+    # A version has the offsets of one partition.
+    offsets = "transform(filter(places, it -> it.partition = latest.at.partition), it -> it.offset) AS offsets"
+    return grouped.selectExpr("*", f"{row} AS row", "latest.at AS last", offsets, "latest.at.partition AS partition")
+
+
+def _order(kind: TableType) -> Sequence[str]:
+    """What the records of a key are compared by."""
+    return ("high", "low", "partition", "offset") if kind.table.by_time else ("offset",)
 
 
 def _folded(kind: TableType, placeholder: str | None, start: str) -> str:
@@ -282,9 +290,14 @@ def _replacing(kind: TableType, records: TableRecords, placeholder: str | None, 
     row = _folded(kind, placeholder, "old_row") if records.opens else "row"
     old = f"CASE WHEN old_key IS NOT NULL THEN {_version_sql('old.partition', 'old', 'last')} END"
     lowest, highest = "least(lowest, old.partition)", "greatest(highest, old.partition)"
-    return found.where(
-        "old_key IS NULL OR last.offset > old.offset OR lowest <> old.partition OR highest <> old.partition"
-    ).selectExpr(
+    after = " > ".join(
+        f"struct({', '.join(f'{side}.{name} AS {name}' for name in _order(kind))})" for side in ("last", "old")
+    )
+    wanted = f"old_key IS NULL OR {after}"
+    if not kind.table.by_time:
+        # They fail.
+        wanted += " OR lowest <> old.partition OR highest <> old.partition"
+    return found.where(wanted).selectExpr(
         "key",
         f"{row} AS row",
         f"{_checked(kind, _version_sql('partition', 'last'), lowest, highest)} AS version",
@@ -305,7 +318,9 @@ def _versions(pairs: DataFrame) -> DataFrame:
 
 
 def _checked(kind: TableType, version: str, lowest: str, highest: str) -> str:
-    """A version as SQL. It fails for a key that comes in two partitions."""
+    """A version as SQL. It fails for a key that comes in two partitions, where the table forbids this."""
+    if kind.table.by_time:
+        return version
     begin = text_sql(f"{_SPLIT}table {kind.table.name}: the record key ")
     places = f"CAST({lowest} AS STRING), ' and ', CAST({highest} AS STRING)"
     text = f"concat({begin}, to_json(struct(key)), ' comes in partitions ', {places})"
@@ -328,7 +343,8 @@ def split_error(pool: str, error: Exception) -> EtlError | None:
         return None
     return EtlError(
         f"pool {pool}, {text}. The last record of the key is not known. Nothing was committed. Let the"
-        " producer keep each key in one partition, or give the table a key: that tells the rows apart."
+        " producer keep each key in one partition, or give the table a key: that tells the rows apart,"
+        " or key-in-many-partitions: latest-time."
     )
 
 

@@ -11,6 +11,7 @@ A view without an earlier result takes all rows at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from zync_assets.etl.views.tables import TableType, null_sql
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.frames import union
 from zync_assets.spark.sql import name_sql, shape_sql, text_sql
+from zync_assets.spark.tasks import planned_once
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,23 +72,47 @@ class Maintenance:
 
         Raises RowFailures for result rows with a null key.
         """
-        joined = self.joined()
-        if joined is None:
-            return None
-        found = kept(self._differences(self.query.results(joined)), eager=not self.small)
-        keyless = null_sql(KEY, self.types[0])
-        [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
-        if row["keyless"]:
-            raise RowFailures(self._keyless(joined))
-        return self._outputs(found, target, columns) if row["count"] or self.fresh else None
+        with self._planning():
+            it, touched, few = self._begun()
+        with it._planning():
+            joined = it._joined(touched, few=few)
+            if joined is None:
+                return None
+            found = kept(it._differences(it.query.results(joined)), eager=not it.small)
+            keyless = null_sql(KEY, it.types[0])
+            [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
+            if row["keyless"]:
+                raise RowFailures(it._keyless(joined))
+        return it._outputs(found, target, columns) if row["count"] or it.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:
         """The joined rows of the touched keys, before and after the batch. ``where``: see ``Query.joined``."""
+        it, touched, few = self._begun()
+        return it._joined(touched, few=few, where=where)
+
+    def _planning(self) -> AbstractContextManager[None]:
+        return planned_once(self.reader.spark) if self.small else nullcontext()
+
+    def _begun(self) -> tuple[Maintenance, DataFrame | None, bool]:
+        """The maintenance, small only if few rows are read; the touched keys (None: there are none, or all are new); whether they
+        are few."""
+        if self.all_new:
+            large = any(files.versions for files in self.before.values())
+            return (replace(self, small=False) if large else self), None, True
+        touched = self.touched()
+        if touched is None:
+            return self, None, True
+        table = self._fetched(touched)
+        if table is not None:
+            return self, arrow_frame(self.reader.spark, table) if table.num_rows else None, True
+        touched = kept(touched)
+        count = touched.count()
+        return replace(self, small=False), touched if count else None, count <= FEW
+
+    def _joined(self, touched: DataFrame | None, *, few: bool, where: bool = True) -> DataFrame | None:
         query = self.query
         if self.all_new:
             return query.joined({alias: self.rows(alias) for alias in query.aliases}, where=where)
-        touched = self.touched()
-        touched, few = (None, True) if touched is None else self._counted(touched)
         if touched is None:
             return None
         start, own = self._start()
@@ -124,7 +150,7 @@ class Maintenance:
         parts = [self._touched_by(alias) for alias in self.query.aliases if alias in self.changes]
         if not parts:
             return None
-        return union(parts).distinct()
+        return union(parts).coalesce(1).distinct() if self.small else union(parts).distinct()
 
     def _touched_by(self, alias: str) -> DataFrame:
         """The keys that the changed rows of an alias touch."""
@@ -206,15 +232,6 @@ class Maintenance:
             return None
         table = frame.limit(MOST_VALUES + 1).toArrow()
         return table if table.num_rows <= MOST_VALUES else None
-
-    def _counted(self, touched: DataFrame) -> tuple[DataFrame | None, bool]:
-        """The touched keys, None if there are none; whether they are few."""
-        table = self._fetched(touched)
-        if table is not None:
-            return (arrow_frame(self.reader.spark, table) if table.num_rows else None), True
-        touched = kept(touched)
-        count = touched.count()
-        return (touched if count else None), count <= FEW
 
     def rows(self, alias: str, values: Values | None = None) -> DataFrame:
         """The rows of an alias before and after the batch: the row under the alias, V, ORD, CAUSE. ``values``: of the wanted

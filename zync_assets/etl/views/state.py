@@ -89,12 +89,17 @@ class Reader:
 
     spark: SparkSession = field(repr=False)
     uri: str
+    _frames: dict[tuple[str, ...], DataFrame] = field(default_factory=dict, repr=False, compare=False)
+    """Of some files: Spark lists the files of each new frame."""
 
     def rows(self, kind: TableType, files: Sequence[DataFile], places: Places | None = None) -> DataFrame:
         """The rows of some files: ``key``, ``row``, ``version``. ``places``: of the wanted keys; a few others may be there."""
         table = kind.table
         wanted = files if places is None else [item for item in files if places.may_be_in(item)]
-        frame = frames.parquet_frame(self.spark, self.uri, wanted, kind.schema)
+        place = (table.name, *(item.path for item in wanted))
+        frame = self._frames.get(place)
+        if frame is None:
+            frame = self._frames[place] = frames.parquet_frame(self.spark, self.uri, wanted, kind.schema, _READING)
         if places is not None:
             frame = frame.where(places.condition(f"{name_sql(ORDER)}.high", name_sql(table.key_column)))
         return frame.selectExpr(f"{name_sql(table.key_column)} AS key", f"{name_sql(table.row_column)} AS row", VERSION)
@@ -114,6 +119,11 @@ def without_versions(frame: DataFrame, replaced: DataFrame) -> DataFrame:
     return frame.join(gone, same, "left_anti")
 
 
+_READING = {
+    # Parquet would decode a dictionary once for each of the listed values.
+    "parquet.filter.dictionary.enabled": "false",
+    "parquet.filter.bloom.enabled": "false",
+}
 _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",

@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.fields import lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
-from zync_assets.errors import EtlError
+from zync_assets.errors import EtlError, RegistryError
+from zync_assets.etl.rules.missing_fields import newest_type
 from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of, shape_type, type_sql, unify
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
 from zync_assets.lake.staging import REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
-from zync_assets.pipeline import Input, Rule, Shape, SideFormat, ViewTable
+from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.spark.sql import name_sql, shape_sql
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Table:
     key: Shape
     row: str | None
     deleted: str | None
+    by_time: bool = False
 
     @property
     def versions(self) -> str:
@@ -81,15 +84,16 @@ class Table:
     @property
     def definition(self) -> str:
         """The table's definition as JSON, for the account's head."""
-        return json.dumps({"key": self.key, "row": self.row, "deleted": self.deleted}, sort_keys=True)
+        by_time = {"by_time": True} if self.by_time else {}
+        return json.dumps({"key": self.key, "row": self.row, "deleted": self.deleted, **by_time}, sort_keys=True)
 
 
 def table_of(item: ViewTable) -> Table:
     """The table of an alias. A table with the default expressions has its topic's name."""
-    plain = item.key == "key" and item.row is None and item.deleted is None
-    text = json.dumps([item.key, item.row, item.deleted], sort_keys=True)
+    plain = item.key == "key" and item.row is None and item.deleted is None and not item.by_time
+    text = json.dumps([item.key, item.row, item.deleted, *([True] if item.by_time else [])], sort_keys=True)
     name = item.topic if plain else f"{item.topic}#{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return Table(name, item.topic, item.key, item.row, item.deleted)
+    return Table(name, item.topic, item.key, item.row, item.deleted, item.by_time)
 
 
 def stored_tables(head: Head) -> list[Table]:
@@ -116,7 +120,12 @@ def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
 def definition_of(rule: Rule) -> str:
     """The definition of a view as JSON: all that its result depends on."""
     assert rule.view is not None
-    return json.dumps([asdict(rule.view), rule.key, rule.value, rule.headers, rule.out], sort_keys=True)
+    view = asdict(rule.view)
+    for item in view["tables"]:
+        # As pools of older versions have it.
+        if not item["by_time"]:
+            del item["by_time"]
+    return json.dumps([view, rule.key, rule.value, rule.headers, rule.out], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -170,20 +179,19 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, envelope, schema)
 
 
-def declared_frame(spark: SparkSession, item: Input, frame: DataFrame | None) -> DataFrame | None:
-    """The records of a table's topic, with the types that the pipeline file declares where no key or no value has come yet. A
-    LEFT JOIN then has a result before its table has a row. ``frame``: the records; None without a raw table."""
+def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: DataFrame | None) -> DataFrame | None:
+    """The records of a table's topic. Keys or values that have not come yet have the type that the pipeline file declares, or
+    that of the registry's newest schema. A LEFT JOIN then has a result before its table has a row. ``frame``: the records; None
+    without a raw table."""
     from pyspark.sql.types import NullType, StructField, StructType
 
-    declared = {"key": _declared(item.key), "value": _declared(item.value)}
-    if frame is None:
+    known = None if frame is None else schema_of(frame)
+    absent = [side for side in ("key", "value") if known is None or isinstance(known[side].dataType, NullType)]
+    sides = {side: kind for side in absent if (kind := _declared(pipeline, pipeline.input(topic), side)) is not None}
+    if frame is None or known is None:
         columns = [f"CAST(NULL AS {type_sql(spark_type(KAFKA_TYPE))}) AS kafka"]
-        columns += [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in declared.items() if kind is not None]
-        return spark.range(0).selectExpr(*columns) if len(columns) > len(declared) else None
-    known = schema_of(frame)
-    sides = {
-        side: kind for side, kind in declared.items() if kind is not None and isinstance(known[side].dataType, NullType)
-    }
+        columns += [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in sides.items()]
+        return spark.range(0).selectExpr(*columns) if len(sides) == len(absent) else None
     if not sides:
         return frame
     columns = [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in sides.items()]
@@ -193,12 +201,19 @@ def declared_frame(spark: SparkSession, item: Input, frame: DataFrame | None) ->
     )
 
 
-def _declared(side: SideFormat) -> DataType | None:
-    """The type of keys or values that is plain in the pipeline file; None where the records tell it."""
-    if side.format == "json" and side.ddl is not None:
-        return spark_type(parse_ddl(side.ddl))
+def _declared(pipeline: Pipeline, item: Input, side: str) -> DataType | None:
+    """The type of keys or values that is known before a record; None where the records tell it."""
+    form: SideFormat = getattr(item, side)
+    if form.format == "json" and form.ddl is not None:
+        return spark_type(parse_ddl(form.ddl))
     plain = {"string": pa.string(), "bytes": pa.binary(), "json": pa.string()}
-    return spark_type(plain[side.format]) if side.format in plain else None
+    if form.format in plain:
+        return spark_type(plain[form.format])
+    try:
+        newest = None if item.shape is not None else newest_type(pipeline, item, side, ())
+    except RegistryError:
+        return None
+    return None if newest is None else spark_type(lake_type_of(newest))
 
 
 def _is_envelope(value: DataType) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from zync_assets.errors import FieldMissing, RegistryUnavailable
 from zync_assets.etl.rules.missing_fields import (
     _names,  # pyright: ignore[reportPrivateUsage]
-    _newest,  # pyright: ignore[reportPrivateUsage]
+    newest_type,  # pyright: ignore[reportPrivateUsage]
 )
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.quarantine import EVERYTHING
@@ -90,12 +90,12 @@ def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
 ) -> None:
     it = mini(services, spark, tmp_path, unique, PIPELINE)
     item = it.pipeline.input(it.left)
-    assert _newest(it.pipeline, item, "value", [987654321]) is None
+    assert newest_type(it.pipeline, item, "value", [987654321]) is None
     Registry(RegistryConfig(services.registry_url)).register(f"{it.left}-value", '"string"')
-    assert _newest(it.pipeline, item, "value", [987654321]) == pa.string()
+    assert newest_type(it.pipeline, item, "value", [987654321]) == pa.string()
     away = replace(it.pipeline, registry=RegistryConfig("http://127.0.0.1:9", {"max.retries": "0"}))
     with pytest.raises(RegistryUnavailable):
-        _newest(away, item, "value", [987654321])
+        newest_type(away, item, "value", [987654321])
 
 
 def test_a_rule_may_be_there_before_the_field(

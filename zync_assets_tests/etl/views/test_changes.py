@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.errors import EtlError
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
@@ -55,3 +56,24 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
     it.ingest()
     with pytest.raises(EtlError, match=r'table .*: the record key .*"id":1.* comes in partitions 0 and 1\. '):
         it.etl()
+
+
+def test_a_key_in_two_partitions_by_time(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+    topic = f"{unique}.rows"
+    text = TEXT.format(topic=topic).replace(
+        f"{{t: {topic}}}", f"{{t: {{topic: {topic}, key-in-many-partitions: latest-time}}}}"
+    )
+    pipeline = make_pipeline(services, tmp_path, text)
+    create_topic(pipeline.kafka, topic, 2, 1, {})
+    it = Mini(pipeline, spark, topic, topic, f"{topic}.out")
+    it.send(topic, change(1, 1, "a"), change(2, 1, "b"), times=[1_000, 4_000])
+    it.send(topic, change(1, 2, "c"), change(2, 2, "d"), partition=1, times=[2_000, 3_000])
+    it.step()
+    assert {row["key"]["id"]: row["value"]["note"] for row in it.staged()} == {1: "c", 2: "b"}
+    # Earlier records change nothing, and later ones go on with the row of the other partition.
+    it.send(topic, change(1, 3, "e"), ('{"id": 2}', {"op": "d", "after": None}), partition=1, times=[3_500, 3_600])
+    it.send(topic, change(1, 4), partition=0, times=[5_000])
+    it.step()
+    assert [(row["key"]["id"], row["value"]) for row in it.staged()[2:]] == [(1, {"size": 4, "note": "e"})]
+    assert it.classes(topic) == {"done": 7}
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed

@@ -23,8 +23,13 @@ from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.cli.query import rewrite, run_query, tables_of
 from zync_assets.errors import EtlError
 from zync_assets.etl import positions
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.etl.views import fold
+from zync_assets.etl.views.state import state_files
+from zync_assets.etl.views.tables import stored_tables
 from zync_assets.kafka.topics import create_topic
+from zync_assets.lake import staging
 from zync_assets.local.services import Services
 from zync_assets.runner import rebuild_all
 from zync_assets_tests.mini import Mini, make_pipeline
@@ -218,6 +223,49 @@ def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) 
             shop.send(alias, (key, None if gone else made))
         shop.it.step()
         shop.check(views)
+
+
+def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
+    """All tables come before the first batch. No batch takes more than two files of ten records."""
+    shop = make(DOCUMENTS)
+    pipeline, spark = shop.it.pipeline, shop.it.spark
+    for first in range(0, 40, 10):
+        numbers = range(first, first + 10)
+        shop.send("c", *((id % 7, {"name": f"name {id}"}) for id in numbers))
+        shop.send("o", *((id, {"customer": id % 7, "status": "open"}) for id in numbers))
+        shop.send("l", *((id, {"order_id": id // 2, "qty": id}) for id in numbers))
+        shop.it.ingest()
+    batches: list[int] = []
+    while not (plan := plan_etl(pipeline, "Staging", limit=15)).nothing_to_do:
+        slices = {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
+        done = commit_staging(pipeline, transform(spark, pipeline, plan, slices))
+        batches.append(sum(part.end - part.first for parts in done.consumed.values() for part in parts))
+        contiguous = contiguous_output_offsets(pipeline, shop.it.out)
+        assert contiguous.passed, contiguous
+    assert sum(batches) == 120 and max(batches) <= 20
+    shop.check({shop.it.out: DOCUMENTS_SQL})
+
+
+def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of ten rows, each of which comes and goes, is empty. A row that comes again is a new one."""
+    monkeypatch.setattr(fold, "FILES", 4)
+    shop = make("from: o\nkey: {id: o.id}\nvalue: {status: o.status}")
+    sql = "SELECT {'id': o.id}, {'status': o.status} FROM o"
+    for status in ("open", "paid", None, None):
+        shop.send("o", *((id, None if status is None else {"status": status}) for id in range(10)))
+        shop.it.step()
+        shop.check({shop.it.out: sql})
+    state = staging.open_staging(shop.it.pipeline.lake, "Staging")
+    assert state is not None
+    [table] = stored_tables(state.head)
+    shop.send("o", (1, None))
+    shop.it.step()
+    state = staging.open_staging(shop.it.pipeline.lake, "Staging")
+    assert state is not None and sum(item.records for item in state_files(state, table).versions) <= 11
+    shop.send("o", (1, {"status": "new"}))
+    shop.it.step()
+    shop.check({shop.it.out: sql})
+    assert state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark).numbers == {"rows": 1}
 
 
 POINTS = ("etl:state-written", "fold:written", "fold:committed")

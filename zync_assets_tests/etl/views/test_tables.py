@@ -1,0 +1,170 @@
+"""Tables of views: types before the first record, names that the lake encodes, and schemas that change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zync_assets.checks.state_checks import state_equals_raw
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import create_topic
+from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
+from zync_assets_tests.checks.chain import framed
+from zync_assets_tests.mini import Mini, make_pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+AVRO = """
+inputs:
+  - {{topic: {left}, pool: Raw, format: avro}}
+  - {{topic: {right}, pool: Raw, format: avro}}
+outputs:
+  - {{topic: {out}, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - type: view
+    tables: {{o: {left}, l: {right}}}
+    from: o LEFT JOIN l ON l.order_id = o.id
+    key: {{id: o.id}}
+    value: {{status: o.status, lines: count(l.id)}}
+    out: {out}
+"""
+
+
+def schema(*fields: tuple[str, Any]) -> dict[str, Any]:
+    made = [
+        {"name": name, "type": kind, **({"default": None} if isinstance(kind, list) else {})} for name, kind in fields
+    ]
+    return {"type": "record", "name": "Row", "fields": made}
+
+
+KEY = schema(("id", "long"))
+ORDER = schema(("id", "long"), ("status", "string"))
+LINE = schema(("id", "long"), ("order_id", "long"))
+
+
+class Topics:
+    """Avro rows of two topics."""
+
+    def __init__(self, services: Services, spark: SparkSession, folder: Path, prefix: str) -> None:
+        left, right, out = f"{prefix}.o", f"{prefix}.l", f"{prefix}.out"
+        pipeline = make_pipeline(services, folder, AVRO.format(left=left, right=right, out=out))
+        for topic in (left, right):
+            create_topic(pipeline.kafka, topic, 1, 1, {})
+        self.it = Mini(pipeline, spark, left, right, out)
+        self.registry = Registry(RegistryConfig(services.registry_url))
+
+    def send(self, topic: str, kind: dict[str, Any], *rows: dict[str, Any]) -> None:
+        key, value = (
+            self.registry.register(f"{topic}-{side}", json.dumps(of)) for side, of in (("key", KEY), ("value", kind))
+        )
+        self.it.send(topic, *((framed(key, KEY, {"id": row["id"]}), framed(value, kind, row)) for row in rows))
+
+
+def test_a_left_join_needs_no_record_of_its_table(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    topics = Topics(services, spark, tmp_path, unique)
+    it = topics.it
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"})
+    it.step()
+    assert it.values() == []  # nobody knows the columns of the lines
+    for side, kind in (("key", KEY), ("value", LINE)):
+        topics.registry.register(f"{it.right}-{side}", json.dumps(kind))
+    topics.send(it.left, ORDER, {"id": 2, "status": "new"})
+    it.step()
+    rows = {row["key"]["id"]: row["value"] for row in it.staged()}
+    assert rows == {id: {"status": "new", "lines": 0} for id in (1, 2)}
+    topics.send(it.right, LINE, {"id": 7, "order_id": 2})
+    it.step()
+    assert it.values()[2:] == [{"status": "new", "lines": 1}]
+
+
+def test_a_column_that_a_view_does_not_use_changes_nothing(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    topics = Topics(services, spark, tmp_path, unique)
+    it = topics.it
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"}, {"id": 2, "status": "new"})
+    topics.send(it.right, LINE, {"id": 7, "order_id": 1})
+    it.step()
+    assert len(it.staged()) == 2
+    wider = schema(("id", "long"), ("order_id", "long"), ("note", ["null", "string"]))
+    topics.send(it.right, wider, {"id": 7, "order_id": 1, "note": "urgent"})
+    it.step()
+    topics.send(
+        it.left,
+        schema(("id", "long"), ("fee", ["null", "int"]), ("status", "string")),
+        {"id": 1, "fee": 3, "status": "new"},
+    )
+    it.step()
+    assert len(it.staged()) == 2
+    assert it.classes(it.left) == {"done": 3} and it.classes(it.right) == {"done": 2}
+    # The state has the new columns, and both schemas go on.
+    topics.send(it.right, wider, {"id": 8, "order_id": 2, "note": None}, {"id": 7, "order_id": 2, "note": "moved"})
+    topics.send(it.left, ORDER, {"id": 2, "status": "paid"})
+    it.step()
+    found = sorted((row["key"]["id"], row["value"]["status"], row["value"]["lines"]) for row in it.staged()[2:])
+    assert found == [(1, "new", 0), (2, "paid", 2)]
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
+
+
+NAMES = """
+inputs:
+  - {{topic: {left}, pool: Raw, format: connect-json}}
+  - {{topic: {right}, pool: Raw, format: connect-json}}
+outputs:
+  - {{topic: {out}, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - type: view
+    tables: {{o: {left}, c: {{topic: {right}, key: key.`the id`, row: value.after, deleted: value.`is gone`}}}}
+    from: o JOIN c ON o.`customer=id` = c.`the id`
+    where: o.`the id` > 0
+    key: {{"of it": o.`the id`}}
+    value: {{name: c.`full name`, size: "sum(o.`a,b`)"}}
+    out: {out}
+"""
+
+
+def connect(**fields: tuple[str, Any]) -> dict[str, Any]:
+    """A record of Kafka Connect. ``fields``: name → (type, value), with ``__`` for a blank."""
+    names = {name.replace("__", " "): part for name, part in fields.items()}
+    inner = [
+        {**kind, "field": name} if isinstance(kind, dict) else {"type": kind, "field": name, "optional": True}
+        for name, (kind, _) in names.items()
+    ]
+    return {
+        "schema": {"type": "struct", "fields": inner},
+        "payload": {name: value for name, (_, value) in names.items()},
+    }
+
+
+def test_fields_have_the_names_of_their_topics(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    left, right, out = f"{unique}.o", f"{unique}.c", f"{unique}.out"
+    pipeline = make_pipeline(services, tmp_path, NAMES.format(left=left, right=right, out=out))
+    for topic in (left, right):
+        create_topic(pipeline.kafka, topic, 1, 1, {})
+    it = Mini(pipeline, spark, left, right, out)
+
+    def order(id: int, customer: int, size: int) -> tuple[str, dict[str, Any]]:
+        row = {"the__id": ("int64", id), "customer=id": ("int64", customer), "a,b": ("int64", size)}
+        return json.dumps(connect(the__id=("int64", id))), connect(**row)
+
+    def customer(id: int, name: str, *, gone: bool = False) -> tuple[str, dict[str, Any]]:
+        after = connect(the__id=("int64", id), full__name=("string", name))
+        return json.dumps(connect(the__id=("int64", id))), connect(
+            after=(after["schema"], after["payload"]), is__gone=("boolean", gone)
+        )
+
+    it.send(left, order(1, 7, 3), order(2, 8, 4))
+    it.send(right, customer(7, "Ann"), customer(8, "Bob"))
+    it.step()
+    it.send(right, customer(7, "Anna"), customer(8, "Bob", gone=True))
+    it.step()
+    found = [(*row["key"].values(), row["value"]) for row in it.staged()]
+    assert sorted(found[:2]) == [(1, {"name": "Ann", "size": 3}), (2, {"name": "Bob", "size": 4})]
+    assert sorted(found[2:]) == [(1, {"name": "Anna", "size": 3}), (2, None)]

@@ -1,0 +1,100 @@
+"""Views whose process is killed with SIGKILL at random moments: nothing is lost, and nothing is done twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from zync_assets.checks.state_checks import state_equals_raw
+from zync_assets.local.services import Services
+from zync_assets_tests.test_views import customer, gone, line, order, region
+from zync_assets_tests.view_world import Change, World, make_world
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RUN = """
+from zync_assets.cli.main import main
+from zync_assets.etl.views import fold
+fold.FILES = 4
+main()
+"""
+
+
+def some_changes(choice: random.Random, count: int) -> list[Change]:
+    """Changes of all tables; many keys change several times."""
+    made: list[Change] = []
+    for _ in range(count):
+        id, of = choice.randint(1, 40), choice.choice([None, *range(1, 42)])
+        made.append(
+            choice.choice(
+                [
+                    order(id, of, choice.choice(["new", "draft", "paid"]), choice.choice([None, 1, 2])),
+                    customer(id, choice.choice(["Ann", "Bob"]), of),
+                    region(id, choice.choice(["north", "south"])),
+                    line(id * 3, of, choice.choice(["tea", "cup"]), choice.randint(1, 3)),
+                    gone(choice.choice(["orders", "customers", "regions", "lines"]), id),
+                ]
+            )
+        )
+    return made
+
+
+def killed(command: Sequence[str], staging: Path, files: int, log: Path) -> bool:
+    """Run a command, and kill its processes when so many new files are in the staging pool. Whether the kill came before the
+    end."""
+    before = _files(staging)
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    give_up = time.monotonic() + 240
+    while process.poll() is None and len(_files(staging) - before) < files:
+        assert time.monotonic() < give_up, log.read_text()
+        time.sleep(0.001)
+    # Spark puts its Python workers into a process group of their own.
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    code = process.wait(30)
+    psutil.wait_procs(family, 30)
+    assert code in (0, -signal.SIGKILL), log.read_text()
+    return code != 0
+
+
+def _files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*.parquet")) | set(folder.rglob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_views_that_are_killed_at_random_moments_end_as_duckdb_says(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    choice = random.Random(11)
+    world: World = make_world(services, spark, tmp_path, unique, names=["documents", "customers", "newest"])
+    command = [sys.executable, "-c", RUN, "run", str(world.it.pipeline.path), "--until-idle"]
+    staging, log, kills = Path(world.it.lake, "Staging"), tmp_path / "zync.log", 0
+    for _ in range(8):
+        world.send(some_changes(choice, 60))
+        kills += killed(command, staging, choice.randint(1, 24), log)
+    assert kills >= 4
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    # The process ingested all of it: the model takes it too.
+    world.ingest()
+    world.etl()
+    world.check()
+    assert state_equals_raw(world.it.pipeline, "Staging", lambda: spark).passed
