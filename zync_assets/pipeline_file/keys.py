@@ -265,7 +265,7 @@ VIEW = Section(
                     "one of the allowed values",
                     "What to do with a key that comes in several partitions: stop, or use the record with the latest time.",
                     f"{_TABLE.format('topic: Invoices, key-in-many-partitions: latest-time')}",
-                    default="`fail`",
+                    default="fail",
                     allowed=["fail", "latest-time"],
                 ),
             ),

@@ -91,7 +91,8 @@ def test_every_allowed_value_loads_and_the_default_is_what_a_file_without_the_ke
     place: str, tmp_path: Path
 ) -> None:
     key = KEYS[place]
-    if place in ("transforms.type", "transforms.lookup.missing"):
+    # Those of tables and look-ups have tests of their own.
+    if place in ("transforms.type", "transforms.lookup.missing") or key.name == "key-in-many-partitions":
         return
     for value in key.allowed:
         part: dict[str, Any] = {key.name: {"true": True, "false": False}.get(value, value)}

@@ -77,6 +77,18 @@ def test_a_view_is_its_tables_and_its_joins(tmp_path: Path) -> None:
     assert found == Rule("view", "order-document", sides, "Documents", {"id": "o.id"}, value, view=view)
 
 
+def test_a_key_in_many_partitions_fails_or_goes_by_time(tmp_path: Path) -> None:
+    def table(word: str) -> str:
+        entry = f"{{topic: shop.orders, key-in-many-partitions: {word}}}"
+        return rule(tables=f"{{o: {entry}}}", from_="o", value="{id: o.id}")
+
+    found = [read(tmp_path, table(word))[0].view for word in ("fail", "latest-time")]
+    assert [view.tables[0].by_time for view in found if view is not None] == [False, True]
+    assert problems(tmp_path, table("last")) == [
+        "transforms[0].tables.o.key-in-many-partitions: must be one of fail, latest-time"
+    ]
+
+
 def test_a_topic_with_two_aliases_is_one_side_and_two_views_use_one_input(tmp_path: Path) -> None:
     first, second = read(
         tmp_path,
