@@ -108,17 +108,15 @@ def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTab
     frame = batch.dataframe(layout)
     count = max(1, min(most, offsets // TASK_ROWS))
     count = min(count, slots(batch.spark)) if count > 1 else 1
-    frame = frame.coalesce(1) if count == 1 else frame.repartition(count, *_spread(layout))
+    # Rows are appended by the tasks that read them: a shuffle costs more than tasks of equal size save.
+    is_spread = layout.spec.mode == "upsert" and count > 1
+    frame = frame.repartition(count, *layout.key_names) if is_spread else frame.coalesce(count)
     if layout.spec.mode == "upsert":
         frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
     elif plan.target().whole_records:
         frame = frame.sortWithinPartitions(PARTITION, OFFSET)
     results = in_tasks(frame, partial(_load_task, plan.sink, layout, run))
     return [load for load in results if load is not None and load.rows]
-
-
-def _spread(layout: Layout) -> list[str]:
-    return layout.key_names if layout.spec.mode == "upsert" else [OFFSET]
 
 
 def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.RecordBatch]) -> LoadTable | None:

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPSERT
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT
 from zync_assets.sinks.sql_types import SqlType, holds, standard_type, type_text, wider
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target
 
@@ -187,13 +187,14 @@ class SqlTarget(Target):
                 connection.execute(ddl)
 
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        count = 0
+        made = LoadTable(name, 0, removes=False, partial=False)
         with self.loading(spec, name) as (connection, table):
+            names = [column.name for column in table.columns]
             for batch in rows:
-                self.write(connection, table, batch.drop_columns([OFFSET]))
-                count += batch.num_rows
+                self.write(connection, table, batch.select(names))
+                made = made.plus(batch)
         crash_point("sink:loaded")
-        return LoadTable(name, count)
+        return made
 
     def merge(self, merge: Merge) -> None:
         with self.merging(merge.loads) as connection:
@@ -344,9 +345,9 @@ class SqlTarget(Target):
         return text
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
-        """A load table beside a table."""
+        """A load table beside a table. The rows to append have no marks."""
         columns = [sa.Column(item.name, self.load_type(table.c[item.name].type)) for item in spec.columns]
-        marks = [sa.Column(OP, sa.String(1)), sa.Column(SET, sa.Text)]
+        marks = [sa.Column(OP, sa.String(1)), sa.Column(SET, sa.Text)] if spec.mode == "upsert" else []
         return sa.Table(name, sa.MetaData(), *columns, *marks, schema=schema, prefixes=self.load_prefixes)
 
     load_prefixes: Sequence[str] = ()
@@ -396,14 +397,15 @@ class SqlTarget(Target):
         if spec.mode == "insert":
             connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))
             return
-        keys = [rows.c[name] for name in spec.key]
-        present = sa.tuple_(*(table.c[name] for name in spec.key)) if len(keys) > 1 else table.c[spec.key[0]]
-        gone = sa.select(*keys).where(rows.c[OP].in_([DELETE, REPLACE]))
-        connection.execute(sa.delete(table).where(present.in_(gone)))
+        if load.removes:
+            own = [table.c[name] for name in spec.key]
+            present = sa.tuple_(*own) if len(own) > 1 else own[0]
+            gone = sa.select(*(rows.c[name] for name in spec.key)).where(rows.c[OP].in_([DELETE, REPLACE]))
+            connection.execute(sa.delete(table).where(present.in_(gone)))
         others = [column.name for column in spec.others]
         same = sa.and_(*(table.c[name] == rows.c[name] for name in spec.key))
         is_partial = rows.c[SET].is_not(None)
-        if others and connection.execute(sa.select(sa.literal(1)).select_from(rows).where(is_partial).limit(1)).first():
+        if others and load.partial:
             # A partial record of a row that exists changes its columns only. A database that checks NOT NULL before it looks
             # for the row would refuse INSERT ... ON CONFLICT.
             values = {
@@ -417,10 +419,8 @@ class SqlTarget(Target):
                 own = [*spec.key, *(name for name, mark in zip(others, shape, strict=True) if mark == "1")]
                 chosen = sa.select(*(rows.c[name] for name in own)).where(rows.c[SET] == shape, new)
                 connection.execute(sa.insert(table).from_select(own, chosen))
-        whole = sa.select(*(rows.c[name] for name in (*spec.key, *others))).where(
-            rows.c[OP] != DELETE, rows.c[SET].is_(None)
-        )
-        connection.execute(self.upsert(table, whole, spec.key, others))
+        whole = sa.select(*(rows.c[name] for name in (*spec.key, *others)))
+        connection.execute(self.upsert(table, whole.where(rows.c[OP] != DELETE, ~is_partial), spec.key, others))
 
 
 def place_values(place: Place) -> dict[str, str]:

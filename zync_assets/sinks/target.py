@@ -28,8 +28,10 @@ from importlib import import_module
 import psutil
 import pyarrow as pa
 
+from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError
 from zync_assets.pipeline import Evolve, Sink, SinkMode
+from zync_assets.sinks.fold import OP, SET, UPSERT
 
 LOAD_PREFIX = "zync_load_"
 
@@ -107,10 +109,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class LoadTable:
-    """A load table with its number of rows."""
+    """A load table with its number of rows. ``removes``: whether a row may remove a row of the table, which the changes DELETE
+    and REPLACE do. ``partial``: whether a row may leave columns as they are."""
 
     name: str
     rows: int
+    removes: bool = True
+    partial: bool = True
+
+    def plus(self, batch: pa.RecordBatch) -> LoadTable:
+        """The load table with further rows."""
+        removes = self.removes or pc.any(pc.not_equal(batch.column(OP), UPSERT)).as_py() is True
+        partial = self.partial or batch.column(SET).null_count < batch.num_rows
+        return LoadTable(self.name, self.rows + batch.num_rows, removes, partial)
 
 
 @dataclass(frozen=True)

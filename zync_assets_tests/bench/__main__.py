@@ -20,6 +20,7 @@ from zync_assets_tests.bench.latency import measure_latency
 from zync_assets_tests.bench.memory import measure_memory
 from zync_assets_tests.bench.publish import measure_publish
 from zync_assets_tests.bench.rounds import Rounds, say
+from zync_assets_tests.bench.sinks import measure_sinks
 from zync_assets_tests.bench.table import COLUMNS
 from zync_assets_tests.bench.views import measure_views
 from zync_assets_tests.bench.warm import measure_warm
@@ -36,6 +37,7 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "memory": measure_memory,
     "warm": measure_warm,
     "views": measure_views,
+    "sinks": measure_sinks,
 }
 BEGINNINGS = {name: name for name in STEPS} | {"commits": "many commits"}
 """Step → how the names of its measurements begin."""

@@ -200,6 +200,7 @@ def test_each_step_gives_its_rows(tmp_path: Path) -> None:
         "latency",
         "memory",
         "warm start",
+        "sinks",
         "views",
     }
     kept = json.loads((tmp_path / "measured.json").read_text())
