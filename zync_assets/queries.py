@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 """One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
@@ -35,12 +35,22 @@ class ViewJoin:
     """A join of a view. The join adds the table ``alias`` to the tables before it.
 
     ``on``: pairs of an expression over an alias that was joined before, and of an expression over ``alias``. An alias
-    qualifies each column: ``("o.customer_id", "c.id")``.
+    qualifies each column: ``("o.customer_id", "c.id")``. ``near``: the alias that was joined before.
     """
 
     kind: Literal["inner", "left"]
     alias: str
     on: tuple[tuple[str, str], ...]
+    near: str
+
+
+class Step(NamedTuple):
+    """A join on the way along the joins. ``pairs``: an expression over the nearer alias, and that over the farther alias
+    that equals it."""
+
+    near: str
+    far: str
+    pairs: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,29 @@ class View:
     def table(self, alias: str) -> ViewTable:
         """The table of an alias; KeyError if there is none."""
         return {table.alias: table for table in self.tables}[alias]
+
+    def outwards(self, start: str) -> list[Step]:
+        """The joins from an alias outwards, in the order of the way."""
+        found, known = list[Step](), [start]
+        for near in known:
+            for join in self.joins:
+                far = join.alias if join.near == near else join.near if join.alias == near else None
+                if far is not None and far not in known:
+                    known.append(far)
+                    pairs = list(join.on) if far == join.alias else [(own, other) for other, own in join.on]
+                    found.append(Step(near, far, pairs))
+        return found
+
+    def path(self, start: str, ends: Iterable[str]) -> list[Step]:
+        """The joins that lead from an alias to some aliases."""
+        steps = self.outwards(start)
+        above = {step.far: step.near for step in steps}
+        needed: set[str] = set()
+        for alias in ends:
+            while alias in above and alias not in needed:
+                needed.add(alias)
+                alias = above[alias]
+        return [step for step in steps if step.far in needed]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from zync_assets.assets.facts import errors_as_failures
 from zync_assets.assets.io_managers import SINK, SINK_TABLE, STAGING_POOL
 from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
+from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.etl.rules import kind_of
 from zync_assets.ingest.plan import RawBatch
@@ -275,5 +276,8 @@ def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
         kinds={"deltalake", "spark"},
         owners=labels.owners,
         tags=labels.tags,
-        metadata={"dagster/table_name": table_name(item.pool, item.topic)},
+        metadata={
+            "dagster/table_name": table_name(item.pool, item.topic),
+            **definition_metadata(names.pipeline, item.topic),
+        },
     )

@@ -24,6 +24,7 @@ from dagster import (
 )
 
 from zync_assets.assets import names
+from zync_assets.assets.views import batch_metadata
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import TopicState, topic_states
 from zync_assets.lake import storage
@@ -233,10 +234,12 @@ def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, range
     offsets that this run numbered."""
     pool = snapshot.pipeline.output(topic).pool
     state = snapshot.staging(pool)
-    own, more = _keys(context, ranges)
+    parts = list(ranges)
+    own, more = _keys(context, parts)
     refuse_ahead(pool, state, own)
     counts = state.head.counts if state else {}
-    context.add_output_metadata({PENDING: sum(n for (_, _, kind), n in counts.items() if kind == PENDING)})
+    waiting = sum(n for (_, _, kind), n in counts.items() if kind == PENDING)
+    context.add_output_metadata({PENDING: waiting, **batch_metadata(snapshot, topic, parts)})
     schema = staging_schema(state, topic) if state else None
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 

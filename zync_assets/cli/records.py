@@ -64,10 +64,14 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
     """Show which raw records made the output at OFFSET of the output topic TOPIC.
 
     The first row is the output itself. Of a raw record that retention removed, only its place is known. For a pending record
-    of an input topic, the rows show the record that it waits behind, or the records that wait behind it. Starts no JVM.
+    of an input topic, the rows show the record that it waits behind, or the records that wait behind it.
+
+    For an output of a view, Spark also finds the rows that contribute to its key now: the role is the alias of the table, and
+    the record is the one that has the row. For other outputs, trace starts no JVM.
     """
     loaded = load(pipeline)
     rows = trace_rows(loaded, topic, partition, offset)
+    rows += _contributions(loaded, topic, offset)
     for row in rows[1:]:
         if row["time"] is None:
             click.echo(
@@ -138,6 +142,25 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
         }
     ]
     return rows + [_source(pipeline, output["rule"], item) for item in output["source"]]
+
+
+def _contributions(pipeline: Pipeline, topic: str, offset: int) -> list[Row]:
+    """The records that have the rows that contribute to the key of a view's output now."""
+    rule = next((rule for rule in pipeline.rules if rule.out == topic and rule.view is not None), None)
+    state = None if rule is None else staging.open_staging(pipeline.lake, pipeline.output(topic).pool)
+    if rule is None or state is None:
+        return []
+    from zync_assets.etl.views.contributions import contributions
+    from zync_assets.spark.session import spark_session
+
+    found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset)
+    if found is None:
+        click.echo(
+            f"note: view {rule.name} is not as it was when its result was staged, so that its rows are not shown. Compute the"
+            f" result again: {pipeline.command('rebuild')}",
+            err=True,
+        )
+    return [{**_source(pipeline, rule.name, each._asdict()), "role": f"row {each.alias}"} for each in found or ()]
 
 
 def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]:

@@ -148,7 +148,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     learn_types(matching.questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
-    rows = sum(item.records for each in files.values() for item in each)
+    rows = sum(_records(item, plan.reads(topic)) for topic, each in files.items() for item in each)
     state = [item for item in (plan.state.files if plan.state else ()) if (item.group or "").startswith(STATE)]
     set_compiler(batch.spark, pipeline.spark, rows + sum(item.records for item in state))
     return Transform(
@@ -164,6 +164,15 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         held,
         {topic: frame for topic, frame in records.items() if topic in tabular},
     )
+
+
+def _records(item: DataFile, ranges: Sequence[OffsetRange]) -> int:
+    """The most records of a raw file that lie in some ranges."""
+    first, end = item.first or 0, (item.last or 0) + 1
+    inside = sum(
+        max(0, min(end, part.end) - max(first, part.first)) for part in ranges if part.partition == item.partition
+    )
+    return min(item.records, inside)
 
 
 def result_rows(

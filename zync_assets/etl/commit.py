@@ -380,7 +380,10 @@ def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
     leaving = [*plan.reopening.parts, *staged.failures.waited(plan)]
     if plan.state is None:
         return [], []
-    return carve(plan.state, leaving) if leaving else fold_ledger(plan.state)
+    added, removed = carve(plan.state, leaving) if leaving else ([], [])
+    # Records may leave their class in every batch, such as those whose row comes.
+    folded, small = fold_ledger(plan.state, removed)
+    return [*added, *folded], [*removed, *small]
 
 
 _WRITING = {

@@ -56,12 +56,14 @@ _vain: RecentCache[frozenset[str], bool] = RecentCache(10_000)
 _WAITING = ("pending", "completed")
 
 
-def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
+def fold_ledger(state: StagingState, without: Collection[DataFile] = ()) -> tuple[list[DataFile], list[DataFile]]:
     """Files to add and files to remove so that the ledger is short; both empty while it is short enough.
 
-    The written file is invisible until a commit names it.
+    ``without``: files that the batch removes. The written file is invisible until a commit names it.
     """
-    small = [item for item in state.ledger_files if item.records <= FOLD_SMALL_ENTRIES]
+    gone = {item.path for item in without}
+    files = [item for item in state.ledger_files if item.path not in gone]
+    small = [item for item in files if item.records <= FOLD_SMALL_ENTRIES]
     if len(small) < FOLD_FILES:
         return [], []
     # Batches in their order: what waits in one is most often completed in one of the next.
@@ -69,7 +71,7 @@ def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
     reach = np.cumsum([item.records for item in small])
     chosen = small[: int(np.searchsorted(reach, FOLD_ENTRIES, side="right"))]
     added = [_written(state, fold(staging.read_entries(state, chosen)))]
-    large = _large_pair(state)
+    large = _large_pair(files)
     if large is not None:
         rows = fold(staging.read_entries(state, large))
         if rows.num_rows <= FOLD_GAIN * sum(item.records for item in large):
@@ -78,9 +80,9 @@ def fold_ledger(state: StagingState) -> tuple[list[DataFile], list[DataFile]]:
     return added, chosen
 
 
-def _large_pair(state: StagingState) -> list[DataFile] | None:
+def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
     """Two large files that may be worth a fold; None if no two are."""
-    large = [item for item in state.ledger_files if item.records > FOLD_SMALL_ENTRIES]
+    large = [item for item in files if item.records > FOLD_SMALL_ENTRIES]
     for pair in combinations(sorted(large, key=lambda item: item.records), 2):
         if sum(item.records for item in pair) > 2 * FOLD_ENTRIES:
             continue

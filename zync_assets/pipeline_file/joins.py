@@ -101,7 +101,10 @@ class _Reader:
             return None
         kind: Literal["inner", "left"] = "left" if "LEFT" in words else "inner"
         pairs = self._pairs(alias, kind, rest)
-        return None if pairs is None else ViewJoin(kind, alias, pairs)
+        if pairs is None:
+            return None
+        [near] = {self.names[name] for one, _ in pairs for name in roots(parse(one).tree)}
+        return ViewJoin(kind, alias, pairs, near)
 
     def _alias(self, tokens: Sequence[Token]) -> tuple[str | None, Sequence[Token]]:
         """The alias that begins a part, and the tokens after it."""

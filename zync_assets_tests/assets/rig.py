@@ -110,9 +110,9 @@ class Rig:
         return self.run(self.names.staging_job("Staging"), first, fails=fails)
 
 
-def make_pipeline(services: Services, folder: Path, prefix: str, more: str = "") -> Pipeline:
+def make_pipeline(services: Services, folder: Path, prefix: str, more: str = "", file: str = FILE) -> Pipeline:
     """The pipeline, its two input topics there and empty; orders have two partitions. ``more``: further keys of the file."""
-    text = Template(FILE + more).substitute(prefix=prefix)
+    text = Template(file + more).substitute(prefix=prefix)
     pipeline = mini.make_pipeline(services, folder, text, name=prefix, lake="./lake")
     create_topic(pipeline.kafka, f"{prefix}.orders", 2, 1, {})
     create_topic(pipeline.kafka, f"{prefix}.payments", 1, 1, {})
@@ -121,13 +121,15 @@ def make_pipeline(services: Services, folder: Path, prefix: str, more: str = "")
 
 
 @contextmanager
-def make_rig(services: Services, folder: Path, prefix: str, *, keys: bool = True, more: str = "") -> Iterator[Rig]:
+def make_rig(
+    services: Services, folder: Path, prefix: str, *, keys: bool = True, more: str = "", file: str = FILE
+) -> Iterator[Rig]:
     """The pipeline in ``folder``, with an instance of its own. With ``keys``, the open ranges have theirs.
 
     The instance keeps its runs in memory: each run's file of SQLite costs more than the run. On disk they are where a webserver
     or another process looks at them (``test_graph_webserver``, ``test_secrets``, ``test_two_writers``).
     """
-    pipeline = make_pipeline(services, folder, prefix, more)
+    pipeline = make_pipeline(services, folder, prefix, more, file)
     with DagsterInstance.ephemeral(settings={"telemetry": {"enabled": False}}) as instance:
         rig = Rig(pipeline, instance, build_definitions(pipeline))
         if keys:

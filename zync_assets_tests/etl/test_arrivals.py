@@ -147,7 +147,26 @@ def make(services: Services, spark: SparkSession, folder: Path, name: str, secon
     return World(Mini(pipeline, spark, f"{name}.orders", f"{name}.customers", f"{name}.out"), name, Model(second))
 
 
-def test_events_wait_for_their_rows(
+def test_events_make_outputs_wait_or_go_into_quarantine(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    world = make(services, spark, tmp_path, unique)
+    world.customer(1, "Ann")
+    world.region("n", "north")
+    for how in ("wait", "quarantine", "null"):
+        for customer in (1, 2):
+            world.order(how, customer, "n")
+    world.batch()
+    world.check()
+    world.customer(2, "Bob")
+    world.customer(1, "Anna")
+    world.batch()
+    world.check()
+    assert not world.model.waiting
+
+
+@pytest.mark.slow
+def test_an_event_waits_for_each_row_and_for_no_longer_than_the_file_says(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make(services, spark, tmp_path, unique)
@@ -258,3 +277,76 @@ def test_random_batches_end_as_the_model_says(
             world.check()
 
     run()
+
+
+OTHERS = """
+inputs:
+  - {{topic: {name}.orders, pool: Raw, key-format: string, value-format: json, value-schema: "id bigint, customer string"}}
+  - {{topic: {name}.payments, pool: Raw, key-format: string, value-format: json, value-schema: "id bigint, paid bigint"}}
+  - {{topic: {name}.customers, pool: Raw, key-format: string, value-format: connect-json}}
+outputs:
+  - {{topic: {name}.out, pool: Staging, key-format: string, value-format: json, create: {{}}}}
+transforms:
+  - name: pair
+    type: denorm
+    where: {{left: value.customer <> 'single', right: value.paid > 0}}
+    left: {name}.orders
+    right: {name}.payments
+    join-on: left.value.id = right.value.id
+    lookup:
+      c: {{table: {name}.customers, on: c.name = left.value.customer, missing: quarantine}}
+      d: {{table: {name}.customers, on: d.id = right.value.paid, missing: null}}
+    key: left.key
+    value: {{paid: right.value.paid, customer: c.id, other: d.name}}
+    out: {name}.out
+  - name: single
+    type: stateless
+    in: {name}.payments
+    lookup: {{c: {{table: {name}.customers, on: c.id = 100 DIV value_of.value.paid, missing: null}}}}
+    key: value_of.key
+    value: {{customer: c.id}}
+    out: {name}.out
+""".replace("value_of", "in")
+
+
+@pytest.mark.slow
+def test_pairs_look_up_rows_when_the_table_has_a_type(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    orders, payments, customers = (f"{unique}.{name}" for name in ("orders", "payments", "customers"))
+    pipeline = make_pipeline(services, tmp_path, OTHERS.format(name=unique))
+    for item in pipeline.inputs:
+        create_topic(pipeline.kafka, item.topic, 1, 1, {})
+    it = Mini(pipeline, spark, orders, payments, f"{unique}.out")
+    names = ("Ann", "Bob", "Bob", "Cid")
+    schema = {
+        "type": "struct",
+        "fields": [{"field": "id", "type": "int64"}, {"field": "name", "type": "string"}],
+    }
+    it.send(orders, *((str(id), {"id": id, "customer": name}) for id, name in enumerate(("Ann", "Bob", "Dan"))))
+    it.send(payments, *((str(id), {"id": id, "paid": paid}) for id, paid in enumerate((3, 1, 2))))
+    it.step()
+    # No record gave the table a type.
+    assert it.classes(orders) == {"pending": 3}
+    assert it.classes(payments) == {"pending": 3}
+    [why] = {str(row["why"]) for row in pending_rows(pipeline, "Staging") if row["topic"] == orders}
+    assert why
+    rows = [{"schema": schema, "payload": {"id": id, "name": name}} for id, name in enumerate(names)]
+    it.send(customers, *((str(id), row) for id, row in enumerate(rows)))
+    # An expression of a look-up fails on a record.
+    it.send(payments, ("9", {"id": 9, "paid": 0}), ("8", {"id": 8, "paid": -50}))
+    it.step()
+    assert [(row["key"], row["value"]) for row in it.staged()] == [
+        ("0", {"paid": 3, "customer": 0, "other": "Cid"}),
+        ("8", {"paid": None, "customer": None, "other": None}),
+    ]
+    errors = {(one.topic, one.offset): one.error for one in quarantined_records(pipeline, Selection())}
+    assert errors.keys() == {(orders, 1), (orders, 2), (payments, 3)}
+    assert f"lookup c: several rows have c.name = left.value.customer in {customers}" in errors[orders, 1]
+    assert f"lookup c: no row has c.name = left.value.customer in {customers}" in errors[orders, 2]
+    assert "lookup: (100 DIV in.value.paid)" in errors[payments, 3]
+    assert "Division by zero" in errors[payments, 3]
+    # The payments wait for other orders.
+    assert it.classes(payments) == {"done": 2, "pending": 2, "quarantined": 1}
+    covered = exactly_once_done_coverage(pipeline, "Staging")
+    assert covered.passed, covered

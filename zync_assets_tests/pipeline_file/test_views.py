@@ -69,8 +69,8 @@ def test_a_view_is_its_tables_and_its_joins(tmp_path: Path) -> None:
         ViewTable("l", "shop.lines", {"id": "value.id"}, "value", "value IS NULL"),
     )
     joins = (
-        ViewJoin("inner", "c", (("o.customer_id", "c.id"),)),
-        ViewJoin("left", "l", (("o.id", "l.order_id"),)),
+        ViewJoin("inner", "c", (("o.customer_id", "c.id"),), "o"),
+        ViewJoin("left", "l", (("o.id", "l.order_id"),), "o"),
     )
     sides = Side("o", "shop.orders"), Side("c", "shop.customers"), Side("l", "shop.lines")
     view = View(tables, "o", joins, "o.status <> 'draft'")
@@ -104,7 +104,9 @@ def test_a_topic_with_two_aliases_is_one_side_and_two_views_use_one_input(tmp_pa
     )
     assert first.sides == (Side("a", "shop.orders"),)
     assert first.view is not None and second.view is not None
-    assert first.view.joins == (ViewJoin("left", "b", (("a.parent", "b.id"), ("coalesce(a.kind, 0)", "(b.kind)"))),)
+    assert first.view.joins == (
+        ViewJoin("left", "b", (("a.parent", "b.id"), ("coalesce(a.kind, 0)", "(b.kind)")), "a"),
+    )
     assert first.view.on_duplicate_key == "a.revision"
     assert (second.view.root, second.view.joins) == ("o", ())
 

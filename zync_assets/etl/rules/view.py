@@ -6,7 +6,7 @@ this module, and need no SQL parser: the functions that show a view load the par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from zync_assets.etl.rules.matching import Kind
 from zync_assets.etl.rules.shapes import headers_sql
@@ -62,12 +62,12 @@ def plan_text(rule: Rule) -> str:
     anchors = {alias for _, sql in leaves(rule.key, "key") for alias in _spelled(view, sql)}
     lines = [f"-- {rule.name}: how a batch keeps the view"]
     for item in view.tables:
-        steps = _steps(view, item.alias, anchors)
+        steps = view.path(item.alias, anchors)
         lines.append(f"-- a change of {item.alias} ({item.topic}) touches the keys {_shown(rule.key)} of")
         lines.append(f"--   the changed rows {item.alias}, as they were before the batch and as they are after it")
         lines += [
             f"--   with the rows {far} that have {_equal(pairs)}: a semi join of {near} with the state of {far}"
-            for far, near, pairs in steps
+            for near, far, pairs in steps
         ]
     lines.append(
         "-- The query then runs over the rows of these keys, before and after. The differences are the outputs."
@@ -75,31 +75,8 @@ def plan_text(rule: Rule) -> str:
     return "\n".join(lines)
 
 
-def _steps(view: View, start: str, anchors: set[str]) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
-    """The joins that lead from a table to the tables of the view's key: (the table found, the table before it, pairs)."""
-    edges: dict[str, dict[str, list[tuple[str, str]]]] = {item.alias: {} for item in view.tables}
-    for join in view.joins:
-        partner = next(iter(_spelled(view, join.on[0][0])), view.root)
-        edges[partner][join.alias] = [(own, before) for before, own in join.on]
-        edges[join.alias][partner] = list(join.on)
-    paths: dict[str, list[str]] = {start: [start]}
-    queue = [start]
-    while queue:
-        near = queue.pop(0)
-        for far in edges[near]:
-            if far not in paths:
-                paths[far] = [*paths[near], far]
-                queue.append(far)
-    done: set[str] = set()
-    for anchor in sorted(anchors, key=lambda alias: len(paths[alias])):
-        for near, far in zip(paths[anchor], paths[anchor][1:], strict=False):
-            if far not in done:
-                done.add(far)
-                yield far, near, edges[near][far]
-
-
 def _equal(pairs: list[tuple[str, str]]) -> str:
-    return " and ".join(f"{found} = {given}" for found, given in pairs)
+    return " and ".join(f"{found} = {given}" for given, found in pairs)
 
 
 def _shown(shape: Shape) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from sqlglot import exp
 from sqlglot.dialects.spark import Spark
@@ -24,7 +24,7 @@ from zync_assets.lake.rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered
-from zync_assets.queries import ViewJoin
+from zync_assets.queries import Step
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import short
 
@@ -122,32 +122,11 @@ class Query:
 
     def outwards(self, start: str) -> list[Step]:
         """The joins from an alias outwards, in the order of the way."""
-        ends = [(join, self._near(join)) for join in self.view.joins]
-        found, known = list[Step](), [start]
-        for near in known:
-            for join, other in ends:
-                far = join.alias if other == near else other if join.alias == near else None
-                if far is not None and far not in known:
-                    known.append(far)
-                    pairs = [pair for pair in join.on if self.owners(pair[0]) == {other}]
-                    found.append(Step(near, far, pairs if far == join.alias else [(own, one) for one, own in pairs]))
-        return found
+        return self.view.outwards(start)
 
     def path(self, start: str) -> list[Step]:
         """The joins that lead from an alias to all aliases of the view's key."""
-        steps = self.outwards(start)
-        above = {step.far: step.near for step in steps}
-        needed: set[str] = set()
-        for alias in {owner for sql in self.key_leaves for owner in self.owners(sql)}:
-            while alias in above and alias not in needed:
-                needed.add(alias)
-                alias = above[alias]
-        return [step for step in steps if step.far in needed]
-
-    def _near(self, join: ViewJoin) -> str:
-        """The alias that a join compares with. A join may compare with several: the last of them in the join order."""
-        named = {alias for near, _ in join.on for alias in self.owners(near)}
-        return max(named or {self.view.root}, key=self.aliases.index)
+        return self.view.path(start, {owner for sql in self.key_leaves for owner in self.owners(sql)})
 
     def joined(self, rows: Mapping[str, DataFrame], *, where: bool = True) -> DataFrame:
         """The joined rows, if wanted after ``where``. ``rows``: alias → rows with the column of that name, V, ORD and CAUSE.
@@ -241,15 +220,6 @@ class _Grouping:
             self.groups.append(f"{column} AS z_group_{len(self.groups)}")
         self.aggregates.append(f"{ordered(sql)} AS z_made_{len(self.aggregates)}")
         return f"z_made_{len(self.aggregates) - 1}"
-
-
-class Step(NamedTuple):
-    """A join on the way along the join tree. ``pairs``: an expression over the nearer alias, and the expression over the farther
-    alias that equals it."""
-
-    near: str
-    far: str
-    pairs: list[tuple[str, str]]
 
 
 def _columns(found: set[Reference], alias: str) -> list[str] | None:

@@ -125,6 +125,9 @@ def definition_of(rule: Rule) -> str:
         # As pools of older versions have it.
         if not item["by_time"]:
             del item["by_time"]
+    for join in view["joins"]:
+        # The expressions say it.
+        del join["near"]
     return json.dumps([view, rule.key, rule.value, rule.headers, rule.out], sort_keys=True)
 
 

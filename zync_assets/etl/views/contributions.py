@@ -1,0 +1,76 @@
+"""The rows that contribute to an output of a view now, for ``zync trace``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.views.maintenance import Maintenance
+from zync_assets.etl.views.query import CAUSE, KEY, Query, V
+from zync_assets.etl.views.state import Reader, state_files
+from zync_assets.etl.views.tables import TableType, definition_of, stored_type, table_of
+from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Rule
+from zync_assets.spark import frames
+from zync_assets.spark.frames import union
+from zync_assets.spark.sql import text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class Contribution(NamedTuple):
+    """A row of a table, by the record that has it."""
+
+    alias: str
+    topic: str
+    partition: int
+    offset: int
+
+
+def contributions(spark: SparkSession, state: StagingState, rule: Rule, offset: int) -> list[Contribution] | None:
+    """The rows from which the key of an output has its value now, by alias and record; empty if the key has none.
+
+    None if the pool has no result of the view as the rule is now.
+    """
+    assert rule.view is not None
+    tables = {item.alias: table_of(item) for item in rule.view.tables}
+    kinds: dict[str, TableType] = {}
+    for alias, table in tables.items():
+        if (kind := stored_type(table, state)) is not None:
+            kinds[alias] = kind
+    if state.head.views.get(rule.name) != definition_of(rule) or len(kinds) < len(tables):
+        return None
+    staged = frames.output_frame(spark, state, rule.out, [OffsetRange(0, offset, offset + 1)])
+    key = staged.selectExpr(f"key AS {KEY}")
+    query, reader = Query(rule), Reader(spark, state.table.uri)
+    before = {alias: state_files(state, table) for alias, table in tables.items()}
+    types = key.schema[KEY].dataType, key.schema[KEY].dataType, None
+    found = _OneKey(query, 0, reader, Ordering({}), kinds, before, {}, types, fresh=False, small=True, key=key)
+    joined = None if found.all_new else found.joined()
+    if joined is None:
+        return []
+    each = union(
+        joined.where(f"{V} = 1").selectExpr(f"{text_sql(alias)} AS alias", f"inline({CAUSE}_{at})")
+        for at, alias in enumerate(query.aliases)
+    )
+    rows = each.select("alias", "partition", "offset").distinct().collect()
+    places = [Contribution(row["alias"], tables[row["alias"]].topic, row["partition"], row["offset"]) for row in rows]
+    return sorted(places, key=lambda item: (query.aliases.index(item.alias), item.partition, item.offset))
+
+
+@dataclass(frozen=True)
+class _OneKey(Maintenance):
+    """The joined rows of one key, each row with the place of its record as its cause. ``key``: the column KEY."""
+
+    key: DataFrame | None = None
+
+    def touched(self) -> DataFrame | None:
+        return self.key
+
+    def _no_cause(self) -> tuple[str, str]:
+        order, _ = super()._no_cause()
+        place = "named_struct('partition', version.partition, 'offset', version.offset)"
+        return order, f"array({place}) AS {CAUSE}"
