@@ -1,4 +1,4 @@
-"""What the asset of a view's output shows: the view's SQL and tables, the size of its state, and what a batch emitted.
+"""Metadata of the asset of a view's output: the view's SQL and tables, the size of its state, and the outputs of a batch.
 
 The numbers come from the log, from a column of the batch's files and from one raw record, without a JVM.
 """

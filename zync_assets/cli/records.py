@@ -66,8 +66,8 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
     The first row is the output itself. Of a raw record that retention removed, only its place is known. For a pending record
     of an input topic, the rows show the record that it waits behind, or the records that wait behind it.
 
-    For an output of a view, Spark also finds the rows that contribute to its key now: the role is the alias of the table, and
-    the record is the one that has the row. For other outputs, trace starts no JVM.
+    For an output of a view, Spark also finds the rows that contribute to its key now. The role of such a row is the alias of its
+    table. For other outputs, trace starts no JVM.
     """
     loaded = load(pipeline)
     rows = trace_rows(loaded, topic, partition, offset)

@@ -381,7 +381,7 @@ def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
     if plan.state is None:
         return [], []
     added, removed = carve(plan.state, leaving) if leaving else ([], [])
-    # Records may leave their class in every batch, such as those whose row comes.
+    # Every batch may bring rows for pending records. The ledger gets short all the same.
     folded, small = fold_ledger(plan.state, removed)
     return [*added, *folded], [*removed, *small]
 
