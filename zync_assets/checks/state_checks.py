@@ -28,7 +28,7 @@ from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.fold import DELETE, OP, SET
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
-from zync_assets.sinks.target import TableSpec, Target
+from zync_assets.sinks.target import TableSpec, Target, open_target
 from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import frame_results, spark_failures, task_frame
 
@@ -70,7 +70,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
     Reads the whole source and the whole table, in Spark. Raises SinkError if a sink writes the table again and again meanwhile.
     """
     subject = sink_subject(sink, table)
-    if sink.mode == "insert" and sink.key:
+    if sink.mode == "insert" and (sink.key or open_target(sink).whole_records):
         return conclude(ROWS_MATCH, subject, "error", [], "not compared: appended rows have no unique key", {})
     for _ in range(LOOKS):
         plan = plan_sink(pipeline, sink, table)

@@ -8,15 +8,20 @@ from collections.abc import Iterator, Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import clickhouse_connect
 import pyarrow as pa
 import pytest
 
+from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
+from zync_assets.local.services import Services
 from zync_assets.sinks.clickhouse import ClickhouseTarget
+from zync_assets.sinks.steps import sink_all
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec
+from zync_assets_tests.mini import mini
 from zync_assets_tests.sinks.conformance import (
     ORIGIN,
     PLACE,
@@ -28,6 +33,9 @@ from zync_assets_tests.sinks.conformance import (
     model,
     rows_of,
 )
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def query(folder: Path, sql: str) -> list[Any]:
@@ -258,3 +266,41 @@ def test_the_error_names_the_extra_that_is_missing() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "Install it: pip install 'zync-assets[clickhouse]'" in ended.stderr
+
+
+PIPELINE = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: "id bigint", value-format: json,
+     schema: "before struct<id: bigint>, after struct<id: bigint, v string, n struct<a: int>>, op string"}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
+sinks:
+  - {name: house, type: clickhouse, url: "chdb://$lake/../house", from: [Raw.$left], table: rows}
+  - {name: log, type: clickhouse, url: "chdb://$lake/../house", from: [Raw.$right], table: log, mode: insert}
+"""
+
+
+@pytest.mark.slow
+def test_a_sink_of_a_pipeline_writes_to_clickhouse(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE.replace("$lake/..", str(tmp_path)))
+
+    def change(op: str, key: int, v: str | None = None) -> tuple[bytes, Any]:
+        after = None if op == "d" else {"id": key, "v": v, "n": {"a": key}}
+        return f'{{"id": {key}}}'.encode(), {"before": None, "after": after, "op": op}
+
+    it.send(it.left, change("c", 1, "a"), change("c", 2, "b"), change("c", 3, "c"), change("d", 3))
+    it.send(it.right, {"id": 1, "v": "x"}, {"id": 1, "v": "x"})
+    it.ingest()
+    assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 5
+    it.send(it.left, change("u", 1, "__debezium_unavailable_value"), change("d", 2), change("u", 4, "d"))
+    it.ingest()
+    assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 3
+    assert list(sink_all(it.pipeline, lambda: spark)) == []
+    house = tmp_path / "house"
+    assert query(house, "SELECT id, v, n FROM rows FINAL ORDER BY id") == [(1, "a", '{"a":1}'), (4, "d", '{"a":4}')]
+    assert query(house, "SELECT kafka_offset, id, v FROM log FINAL ORDER BY 1") == [(0, 1, "x"), (1, 1, "x")]
+    results = list(sink_results(it.pipeline))
+    assert [result.passed for result in results] == [True] * len(results)
+    for sink in it.pipeline.sinks:
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import CommitConflict
-from zync_assets.lake import archive
+from zync_assets import load_pipeline
+from zync_assets.checks.state_checks import rows_match
+from zync_assets.errors import CommitConflict, PipelineFileError
+from zync_assets.lake import archive, storage
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
@@ -193,6 +195,50 @@ def test_a_loser_changes_nothing_and_an_emptied_archive_begins_again(tmp_path: P
     assert digests(tmp_path) == before
 
 
+FILE = """
+lake: ./lake
+inputs: [{topic: shop.orders, pool: Raw, format: bytes}]
+sinks:
+  - {name: keep, type: files, url: %s}
+"""
+
+
+def test_the_url_of_a_folder_is_relative_to_the_file_and_that_of_a_bucket_has_the_keys_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    path = tmp_path / "shop.yaml"
+    path.write_text(FILE % '"archive?interval=1d", from: [Raw.*]')
+    (sink,) = load_pipeline(path).sinks
+    assert (sink.url, sink.mode) == (f"{tmp_path}/archive?interval=1d", "insert")
+    assert [table.name for table in sink.tables] == ["shop.orders"]
+    path.write_text(FILE % '"s3://bucket/folder?format=jsonl", from: [Raw.*]')
+    (sink,) = load_pipeline(path).sinks
+    target = FilesTarget(sink.url)
+    assert (target.root, target.format) == ("s3://bucket/folder", "jsonl")
+    assert storage.settings(target.root)["secret-access-key"] == "hidden"
+    assert "hidden" not in repr(sink) + repr(target.root)
+
+
+@pytest.mark.parametrize(
+    ("sink", "words"),
+    [
+        ('"a?format=csv", from: [Raw.*]', "takes ?format=parquet or jsonl, and interval=15m, 1h, 1d"),
+        ("a, from: [Raw.*], mode: upsert", "must be insert: objects are never changed"),
+        ("a, from: [Raw.*], key: [id]", "has no effect, because type: files keeps whole records"),
+        ("a, from: [Raw.*], before: {set: {b: '1'}}", "has no effect, because type: files keeps whole records"),
+        ('a, from: [Raw.*], table: "a/{topic}"', "must be the name of one folder, without /"),
+        ('"ftp://a/b", from: [Raw.*]', "is in no kind of store that is known here"),
+    ],
+)
+def test_what_has_no_meaning_for_objects_is_an_error_of_the_file(tmp_path: Path, sink: str, words: str) -> None:
+    path = tmp_path / "shop.yaml"
+    path.write_text(FILE % sink)
+    with pytest.raises(PipelineFileError) as error:
+        load_pipeline(path)
+    assert words in str(error.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_a_killed_sink_changes_nothing_when_it_is_repeated(tmp_path: Path, form: str) -> None:
@@ -258,6 +304,8 @@ def test_a_sink_of_a_pipeline_archives_its_raw_tables(
     assert (first["key"], first["value"], last["key"], last["value"]) == (b"k\xff", b"\x00", None, None)
     assert first["kafka"]["headers"] == [{"key": "h", "value": b"\xfe"}, {"key": "n", "value": None}]
     assert first["kafka"]["timestamp"].timestamp() * 1000 == time
+    found = rows_match(it.pipeline, lambda: spark, it.pipeline.sinks[0], it.pipeline.sinks[0].tables[0])
+    assert found.passed and "not compared" in found.summary
     reset_sink(it.pipeline, lambda: spark, "keep", it.left)
     assert archive.list_objects(str(tmp_path / "archive"), it.left) == []
     before = digests(tmp_path / "archive")
