@@ -37,6 +37,7 @@ from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.etl.views import test_maintenance
 from zync_assets_tests.model import Model
+from zync_assets_tests.publish import test_restore
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.sinks import test_commit
@@ -213,8 +214,8 @@ CASES: dict[str, Case] = {
     "publish:window-closed": Case(at_first),
     "publish:topic-deleted": Case(published, recreate=True),
 }
-ELSEWHERE = {*test_commit.POINTS, *test_maintenance.POINTS}
-"""The points of sinks and of views, which the shop has none of."""
+ELSEWHERE = {*test_commit.POINTS, *test_maintenance.POINTS, *test_restore.POINTS}
+"""The points of sinks, views and restores, which the shop has none of."""
 AGAIN: dict[str, Case] = {"publish:topic-created": Case(published, recreate=True)}
 """A point that is passed on two ways."""
 

@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "rebuild": Lazy("zync_assets.cli.run:rebuild", "Compute changed views again."),
     "to-kafka": Lazy("zync_assets.cli.run:to_kafka", "Publish the staging pools to the output topics."),
     "sink": Lazy("zync_assets.cli.run:sink", "Write staged topics and raw tables to target databases."),
+    "restore": Lazy("zync_assets.cli.restore:restore", "Publish archived records into a topic again."),
     "run": Lazy("zync_assets.cli.run:run", "All three steps and the sinks, again and again."),
     "status": Lazy("zync_assets.cli.status:status", "How far every topic and partition is."),
     "check": Lazy("zync_assets.cli.status:check", "Verify the pools and the output topics."),

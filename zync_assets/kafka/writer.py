@@ -38,7 +38,7 @@ QUEUE_BYTES = 64 << 20
 BATCH_OVERHEAD = 61
 """Bytes of a record batch before its records (message format v2)."""
 
-_PROMISES: Mapping[str, Any] = {
+PROMISES: Mapping[str, Any] = {
     "enable.idempotence": True,
     "enable.gapless.guarantee": True,
     "acks": "all",
@@ -116,7 +116,7 @@ class InOrder:
         self._waiting_bytes = 0
         # librdkafka takes 1000 bytes at least.
         sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
-        self._connection = Connection(kafka, {**_PROMISES, **sizes})
+        self._connection = Connection(kafka, {**PROMISES, **sizes})
         try:
             self._producer = Handover(self._connection.properties, topic, partition)
         except KafkaException as error:

@@ -1,0 +1,346 @@
+"""Restore: archived records, from a raw table or from objects, back into a topic.
+
+Partition p of the archive becomes partition p of the topic, in the archive's order. The protocol is that of publishing:
+
+    1. A run announces each window in the lake before it sends the window's first record.
+    2. After an unclean stop, it waits until the topic holds the window, or has stood still for ``settle``.
+    3. It compares what is in the topic with the archive, record by record, and goes on where the topic ends.
+
+Timestamps, headers and keys stay as they were. Bytes and texts are the originals. Columns of Avro are encoded again with the
+schemas of their writers, and other columns as JSON.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc, with_type
+from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.types import lake_type
+from zync_assets.codecs.dispatch import make_encoder
+from zync_assets.codecs.fields import topic_type_of
+from zync_assets.crashes import crash_point
+from zync_assets.errors import DataLoss, ForeignRecord, KafkaError, LakeError, SchemaError
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.timed_writer import TimedRecord, TimedWriter
+from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
+from zync_assets.lake import archive, raw, storage
+from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
+from zync_assets.pipeline import Pipeline
+
+WINDOW_RECORDS = 50_000
+WINDOW_BYTES = 32 << 20
+CONFIG = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
+"""The configuration of a topic that a restore makes: Kafka would delete records with old timestamps soon."""
+
+Encode = Callable[[pa.Array, int | None], pa.Array]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The result for one partition. ``verified``: the number of records that an earlier run sent; ``sent``: by this run."""
+
+    topic: str
+    partition: int
+    verified: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Where archived records come from. ``open``: partition → batches with ``kafka``, ``key`` and ``value``, in order."""
+
+    topic: str
+    partitions: tuple[int, ...]
+    open: Callable[[int], Iterator[pa.RecordBatch]]
+
+
+def open_archive(pipeline: Pipeline, source: str) -> Archive:
+    """The archive of ``Raw.Topic`` or ``files:URL/topic``. LakeError if there is none."""
+    if source.startswith("files:"):
+        root, _, topic = source.removeprefix("files:").partition("?")[0].rpartition("/")
+        objects = archive.list_objects(root, topic)
+        if not objects:
+            raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
+        if any(item.suffix != archive.SUFFIXES[archive.PARQUET] or item.time == archive.UNTIMED for item in objects):
+            raise LakeError(f"--from {source}: only objects in Parquet, of raw tables, are restored.")
+        return Archive(
+            topic,
+            tuple(sorted({item.partition for item in objects})),
+            lambda partition: chain.from_iterable(
+                archive.read_object(root, item) for item in objects if item.partition == partition
+            ),
+        )
+    pool, _, topic = source.partition(".")
+    state = raw.open_raw(pipeline.lake, pool, topic)
+    if state is None:
+        raise LakeError(
+            f"--from {source}: there is no such raw table. Write Pool.Topic of an input, or files:URL/topic."
+        )
+    return Archive(topic, tuple(sorted(state.next)), lambda partition: _raw_batches(state, partition))
+
+
+def _raw_batches(state: raw.RawState, partition: int) -> Iterator[pa.RecordBatch]:
+    """The records of a raw table's partition by offset. What replays brought lies between the others."""
+    own = [item for item in raw.raw_files(state) if item.partition == partition]
+    plain = chain.from_iterable(_file_batches(state, item.path) for item in own if not raw.is_replay(item))
+    replays = [_file_batches(state, item.path) for item in own if raw.is_replay(item)]
+    if not replays:
+        yield from plain
+        return
+    rows = [_single_rows(batches) for batches in (plain, *replays)]
+    for _, _, row in heapq.merge(*rows, key=lambda item: item[:2]):
+        yield row
+
+
+def _single_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    for batch in batches:
+        for at, offset in enumerate(pc.struct_field(batch.column("kafka"), "offset").to_pylist()):
+            yield offset, at, batch.slice(at, 1)
+
+
+def _file_batches(state: raw.RawState, path: str) -> Iterator[pa.RecordBatch]:
+    system, place = storage.filesystem(storage.join(state.table.uri, path))
+    with pq.ParquetFile(place, filesystem=system) as file:
+        yield from storage.read_batches(file, 10_000)
+
+
+def restore(
+    pipeline: Pipeline, source: str, topic: str, since: int | None = None, until: int | None = None
+) -> Iterator[Restored]:
+    """Publish the records of an archive with ``since <= time < until`` (microseconds since the epoch) to a topic.
+
+    Makes the topic if it is missing. Raises KafkaError for a topic with other records, ForeignRecord and DataLoss if the topic
+    changed in the meantime, and SchemaError for a record that can't be encoded.
+    """
+    found = open_archive(pipeline, source)
+    states = topic_states(pipeline.kafka, [topic])
+    count = max(found.partitions, default=0) + 1
+    state = states.get(topic) or create_topic(pipeline.kafka, topic, count, -1, CONFIG)
+    if len(state.partitions) < count:
+        raise KafkaError(
+            f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
+        )
+    digest = blake2b("\0".join((source, str(since), str(until))).encode(), digest_size=6).hexdigest()
+    encode = _encoder(pipeline, found.topic)
+    for partition in found.partitions:
+        place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
+        yield place.restore(lambda partition=partition: _records(found.open(partition), since, until, encode))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A partition that records are restored to. ``pool``: the name of the restore in the lake."""
+
+    pipeline: Pipeline
+    pool: str
+    topic: str
+    topic_id: str
+    partition: int
+
+    def restore(self, records: Callable[[], Iterator[TimedRecord]]) -> Restored:
+        # 1. Nothing else is in the topic, or what an earlier run sent.
+        state = open_publish_state(self.pipeline.lake, self.pool, self.topic, self.partition)
+        high = self._high()
+        if state.window is None or not state.belongs_to(self.topic_id):
+            if high:
+                raise KafkaError(
+                    f"{self} holds records up to offset {high - 1} that this restore did not send. Restore into a new topic."
+                )
+            state = self._commit(state, 0, 0)
+        # 2. After an unclean stop, a crashed producer's records can still surface. Compare what there is.
+        verified = state.verified_end or 0
+        if state.window != verified:
+            high = self._stable_high(state.window or 0, high)
+        if high < verified:
+            raise DataLoss(
+                f"{self} ends at offset {high}, and held {verified}: it lost records. Restore into a new topic."
+            )
+        if high > verified or state.window != verified:
+            self._compare(islice(records(), verified, None), verified, high)
+            state = self._commit(state, high, high)
+        # 3. Send the rest window by window.
+        sent = 0
+        with TimedWriter(self.pipeline.kafka, self.topic, self.partition, high) as writer:
+            for window in _windows(islice(records(), high, None)):
+                writer.check_sizes(window)
+                state = self._commit(state, writer.sent + len(window), writer.confirmed)
+                crash_point("restore:announced")
+                writer.write(window)
+                crash_point("restore:sent")
+                sent += len(window)
+            if sent:
+                self._commit(state, writer.confirmed, writer.confirmed)
+        return Restored(self.topic, self.partition, high, sent)
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+    def _high(self) -> int:
+        return high_watermark(self.pipeline.kafka, self.topic, self.partition)
+
+    def _commit(self, state: PublishState, window: int, verified: int) -> PublishState:
+        return commit_publish_state(
+            self.pipeline.lake, self.pool, state, window=window, verified_end=verified, topic_id=self.topic_id
+        )
+
+    def _stable_high(self, window: int, high: int) -> int:
+        last_move = time.monotonic()
+        while high < window and time.monotonic() - last_move < self.pipeline.settle_seconds:
+            time.sleep(0.2)
+            new_high = self._high()
+            if new_high != high:
+                high, last_move = new_high, time.monotonic()
+        return high
+
+    def _compare(self, ours: Iterator[TimedRecord], first: int, end: int) -> None:
+        upcoming = first
+        for batch in read_range(self.pipeline.kafka, self.topic, self.partition, first, end, uncommitted=True):
+            for row in batch.to_pylist():
+                mine = next(ours, None)
+                if mine is None or row["offset"] != upcoming or not _is_same(mine, row):
+                    raise ForeignRecord(
+                        f"{self} holds another record at offset {upcoming} than the archive. Another producer wrote to"
+                        f" {self.topic}, or the archive changed. Restore into a new topic."
+                    )
+                upcoming += 1
+        if upcoming != end:
+            raise ForeignRecord(f"{self} lacks a record at offset {upcoming}. Restore into a new topic.")
+
+
+def _is_same(mine: TimedRecord, other: Mapping[str, Any]) -> bool:
+    headers = tuple((item["key"], item["value"]) for item in other["headers"] or ())
+    times = (None, other["timestamp"])
+    return (mine.key, mine.value, mine.headers) == (other["key"], other["value"], headers) and mine.timestamp in times
+
+
+def _records(
+    batches: Iterable[pa.RecordBatch], since: int | None, until: int | None, encode: Mapping[str, Encode]
+) -> Iterator[TimedRecord]:
+    for batch in batches:
+        kafka = batch.column("kafka")
+        times = pc.struct_field(kafka, "time").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
+        first = 0 if since is None else int(times.searchsorted(since))
+        end = len(times) if until is None else int(times.searchsorted(until))
+        if first >= end:
+            continue
+        part = batch.slice(first, end - first)
+        kafka = part.column("kafka")
+        stamps = pc.struct_field(kafka, "timestamp").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_pylist()
+        headers = pc.struct_field(kafka, "headers").to_pylist()
+        sides = [_payloads(part, side, encode[side]) for side in ("key", "value")]
+        for stamp, pairs, key, value in zip(stamps, headers, *sides, strict=True):
+            yield TimedRecord(
+                None if stamp is None else stamp // 1000,
+                tuple((item["key"], item["value"]) for item in pairs or ()),
+                key,
+                value,
+            )
+
+
+def _payloads(part: pa.RecordBatch, side: str, encode: Encode) -> list[bytes | None]:
+    """The bytes of one side, group by group of its writers' schemas."""
+    if side not in part.schema.names:
+        return [None] * part.num_rows
+    values, ids = part.column(side), _schema_ids(part, side)
+    payloads: list[bytes | None] = [None] * part.num_rows
+    for schema_id in pc.unique(ids).to_pylist():
+        mask = pc.is_null(ids) if schema_id is None else pc.equal(ids, schema_id)
+        places = pc.indices_nonzero(pc.fill_null(mask, False))
+        made = encode(values.take(places), schema_id).to_pylist()
+        for place, payload in zip(places.to_pylist(), made, strict=True):
+            payloads[place] = payload
+    return payloads
+
+
+def _schema_ids(part: pa.RecordBatch, side: str) -> pa.Array:
+    name, kafka = f"{side}_schema_id", part.column("kafka")
+    if name in part.schema.names:
+        return part.column(name)
+    return pc.struct_field(kafka, name) if kafka.type.get_field_index(name) >= 0 else pa.nulls(len(kafka), pa.int32())
+
+
+def _encoder(pipeline: Pipeline, topic: str) -> dict[str, Encode]:
+    """Side → how its columns become bytes."""
+    registry = Registry(pipeline.registry) if pipeline.registry else None
+    item = next((item for item in pipeline.inputs if item.topic == topic), None)
+
+    @cache
+    def schema_of(schema_id: int) -> str:
+        if registry is None:
+            raise SchemaError(f"topic {topic} has Avro, and the pipeline has no registry. Add registry: url.")
+        return registry.schema(schema_id)
+
+    def encode(side: str, values: pa.Array, schema_id: int | None) -> pa.Array:
+        kinds = pa.types
+        if schema_id is None and (kinds.is_binary(values.type) or kinds.is_large_binary(values.type)):
+            return values
+        if schema_id is None and kinds.is_string(values.type):
+            return values.cast(pa.binary())
+        if kinds.is_null(values.type):
+            return values
+        form = getattr(item, side, None)
+        if schema_id is None and form is not None and form.format == "connect-json":
+            raise SchemaError(
+                f"topic {topic}: connect-json with columns is not restored: its schemas are not kept. Restore an archive of"
+                " format bytes."
+            )
+        if schema_id is None:
+            encoder, values = make_encoder("json", None, None), with_type(values, topic_type_of(values.type))
+        else:
+            encoder = make_encoder("avro", schema_of(schema_id), schema_id)
+            values = _with_fields(values, lake_type(parse(schema_of(schema_id))), f"topic {topic}, {side}")
+        result = encoder.encode(values)
+        if result.bad:
+            raise SchemaError(f"topic {topic}, {side}: {result.bad[0].error}. Nothing more was sent.")
+        return result.payloads
+
+    return {side: lambda values, schema_id, side=side: encode(side, values, schema_id) for side in ("key", "value")}
+
+
+def _with_fields(values: pa.Array, wanted: pa.DataType, where: str) -> pa.Array:
+    """The values, under the names of the lake or of the topic: those that a schema has. SchemaError if a field is missing: an
+    encoder would write a null."""
+    for kind in (values.type, topic_type_of(values.type)):
+        if _has_fields(kind, wanted):
+            return with_type(values, kind)
+    raise SchemaError(
+        f"{where}: the archive lacks a field of the writer's schema, so that the record would lose it. Restore an archive of"
+        " format bytes."
+    )
+
+
+def _has_fields(kind: pa.DataType, wanted: pa.DataType) -> bool:
+    kinds = pa.types
+    if kinds.is_struct(wanted):
+        own = {item.name: item.type for item in kind} if kinds.is_struct(kind) else {}
+        return all(item.name in own and _has_fields(own[item.name], item.type) for item in wanted)
+    if kinds.is_list(wanted):
+        return kinds.is_list(kind) and _has_fields(kind.value_type, wanted.value_type)
+    if kinds.is_map(wanted):
+        return kinds.is_map(kind) and _has_fields(kind.item_type, wanted.item_type)
+    return True
+
+
+def _windows(records: Iterator[TimedRecord]) -> Generator[list[TimedRecord]]:
+    window: list[TimedRecord] = []
+    size = 0
+    for record in records:
+        window.append(record)
+        size += record.size
+        if len(window) >= WINDOW_RECORDS or size >= WINDOW_BYTES:
+            yield window
+            window, size = [], 0
+    if window:
+        yield window

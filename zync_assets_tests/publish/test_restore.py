@@ -1,0 +1,158 @@
+"""Archived records come back into a topic as they were, once, wherever the restore is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from decimal import Decimal
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fastavro
+import pytest
+
+from zync_assets.codecs.avro.decoder import header
+from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
+from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import high_watermark
+from zync_assets.local.services import Services
+from zync_assets.publish.restore import restore
+from zync_assets.sinks.steps import sink_all
+from zync_assets_tests.mini import Mini, mini
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PIPELINE = """
+inputs:
+  - {topic: $left, pool: Raw, format: bytes}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
+sinks:
+  - {name: keep, type: files, url: archive, from: [Raw.*]}
+"""
+TIME = 1_790_000_000_000
+POINTS = ("restore:announced", "restore:sent")
+"""The crash points of a restore."""
+
+
+def records(it: Mini, topic: str, partition: int) -> list[tuple[Any, ...]]:
+    """Timestamp, headers, key and value of each record."""
+    end = high_watermark(it.pipeline.kafka, topic, partition)
+    names = ("timestamp", "headers", "key", "value")
+    return [
+        tuple(row[name] or (None if name == "headers" else row[name]) for name in names)
+        for batch in read_range(it.pipeline.kafka, topic, partition, 0, end)
+        for row in batch.to_pylist()
+    ]
+
+
+def filled(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Mini:
+    it = mini(services, spark, tmp_path, unique, PIPELINE, partitions=2)
+    rows = [(None, None), (b"", b""), *((b"k%d" % (at % 7), b"\x00\xff%d" % at) for at in range(200))]
+    times = [TIME + at * 1000 for at in range(len(rows))]
+    it.send(it.left, *rows[:100], times=times[:100], headers=[("h", b"\xfe"), ("n", None)])
+    it.send(it.left, *rows[100:], times=times[100:])
+    it.send(it.left, (b"p", b"q"), partition=1, times=[TIME + 5000])
+    it.send(it.right, {"id": 1, "v": "ö"}, None, {"id": 2, "v": None}, times=[TIME] * 3)
+    it.ingest()
+    return it
+
+
+@pytest.mark.slow
+def test_records_come_back_as_they_were(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+    it = filled(services, spark, tmp_path, unique)
+    copy = f"{unique}.copy"
+    done = list(restore(it.pipeline, f"Raw.{it.left}", copy))
+    assert [(item.partition, item.verified, item.sent) for item in done] == [(0, 0, 202), (1, 0, 1)]
+    for partition in (0, 1):
+        assert records(it, copy, partition) == records(it, it.left, partition)
+    # A second run sends nothing; a further one goes on with what has come since.
+    assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", copy)] == [0, 0]
+    it.send(it.left, (b"more", b"m"), times=[TIME + 900_000])
+    it.ingest()
+    assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", copy)] == [1, 0]
+    assert records(it, copy, 0) == records(it, it.left, 0)
+
+    # Objects, and a part of the time. Typed values are JSON again.
+    list(sink_all(it.pipeline, lambda: spark))
+    archive = f"files:{tmp_path}/archive/{it.left}"
+    part = list(restore(it.pipeline, archive, f"{unique}.part", (TIME + 10_000) * 1000, (TIME + 20_000) * 1000))
+    assert [item.sent for item in part] == [10, 0]
+    assert records(it, f"{unique}.part", 0) == records(it, it.left, 0)[10:20]
+    list(restore(it.pipeline, f"files:{tmp_path}/archive/{it.right}", f"{unique}.json"))
+    again, before = records(it, f"{unique}.json", 0), records(it, it.right, 0)
+    assert [row[:3] for row in again] == [row[:3] for row in before]
+    assert [row[3] and json.loads(row[3]) for row in again] == [row[3] and json.loads(row[3]) for row in before]
+
+    # Another program's records are found, and nothing follows them.
+    with pytest.raises(KafkaError, match="that this restore did not send"):
+        list(restore(it.pipeline, archive, copy))
+    with pytest.raises(LakeError, match="there is no such raw table"):
+        list(restore(it.pipeline, "Raw.nothing", copy))
+    it.send(copy, (b"foreign", b"x"), times=[TIME])
+    with pytest.raises(ForeignRecord, match=f"{copy}/0 holds another record at offset 203"):
+        list(restore(it.pipeline, f"Raw.{it.left}", copy))
+
+
+AVRO = """
+inputs: [{topic: $left, pool: Raw, format: avro}, {topic: $right, pool: Raw, key-format: bytes, value-format: connect-json}]
+"""
+
+
+def test_avro_is_encoded_again_with_the_schemas_of_its_writers(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, AVRO)
+    assert it.pipeline.registry is not None
+    registry, rows = Registry(it.pipeline.registry), list[tuple[bytes | None, bytes | None]]()
+    narrow = [{"name": "id", "type": "long"}, {"name": "v", "type": ["null", "string"], "default": None}]
+    wide = [*narrow, {"name": "more", "type": {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}}]
+    key = {"type": "record", "name": "k", "fields": narrow[:1]}
+    for fields in (narrow, wide, narrow):
+        schema = {"type": "record", "name": "r", "fields": fields}
+        for number in range(3):
+            row = {"id": number, "v": chr(97 + number) if number else None, "more": Decimal(number).scaleb(-2)}
+            sides = [(key, f"{it.left}-key"), (schema, f"{it.left}-value")]
+            rows.append(tuple(framed(registry, subject, kind, row) for kind, subject in sides))  # pyright: ignore
+    it.send(it.left, *rows, (rows[0][0], None), times=[TIME] * 10)
+    document = {"schema": {"type": "struct", "fields": [{"field": "a", "type": "int32"}]}, "payload": {"a": 1}}
+    it.send(it.right, (b"k", document), times=[TIME])
+    it.ingest()
+    assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", f"{unique}.copy")] == [10]
+    assert records(it, f"{unique}.copy", 0) == records(it, it.left, 0)
+    with pytest.raises(SchemaError, match="connect-json with columns is not restored"):
+        list(restore(it.pipeline, f"Raw.{it.right}", f"{unique}.connect"))
+
+
+def framed(registry: Registry, subject: str, schema: dict[str, Any], row: dict[str, Any]) -> bytes:
+    data = BytesIO()
+    own = {name: row[name] for name in (item["name"] for item in schema["fields"])}
+    fastavro.schemaless_writer(data, fastavro.parse_schema(schema), own)
+    return header(registry.register(subject, json.dumps(schema))) + data.getvalue()
+
+
+@pytest.mark.slow
+def test_a_killed_restore_goes_on_where_it_stopped(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = filled(services, spark, tmp_path, unique)
+    copy = f"{unique}.copy"
+    script = (
+        "from zync_assets.publish import restore; restore.WINDOW_RECORDS = 30\n"
+        "from zync_assets.cli.main import main; main()"
+    )
+    line = [sys.executable, "-c", script, "restore", str(it.pipeline.path), "--from", f"Raw.{it.left}", "--to", copy]
+
+    def run(point: str | None = None) -> int:
+        env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
+        return subprocess.run(line, env=env, check=False, capture_output=point is not None, timeout=250).returncode
+
+    for number, point in enumerate([*POINTS, *POINTS]):
+        assert run(f"{point}@{number // 2 + 1}") == -9
+    assert run() == 0
+    for partition in (0, 1):
+        assert records(it, copy, partition) == records(it, it.left, partition)
