@@ -83,12 +83,9 @@ class Table:
 
     envelope: bool
     rows: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    typed: bool = False
-    """Whether a record came. Before, the table has no columns, even if the topic has a schema."""
 
     def apply(self, key: Any, value: Mapping[str, Any] | None) -> None:
         """Take the next record of a key's partition."""
-        self.typed = True
         gone = value is None or (self.envelope and value["op"] == "d")
         if gone:
             self.rows.pop(key_text(key), None)

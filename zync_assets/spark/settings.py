@@ -31,6 +31,7 @@ from zync_assets.lake import storage
 from zync_assets.local.java import cache_dir, find_java, spark_s3_jars
 from zync_assets.local.processes import python_environment
 from zync_assets.pipeline import SHARED
+from zync_assets.spark.sql import MOST_IN
 
 if TYPE_CHECKING:
     pass
@@ -73,8 +74,8 @@ _DEFAULTS = {
     # Spark finds compiled code again by its source text. A long session has more than Spark's default of 100 sources.
     "spark.sql.codegen.cache.maxEntries": "1000",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
-    # A look-up of so many values skips the pages of Parquet files without one. More values would nest too deep for the stack.
-    "spark.sql.parquet.pushdown.inFilterThreshold": "2500",
+    # A look-up of so many values skips the pages of Parquet files without one.
+    "spark.sql.parquet.pushdown.inFilterThreshold": str(MOST_IN),
     # A list of few values is not a part of the compiled code either.
     "spark.sql.optimizer.inSetConversionThreshold": "0",
     "spark.redaction.regex": SECRET,

@@ -48,6 +48,27 @@ def name_sql(name: str) -> str:
     return f"`{name.replace('`', '``')}`"
 
 
+MOST_IN = 160
+"""Values of a list that Parquet gets as a filter: ``spark.sql.parquet.pushdown.inFilterThreshold``."""
+_LISTS = 16
+
+
+def listed_sql(sql: str, values: Sequence[str]) -> str:
+    """Whether a value is one of ``values``, which are sorted. Parquet skips pages by it.
+
+    Parquet writes its filter as text for each file, and a list as nested as it is long. Several short lists, in a tree, make less
+    text than a long one. Rows are compared with the long list first.
+    """
+    found = f"{sql} IN ({', '.join(values)})" if values else "false"
+    if not MOST_IN < len(values) <= MOST_IN * _LISTS:
+        return found
+    size = -(-len(values) // _LISTS)
+    lists = [f"{sql} IN ({', '.join(values[at : at + size])})" for at in range(0, len(values), size)]
+    while len(lists) > 1:
+        lists = [f"({' OR '.join(lists[at : at + 2])})" for at in range(0, len(lists), 2)]
+    return f"{found} AND {lists[0]}"
+
+
 def path_sql(path: Sequence[str]) -> str:
     """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
     return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import spark_type
@@ -176,13 +175,12 @@ def write_changes(
     from pyspark.sql import functions as F
 
     kind, places = records.kind, records.places
-    found = _latest(kind, records, placeholder)
     if places is not None:
-        pairs = kept(
-            _replacing(kind, records, placeholder, _looked_up(reader, kind, before, places, found)), eager=False
-        )
+        found = _with_old(_latest(kind, records, placeholder, _looked_up(reader, kind, before, places)))
+        pairs = kept(_replacing(kind, records, placeholder, found), eager=False)
         files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
         return Change(kind, before, files, pairs)
+    found = _latest(kind, records, placeholder)
     if not before.versions:
         checked = _checked(kind, _version_sql("partition", "last"), "lowest", "highest")
         frame = found.selectExpr("0 AS gone", "key", "row", f"{checked} AS version")
@@ -192,30 +190,26 @@ def write_changes(
     return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
 
 
-def _looked_up(reader: Reader, kind: TableType, before: StateFiles, places: Places, found: DataFrame) -> DataFrame:
-    """The last records with the row before them: ``found``, old_key (null: the key is new), old_row, old. The keys have few
-    versions. One task finds the live version of each key."""
-    from pyspark.sql import functions as F
-
-    new = found.selectExpr("key", f"struct({', '.join(name for name in found.columns if name != 'key')}) AS new")
-    parts = [new]
-    if before.versions:
-        each = [
-            reader.rows(kind, before.versions, places).selectExpr("key", "struct(0 AS gone, row, version) AS version")
-        ]
-        if before.replaced:
-            gone = reader.rows(kind, before.replaced, places)
-            each.append(gone.selectExpr("key", "struct(1 AS gone, row, version) AS version"))
-        parts.append(union(each).repartition(1))
-    else:
+def _looked_up(reader: Reader, kind: TableType, before: StateFiles, places: Places) -> DataFrame:
+    """The versions of the keys at places, and a few others: key, version (struct(gone, row, version))."""
+    if not before.versions:
         row, version = (type_sql(spark_type(kind.schema.field(name).type)) for name in (kind.table.row_column, VERSION))
         null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: {version}>) AS version"
-        parts = [new.selectExpr("*", null)]
-    both = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts).coalesce(1)
-    each = both.groupBy("key").agg(F.expr("any_value(new, true) AS new"), F.expr("collect_list(version) AS versions"))
+        return reader.spark.range(0).selectExpr(f"CAST(NULL AS {type_sql(kind.state_key)}) AS key", null)
+    each = [
+        reader.rows(kind, files, places).selectExpr("key", f"struct({gone} AS gone, row, version) AS version")
+        for gone, files in ((0, before.versions), (1, before.replaced))
+        if files
+    ]
+    return union(each).repartition(1)
+
+
+def _with_old(found: DataFrame) -> DataFrame:
+    """The last records with the row before them: old_key (null: the key is new), old_row, old. ``found``: has the column
+    ``versions`` of the key."""
     same = "other.version.partition = it.version.partition AND other.version.offset = it.version.offset"
     live = f"it.gone = 0 AND NOT exists(versions, other -> other.gone = 1 AND {same})"
-    old = each.where("new IS NOT NULL").selectExpr("key", "new.*", f"get(filter(versions, it -> {live}), 0) AS old")
+    old = found.selectExpr("* EXCEPT (versions)", f"get(filter(versions, it -> {live}), 0) AS old")
     return old.selectExpr(
         "* EXCEPT (old)",
         "CASE WHEN old IS NOT NULL THEN key END AS old_key",
@@ -229,21 +223,32 @@ def latest_rows(records: TableRecords, placeholder: str | None) -> DataFrame:
     return _latest(records.kind, records, placeholder).select("key", "row")
 
 
-def _latest(kind: TableType, records: TableRecords, placeholder: str | None) -> DataFrame:
+def _latest(
+    kind: TableType, records: TableRecords, placeholder: str | None, versions: DataFrame | None = None
+) -> DataFrame:
     """The last record of each key: key, row, last (struct(partition, offset, high, low)), its partition, offsets, lowest and
-    highest partition. With unchanged values that were not sent: ``rows``, all rows of the key in order."""
+    highest partition. With unchanged values that were not sent: ``rows``, all rows of the key in order. With ``versions``
+    (``_looked_up``): also ``versions``, those of the key. One task takes both then, and Spark sets up one aggregation."""
     from pyspark.sql import functions as F
 
+    frame, of = records.frame, ""
+    if versions is not None:
+        frame = frame.unionByName(versions, allowMissingColumns=True).coalesce(1)
+        of = " FILTER (WHERE offset IS NOT NULL)"
     at = f"struct({', '.join(_order(kind))})"
     columns = [
-        f"max_by(struct(row, struct(partition, offset, high, low) AS at), {at}) AS latest",
-        "sort_array(collect_list(struct(partition, offset))) AS places",
+        f"max_by(struct(row, struct(partition, offset, high, low) AS at), {at}){of} AS latest",
+        f"sort_array(collect_list(struct(partition, offset)){of}) AS places",
         "min(partition) AS lowest",
         "max(partition) AS highest",
     ]
     if records.opens:
-        columns.append(f"sort_array(collect_list(struct({at} AS at, row))) AS rows")
-    grouped = records.frame.groupBy("key").agg(*map(F.expr, columns))
+        columns.append(f"sort_array(collect_list(struct({at} AS at, row)){of}) AS rows")
+    if versions is not None:
+        columns.append("collect_list(version) AS versions")
+    grouped = frame.groupBy("key").agg(*map(F.expr, columns))
+    if versions is not None:
+        grouped = grouped.where("lowest IS NOT NULL")
     row = "latest.row"
     if records.opens:
         row = _folded(kind, placeholder, f"CAST(NULL AS {type_sql(kind.state_row)})")

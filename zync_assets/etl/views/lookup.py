@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.pipeline import Shape
-from zync_assets.spark.sql import long_sql, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import listed_sql, long_sql, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -49,7 +49,7 @@ class Values:
         return frame.join(self.frame, F.expr(equal), "left_semi")
 
     def _condition(self, sql: str) -> str:
-        return f"{sql} IN ({', '.join(self.listed)})" if self.listed else "false"
+        return listed_sql(sql, self.listed)
 
 
 def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:

@@ -20,7 +20,7 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.staging import StagingState
 from zync_assets.spark import frames
-from zync_assets.spark.sql import long_sql, name_sql
+from zync_assets.spark.sql import listed_sql, long_sql, name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -53,7 +53,7 @@ class Places:
     def condition(self, high: str, key: str) -> str:
         """The condition of these keys, as SQL. Other keys may have it too."""
         hashed = f" AND xxhash64({key}) IN ({', '.join(map(long_sql, self.hashes))})" if self.hashes else ""
-        return f"{high} IN ({', '.join(map(long_sql, self.highs))}){hashed}"
+        return f"{listed_sql(high, [long_sql(value) for value in self.highs])}{hashed}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ _READING = {
 _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
-    "compression": "snappy",
+    # The numbers of a version are in order, and take little room: two thirds of what snappy makes of a file.
+    "compression": "zstd",
     "parquet.block.size": str(ROW_GROUP),
     "parquet.page.row.count.limit": str(PAGE_RECORDS),
 }
