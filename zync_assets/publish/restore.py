@@ -13,6 +13,7 @@ schemas of their writers, and other columns as JSON.
 from __future__ import annotations
 
 import heapq
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.timed_writer import TimedRecord, TimedWriter
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
-from zync_assets.lake import archive, raw, storage
+from zync_assets.lake import archive, raw, storage, stores
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import LakeUri, Pipeline
 
 WINDOW_RECORDS = 50_000
 WINDOW_BYTES = 32 << 20
@@ -70,6 +71,8 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
     """The archive of ``Raw.Topic`` or ``files:URL/topic``. LakeError if there is none."""
     if source.startswith("files:"):
         root, _, topic = source.removeprefix("files:").partition("?")[0].rpartition("/")
+        if storage.is_store(root):
+            root = LakeUri(root, stores.with_environment(root, {}, os.environ))
         objects = archive.list_objects(root, topic)
         if not objects:
             raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")

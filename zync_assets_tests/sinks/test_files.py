@@ -26,6 +26,7 @@ from zync_assets.lake import archive, storage
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
+from zync_assets.publish.restore import open_archive
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec
@@ -257,13 +258,23 @@ def test_a_killed_sink_changes_nothing_when_it_is_repeated(tmp_path: Path, form:
 
 
 @pytest.mark.slow
-def test_a_bucket_has_the_same_objects_as_a_folder(tmp_path: Path, s3: S3, unique: str) -> None:
+def test_a_bucket_has_the_same_objects_as_a_folder(
+    tmp_path: Path, s3: S3, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     apply(FilesTarget(str(tmp_path)), 6, 60)
     bucket = FilesTarget(LakeUri(f"s3://lakes/{unique}", s3.settings))
     apply(bucket, 6, 60)
     assert digests(s3.bucket("lakes") / unique) == digests(tmp_path)
     assert kept(bucket) == rows(6, 60)
     assert archive.list_loads(bucket.root) == []
+    # `zync restore` finds them with the keys of the environment.
+    for name, value in zip(("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), s3.settings.values(), strict=True):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    path = tmp_path / "shop.yaml"
+    path.write_text(FILE % "a, from: [Raw.*]")
+    found = open_archive(load_pipeline(path), f"files:s3://lakes/{unique}/shop.orders")
+    batches_of = [batch for partition in found.partitions for batch in found.open(partition)]
+    assert [row for batch in batches_of for row in batch.to_pylist()] == rows(6, 60)
 
 
 PIPELINE = """
