@@ -110,7 +110,9 @@ def _place(sides: Mapping[str, DataFrame], sql: str) -> tuple[object, ...]:
 def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
     frames = [
         # A frame of rows has its rows under their alias already.
-        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`") if side and side not in frame.columns else frame
+        frame.selectExpr(f"struct(kafka, key, value) AS `{side}`")
+        if side and side not in schema_of(frame).names
+        else frame
         for side, frame in sides.items()
     ]
     return reduce(lambda one, other: one.crossJoin(other), frames).selectExpr(*columns)
