@@ -262,7 +262,7 @@ def _join_key(rule: Rule, topic: str, row: Mapping[str, Any]) -> object:
     """The record's join key where its expressions are plain columns; a list where there are several."""
     keys = rule.side(topic).keys or [record for item in rule.lookups if item.missing == "wait" for record, _ in item.on]
     values = [_column(expression, row) for expression in keys]
-    return values[0] if len(values) == 1 else values
+    return (values[0] if len(values) == 1 else values) if values else None
 
 
 def _column(expression: str, row: Mapping[str, Any]) -> object:

@@ -111,6 +111,8 @@ def waiting_reason(rule: Rule, since: str | None, *, null: bool) -> str:
     """Why a record of a stateless rule is pending. ``since``: the time since which it waits; ``null``: it has no hash."""
     asked = [item for item in rule.lookups if item.missing == "wait"]
     rows = " or ".join(f"no row with {item.condition} in {item.table.topic} yet" for item in asked)
+    if since is not None and not asked:
+        return "the rule waited for a row when it took the record; the next batch with new records matches it again"
     if since is None or not asked:
         return f"no record gave a type to {' or '.join(dict.fromkeys(table.topic for table in rule.tables))} yet"
     begun, most = datetime.fromisoformat(since), timedelta(milliseconds=max(item.wait_ms for item in asked))
