@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from zync_assets.checks.state_checks import rows_match
 from zync_assets.local.services import Services
 from zync_assets.sinks.target import LOAD_PREFIX
 from zync_assets_tests.connect import Postgres, postgres
@@ -134,6 +135,12 @@ def test_a_sink_killed_at_each_crash_point_goes_on(world: World) -> None:
         assert world.run("sink", ZYNC_CRASH=point) == -signal.SIGKILL, world.log()
         assert world.run("sink") == 0, world.log()
         world.assert_equals_model()
+    (sink,) = world.it.pipeline.sinks
+    assert rows_match(world.it.pipeline, lambda: world.it.spark, sink, sink.tables[0]).passed
+    world.sql("UPDATE rows SET note = 'another' WHERE note IS NOT NULL")
+    assert (
+        "another value in note" in rows_match(world.it.pipeline, lambda: world.it.spark, sink, sink.tables[0]).summary
+    )
 
 
 def test_all_steps_killed_at_random_moments_go_on(world: World) -> None:
