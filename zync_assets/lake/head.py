@@ -147,7 +147,8 @@ def head_rows(head: Head) -> list[dict[str, object]]:
         rows.append({"kind": "view", "rule": rule, "text": text})
     for name, table in sorted(head.tables.items()):
         rows.append({"kind": "table", "topic": table.topic, "rule": name, "text": table.definition})
-    rows += [{"kind": "since", "rule": rule, "first": since} for rule, since in sorted(head.waits.items())]
+    for rule, since in sorted(head.waits.items()):
+        rows.append({"kind": "since", "rule": rule, "first": since})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows

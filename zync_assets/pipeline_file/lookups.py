@@ -76,8 +76,8 @@ def _lookup(item: Fields, alias: str, section: Section, is_default: bool, name: 
     if missing == "wait" and len(section.sides) > 1:
         item.problem(
             "missing",
-            f"must be null or quarantine in a {section.kind} rule: a pair can't wait for a row. With quarantine,"
-            " `zync quarantine replay` tries again",
+            f"must be null or quarantine in a {section.kind} rule: a pair can't wait for a row. A replay of its quarantine tries"
+            " again",
         )
         missing = None
     if table is None or missing is None or not pairs:

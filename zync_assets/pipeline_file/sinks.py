@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from zync_assets.errors import Problem
-from zync_assets.lake import archive, storage, stores
+from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
@@ -288,6 +288,9 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
 def _files_url(item: Fields, url: str, path: Path) -> str:
     """The absolute path of a folder, or the URI of a bucket with the settings that open it."""
     base, mark, query = url.partition("?")
+    # Here alone: these load pyarrow, which the reference of the keys does without.
+    from zync_assets.lake import archive, storage
+
     if storage.is_store(base):
         if stores.scheme(base) not in stores.KINDS:
             names = word_list(f"{name}://" for name in stores.KINDS)

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import pyarrow as pa
 from sqlglot import exp
 from sqlglot.tokenizer_core import TokenType
 
-from zync_assets.codecs.fields import is_envelope, type_at
 from zync_assets.pipeline import Shape, View, ViewTable
 from zync_assets.pipeline_file.conditions import closing_places
 from zync_assets.pipeline_file.expressions import (
@@ -33,10 +31,12 @@ from zync_assets.pipeline_file.expressions import (
 )
 from zync_assets.pipeline_file.fields import suggestion, word_list
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 COLLECTIONS = ("collect_list", "collect_set", "array_agg")
 AGGREGATES = ("count", "sum", "min", "max", "avg", "bool_and", "bool_or", *COLLECTIONS)
 """The aggregates of a view."""
-
 _CURES = {
     "any": "use bool_or",
     "every": "use bool_and",
@@ -243,6 +243,9 @@ def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:
 def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:
     """The type of a table's row, where it is the default row or a field of the record. ``record``: the types of the record's
     columns."""
+    # Here alone: it loads pyarrow, which the reference of the keys does without.
+    from zync_assets.codecs.fields import is_envelope, type_at
+
     path = [part.strip().strip("`") for part in (item.row or "value").split(".")]
     kind = record.get(path[0].lower())
     if item.row is None and kind is not None and is_envelope(kind):
