@@ -75,7 +75,10 @@ def killed(command: Sequence[str], staging: Path, files: int, log: Path) -> bool
 
 
 def _files(folder: Path) -> set[Path]:
-    return set(folder.rglob("*.parquet")) | set(folder.rglob("*.json"))
+    # Folders come and go while this looks: ``os.walk`` passes over those that are gone.
+    return {
+        Path(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith((".parquet", ".json"))
+    }
 
 
 @pytest.mark.slow
