@@ -16,8 +16,8 @@ from zync_assets.etl.rules import explain_rules
 from zync_assets.etl.views.state import state_files
 from zync_assets.etl.views.tables import table_of
 from zync_assets.lake import storage
+from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.raw import raw_files
-from zync_assets.lake.rows import rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState, value_column
 from zync_assets.offsets import OffsetRange

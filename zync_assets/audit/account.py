@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.parquet_rows import FileOffsets, RecentCache, difference, distinct, integers, read_columns
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
 from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
-from zync_assets.lake.rows import FileOffsets, RecentCache, difference, distinct, integers, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange

@@ -30,8 +30,16 @@ from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import Number
 from zync_assets.lake.head import Position
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import (
+    DamagedFile,
+    FileOffsets,
+    difference,
+    distinct,
+    integers,
+    positions,
+    read_columns,
+)
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.rows import DamagedFile, FileOffsets, difference, distinct, integers, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize

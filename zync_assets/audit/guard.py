@@ -25,8 +25,8 @@ from zync_assets.lake import raw, storage
 from zync_assets.lake.check_results import Block, CheckResult, CheckState, Look, Number, Place, conclude, remedy
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import DamagedFile, positions, read_columns
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.rows import DamagedFile, positions, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, subtract

@@ -26,8 +26,8 @@ from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, t
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import CheckResult, Number, conclude
 from zync_assets.lake.head import OutputPosition
+from zync_assets.lake.parquet_rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
-from zync_assets.lake.rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract

@@ -20,9 +20,9 @@ from zync_assets.kafka.topics import led_state, topic_state
 from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import DamagedFile, FileOffsets, distinct, integers, read_columns
 from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.lake.raw import RawState, WriterSchema
-from zync_assets.lake.rows import DamagedFile, FileOffsets, distinct, integers, read_columns
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, normalize, subtract
 from zync_assets.pipeline import Pipeline, pool_path

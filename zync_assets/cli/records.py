@@ -25,7 +25,7 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
 from zync_assets.etl.rules import kind_of, lookups
 from zync_assets.lake import raw, staging
-from zync_assets.lake.rows import DamagedFile, rows_at
+from zync_assets.lake.parquet_rows import DamagedFile, rows_at
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Rule, table_name

@@ -31,9 +31,9 @@ from zync_assets.kafka.topics import PartitionState, TopicState, survey
 from zync_assets.lake import quarantine, staging
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.head import Head
+from zync_assets.lake.parquet_rows import DamagedFile
 from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.rows import DamagedFile
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, table_name

@@ -26,7 +26,7 @@ from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange, normalize, split
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import settle
+from zync_assets.spark.tasks import tune_worker
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -269,7 +269,7 @@ def ledger_frame(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]
 
 
 def _covering_task(marked: pa.Table) -> pa.Table:
-    settle()
+    tune_worker()
     return covering(marked.cast(_MARKED))
 
 

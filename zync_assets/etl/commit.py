@@ -34,14 +34,14 @@ from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row
 from zync_assets.etl.pending import PendingRecords, fold_ledger
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
-from zync_assets.etl.results import Positions, check_classes, output_ends, overdue_failures, without_rows
+from zync_assets.etl.result_checks import Positions, check_classes, output_ends, overdue_failures, without_rows
 from zync_assets.etl.retries import carve
 from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.matching import MISSING, SEVERAL
 from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
-from zync_assets.etl.views.fold import fold_state
+from zync_assets.etl.views.state_fold import fold_state
 from zync_assets.etl.waits import time_of
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.log import DataFile

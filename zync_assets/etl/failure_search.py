@@ -29,7 +29,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark import tasks
 from zync_assets.spark.sql import leaves
-from zync_assets.spark.tasks import MOST, TEXT, cause_line, culprits, is_overflow
+from zync_assets.spark.tasks import MOST, TEXT, cause_line, is_overflow, overflow_records
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -87,7 +87,7 @@ class OverflowSearch:
                     f"topic {topic}: an expression of its rules is too deep for Java's stack, without any record. Make it"
                     " shorter, or divide it among rules."
                 )
-            for found in islice(culprits(part, overflows), MOST + 1):
+            for found in islice(overflow_records(part, overflows), MOST + 1):
                 yield topic, found.partition, found.first
 
     def _rule_of_record(self, place: Place) -> tuple[Rule, str] | None:
@@ -199,7 +199,7 @@ class _Search:
         self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
-        with tasks.looking(self.transform.spark):
+        with tasks.search_settings(self.transform.spark):
             self._records()
             for _ in range(MOST_JOBS):
                 if not self._outputs():
@@ -312,7 +312,7 @@ class _Search:
             return expressions[0]
         first = failures.first_failing(expressions)
         try:
-            with tasks.looking(self.transform.spark):
+            with tasks.search_settings(self.transform.spark):
                 rows = self._rows(lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place)
                 found = rows.where(self._is_of(place)).where("at IS NOT NULL").select("at").limit(1).collect()
         except (PySparkException, Py4JError):

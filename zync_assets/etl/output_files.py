@@ -33,7 +33,7 @@ from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, RowTimes, Sett
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import ignore_release_errors, settle, unmeasured
+from zync_assets.spark.tasks import ignore_release_errors, tune_worker, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -176,7 +176,7 @@ class BucketWriter:
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of _RESULT: account entries first, then one row with the pickled results."""
-        settle()
+        tune_worker()
         files: dict[int, _File] = {}
         counted: list[Count] = []
         encoding_failures: list[EncodingFailure] = []
@@ -436,7 +436,7 @@ def _unpacked(rows: Iterable[Row], name: str, schema: pa.Schema | None = None) -
 
 
 def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    settle()
+    tune_worker()
     for batch in batches:
         found, entries, _ = (column.to_pylist() for column in batch.columns)
         _raise_errors(found)

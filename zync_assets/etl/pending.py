@@ -30,7 +30,7 @@ from zync_assets.etl.rules import matching
 from zync_assets.etl.rules.matching import RuleRecords
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule

@@ -25,7 +25,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
-from zync_assets.spark.tasks import settle
+from zync_assets.spark.tasks import tune_worker
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -169,7 +169,7 @@ class HeldRules:
 
     def record_task(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows with the pickled records (``records``) of the result rows of one bucket."""
-        settle()
+        tune_worker()
         before = 0
         for rows in batches:
             _, records = self.report(Sources(rows), rows, before)
@@ -263,7 +263,7 @@ def about(records: pa.Table, rows: Rows, hashes: Rows) -> pa.Table:
 
 def about_task(rows: Rows, hashes: Rows, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Rows of ``record_task``, with the records of ``records_about`` alone."""
-    settle()
+    tune_worker()
     for batch in batches:
         near = [pickle.dumps(records_about([each], rows, hashes)) for each in batch["records"].to_pylist()]
         yield pa.RecordBatch.from_arrays([pa.array(near, pa.binary())], ["records"])

@@ -36,10 +36,10 @@ from zync_assets.ingest.order import has_orders
 from zync_assets.lake import raw, storage
 from zync_assets.lake.head import Head, Late, TransactionPosition
 from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, read_readings
-from zync_assets.lake.rows import RecentCache
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
 

@@ -30,10 +30,10 @@ from zync_assets.ingest.order import transaction_ends, transaction_names
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading
-from zync_assets.lake.rows import RecentCache
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Input, Pipeline, Transactions
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl.retries import ClassRange
 from zync_assets.lake import staging
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule

@@ -20,10 +20,10 @@ from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
 from zync_assets.lake import compaction, quarantine, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
 from zync_assets.lake.raw_files import ORDER_TYPE, highest_times, raw_schema
-from zync_assets.lake.rows import rows_at
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.upkeep import apply_retention, keep_up

@@ -46,12 +46,12 @@ from zync_assets.spark.tasks import (
     MOST,
     TEXT,
     cause_line,
-    culprits,
     fails,
     is_of_data,
     is_overflow,
-    looking,
+    overflow_records,
     run_tasks,
+    search_settings,
     short,
     spark_failures,
     task_frame,
@@ -102,7 +102,7 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
-    ``tasks.looking``. Lazy."""
+    ``tasks.search_settings``. Lazy."""
     void, where, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     side_failures = " OR ".join(fails(sql) for sql in sides.values())
@@ -260,7 +260,7 @@ class _Job:
         Returns at most MOST_FAILURES + 1 places, the lowest. A task that stops early reports only the places before its stop.
         """
         most = MOST_FAILURES + 1
-        with looking(self.reading.spark):
+        with search_settings(self.reading.spark):
             frame = failing_frame(_decoded_frame(self.reading, self.rejections, None), self.reading.item)
             rows = self._collect(frame.limit(most + len(self.reading.parts)))
         for row in rows:
@@ -361,7 +361,7 @@ def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
     more than MOST."""
     overflows: dict[tuple[int, int], str] = {}
     for part in job.reading.parts:
-        for record_range in islice(culprits(part, job.overflows), MOST + 1):
+        for record_range in islice(overflow_records(part, job.overflows), MOST + 1):
             overflows[record_range.partition, record_range.first] = TEXT
         if len(overflows) > MOST:
             partition, offset = min(overflows)

@@ -33,9 +33,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import BadRecords, CommitConflict, TableDamaged
 from zync_assets.lake import raw, staging, storage, tables, tampering
 from zync_assets.lake.log import DataFile, LakeTable
+from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
-from zync_assets.lake.rows import rows_at
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Input, Pipeline

@@ -139,7 +139,7 @@ def publish(
     first = max(plan.verified_end, min(topic_state.partitions[0].low, high))
     publish_state, comparisons = plan.publish_state, 0
     if first < high:
-        offset, comparisons = run_tasks(batch.spark, 1, partial(_compare, target, first, high))[0]
+        offset, comparisons = run_tasks(batch.spark, 1, partial(_verify, target, first, high))[0]
         if offset is not None:
             raise foreign_record(batch.topic, offset, plan.recreate)
     if first < high or not plan.clean:
@@ -151,7 +151,7 @@ def publish(
         before = (publish_state.window, publish_state.verified_end)
         announcement = run_tasks(batch.spark, 1, partial(_send, target, at, until, before))[0]
         publish_state = target.publish_state()
-        _check_alone(target.topic, publish_state, announcement)
+        _check_rival(target.topic, publish_state, announcement)
         if progress is not None:
             progress(until - high, plan.end - high)
     # 6. Kafka gave every record its offset: commit that nothing is left to verify.
@@ -222,7 +222,7 @@ def _stable_high(pipeline: Pipeline, plan: PublishPlan) -> int:
     return high
 
 
-def _compare(target: Target, first: int, high: int, _: int) -> tuple[int | None, int]:
+def _verify(target: Target, first: int, high: int, _: int) -> tuple[int | None, int]:
     """The Spark task of step 4: the first offset at which topic and staging differ, and how many records are equal."""
     tolerates_gaps = is_compacted(target.kafka, target.topic)
     # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
@@ -255,7 +255,7 @@ def _send(target: Target, first: int, end: int, before: Announcement, _: int) ->
         InOrder(target.kafka, target.topic, 0, first, target.recreate) as writer,
     ):
         for window in encoded_windows:
-            _check_alone(target.topic, publish_state, announcement)
+            _check_rival(target.topic, publish_state, announcement)
             # a. Measure every record: a record that can't be sent leaves no announcement.
             writer.check_sizes(window)
             # b. Announce the window, with the schemas of its rows.
@@ -270,7 +270,7 @@ def _send(target: Target, first: int, end: int, before: Announcement, _: int) ->
     return announcement
 
 
-def _check_alone(topic: str, publish_state: PublishState, announcement: Announcement) -> None:
+def _check_rival(topic: str, publish_state: PublishState, announcement: Announcement) -> None:
     if (publish_state.window, publish_state.verified_end) != announcement:
         raise CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
 

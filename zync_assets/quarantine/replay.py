@@ -52,7 +52,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Input, Pipeline
-from zync_assets.spark.tasks import indexes, looking, run_tasks, spark_failures, task_frame
+from zync_assets.spark.tasks import indexes, run_tasks, search_settings, spark_failures, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -319,7 +319,7 @@ def _write_shapes(
         pipeline, plan.input, source, lambda own: _frame(spark, replace(task, source=own), frozenset())
     )
     task = replace(task, source=source)
-    with looking(spark), spark_failures(_replay_failure(item)):
+    with search_settings(spark), spark_failures(_replay_failure(item)):
         rows = failing_frame(_frame(spark, task, frozenset()), item).collect()
     failures: Places = frozenset((row["partition"], row["offset"]) for row in rows)
     frame = shaped_frame(_frame(spark, task, failures), item)

@@ -199,7 +199,7 @@ class SqlTarget(Target):
     def merge(self, merge: Merge) -> None:
         with self.merging(merge.loads) as connection:
             # 1. Nobody else has written since the batch was planned.
-            self._claim(connection, merge)
+            self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
             table = self._reflected(connection, merge.spec) if merge.loads or merge.clear else None
             if merge.clear and table is not None:
@@ -209,7 +209,7 @@ class SqlTarget(Target):
                 assert table is not None
                 self._apply(connection, table, merge.spec, load, number)
             # 3. The positions and what was refused, in the same transaction.
-            self._advance(connection, merge)
+            self._advance_positions(connection, merge)
             crash_point("sink:merging")
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
@@ -355,7 +355,7 @@ class SqlTarget(Target):
 
     # ---- the merge
 
-    def _claim(self, connection: Connection, merge: Merge) -> None:
+    def _lock_positions(self, connection: Connection, merge: Merge) -> None:
         """Lock the positions, and raise CommitConflict unless they are the expected ones."""
         at = _at(POSITIONS, merge.place)
         if merge.clear:
@@ -368,7 +368,7 @@ class SqlTarget(Target):
             if (row["next"] if row else None) != expected or (row is not None and row["origin"] != merge.origin):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
 
-    def _advance(self, connection: Connection, merge: Merge) -> None:
+    def _advance_positions(self, connection: Connection, merge: Merge) -> None:
         at, names = _at(POSITIONS, merge.place), place_values(merge.place)
         for partition, upcoming in merge.upcoming.items():
             values = {"next": upcoming, "origin": merge.origin}

@@ -36,12 +36,12 @@ def load() -> None:
         importlib.import_module(name)
     import pyarrow as pa
 
-    from zync_assets.spark.tasks import settle
+    from zync_assets.spark.tasks import tune_worker
 
     # pyarrow imports pandas, if installed, at its first conversion of a list.
     pa.array([0])
     # The present objects are no garbage. A worker's garbage collector would touch them, and so copy their memory pages.
-    settle()
+    tune_worker()
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ SETTINGS: Mapping[str, str] = {
 
 
 @contextmanager
-def looking(spark: SparkSession) -> Generator[None]:
+def search_settings(spark: SparkSession) -> Generator[None]:
     """The session with SETTINGS."""
     with _with_settings(spark, SETTINGS):
         yield
@@ -200,7 +200,7 @@ def is_overflow(error: Exception) -> bool:
     return "java.lang.StackOverflowError" in text and "stage failure" in text
 
 
-def culprits(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Iterator[OffsetRange]:
+def overflow_records(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Iterator[OffsetRange]:
     """The records of a part that overflow the stack, a range of one offset each, in order of offsets.
 
     ``overflows``: whether some record of a part does; it takes a Spark job. Each record takes two jobs for each halving of
@@ -211,7 +211,7 @@ def culprits(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Ite
 
 
 def _within(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Iterator[OffsetRange]:
-    """As ``culprits``, of a part that is known to hold one."""
+    """As ``overflow_records``, of a part that is known to hold one."""
     middle = (part.first + part.end) // 2
     if middle == part.first:
         yield part
@@ -227,7 +227,7 @@ def _within(part: OffsetRange, overflows: Callable[[OffsetRange], bool]) -> Iter
 T = TypeVar("T")
 
 _module_count = 0
-"""How many modules this process had when ``settle`` looked last."""
+"""How many modules this process had when ``tune_worker`` looked last."""
 
 
 def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list[T]:
@@ -259,7 +259,7 @@ def frame_results(
     """
 
     def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        settle()
+        tune_worker()
         tables.forget_versions()
         try:
             result: object = work(batch for batch in batches if batch.num_rows)
@@ -302,13 +302,13 @@ def slots(spark: SparkSession) -> int:
 
 def indexes(batches: Iterable[pa.RecordBatch]) -> Iterator[int]:
     """The ids of a ``task_frame`` within one task."""
-    settle()
+    tune_worker()
     tables.forget_versions()
     for batch in batches:
         yield from batch.column(0).to_pylist()
 
 
-def settle() -> None:
+def tune_worker() -> None:
     """Make the work of Spark's worker process between two tasks cheap. Otherwise it takes 0.1 s of CPU time."""
     global _module_count
     # The worker invalidates the caches of importers. The importers of Spark's zip files would read the contents again at

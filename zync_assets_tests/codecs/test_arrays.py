@@ -12,7 +12,7 @@ import pytest
 
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.rows import rows_at
+from zync_assets.lake.parquet_rows import rows_at
 
 UTC = pa.timestamp("us", tz="UTC")
 YEAR_10000 = 253_402_300_800_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zync_assets.offsets import OffsetRange
-from zync_assets.spark.tasks import culprits, is_overflow
+from zync_assets.spark.tasks import is_overflow, overflow_records
 
 
 @pytest.mark.parametrize("bad", [[], [0], [999], [17, 18], [3, 500, 501, 998]])
@@ -16,7 +16,7 @@ def test_every_record_that_overflows_is_found_with_two_jobs_for_each_halving(bad
         asked.append(part)
         return any(part.first <= offset < part.end for offset in bad)
 
-    found = list(culprits(OffsetRange(4, 0, 1000), overflows))
+    found = list(overflow_records(OffsetRange(4, 0, 1000), overflows))
     assert found == [OffsetRange(4, offset, offset + 1) for offset in bad]
     assert len(asked) <= 1 + 2 * 10 * len(bad)
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from zync_assets.codecs.evolution import wider_type
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.pipeline import Headers, Shape
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import short

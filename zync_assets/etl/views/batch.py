@@ -24,15 +24,15 @@ from zync_assets.etl.views.changes import (
     RowFailures,
     failed_facts,
     is_split,
-    look,
     record_rows,
     split_error,
+    table_records,
     untyped_facts,
     write_changes,
 )
 from zync_assets.etl.views.event_rows import EventRows
 from zync_assets.etl.views.failures import check_places, table_failures, view_failures, with_reason
-from zync_assets.etl.views.lookup import kept
+from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.maintenance import DUPLICATE, Maintenance
 from zync_assets.etl.views.query import Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
@@ -204,7 +204,7 @@ def _changes(
     placeholder = stage.pipeline.unavailable_value
     found: dict[str, Change] = {}
     with _failures(stage, lambda: table_failures(stage.spark, sources)):
-        records, facts = look(parts, placeholder, small=stage.small)
+        records, facts = table_records(parts, placeholder, small=stage.small)
         for at, each in enumerate(records):
             table = each.kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
@@ -258,7 +258,7 @@ def _results(
             found = maintenance.results(target, columns)
         if stage.rebuild is not None and stage.state is not None and found is not None:
             staged = frames.output_frame(stage.spark, stage.state, rule.out)
-            found = kept(differences(found, staged, rule.out, index, stage.ordering))
+            found = checkpoint(differences(found, staged, rule.out, index, stage.ordering))
         rows += [] if found is None else [found]
     return rows, views
 

@@ -17,7 +17,7 @@ from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.matching import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
-from zync_assets.etl.views.lookup import kept
+from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.state import Places, Reader, StateFiles, write_state
 from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.frames import union
@@ -69,7 +69,7 @@ def record_rows(kind: TableType, records: DataFrame, ordering: Ordering) -> Data
     )
 
 
-def look(
+def table_records(
     parts: Mapping[str, tuple[TableType, DataFrame]], placeholder: str | None, *, small: bool
 ) -> tuple[list[TableRecords], list[Fact]]:
     """The batch's records of each table, and the facts about these records. A single Spark job reads all tables.
@@ -177,7 +177,7 @@ def write_changes(
     kind, places = records.kind, records.places
     if places is not None:
         found = _with_old(_latest(kind, records, placeholder, _looked_up(reader, kind, before, places)))
-        pairs = kept(_replacing(kind, records, placeholder, found), eager=False)
+        pairs = checkpoint(_replacing(kind, records, placeholder, found), eager=False)
         files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
         return Change(kind, before, files, pairs)
     found = _latest(kind, records, placeholder)

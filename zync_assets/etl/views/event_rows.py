@@ -10,7 +10,7 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.rules import lookups
 from zync_assets.etl.rules.matching import BLAMED, LOOK_HASH, LOOKED, RuleRecords, has_schema
 from zync_assets.etl.rules.shapes import note_schema, type_sql
-from zync_assets.etl.views.lookup import Values, listed_values, plain_column
+from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_column
 from zync_assets.etl.views.query import pruned_sql, used_columns
 from zync_assets.etl.views.state import Reader, StateFiles, without_versions
 from zync_assets.etl.views.tables import TableType, table_of, table_type
@@ -102,22 +102,22 @@ class EventRows:
         found = versions(files.versions)
         return without_versions(found, versions(files.replaced)) if files.replaced else found
 
-    def _values(self, item: Lookup, types: Sequence[DataType], frame: DataFrame, kind: TableType) -> Values:
+    def _values(self, item: Lookup, types: Sequence[DataType], frame: DataFrame, kind: TableType) -> KeyFilter:
         """The values that records look up."""
         from pyspark.sql import functions as F
         from pyspark.sql.types import StructType
 
         keys = lookups.record_keys(item, types)
         known = frame.selectExpr(*(f"{key} AS k{at}" for at, key in enumerate(keys))).distinct()
-        found = Values(known, lookups.row_keys(item, types))
+        found = KeyFilter(known, lookups.row_keys(item, types))
         table = known.limit(MOST_VALUES + 1).toArrow() if self.small else None
         if table is None or table.num_rows > MOST_VALUES:
             return found
-        found = Values(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)
+        found = KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)
         name, row = plain_column(item.on[0][1], item.alias), kind.state_row
         columns = {each.name.lower(): each for each in row} if isinstance(row, StructType) else {}
         column = columns.get((name or "").lower())
         if column is None or len(keys) > 1:
             return found
         listed = listed_values(column.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
-        return found if listed is None else Values(found.frame, found.own, column.name, listed)
+        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed)

@@ -21,7 +21,7 @@ from zync_assets.etl.views.tables import TableType
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
 from zync_assets.spark.sql import leaves, shape_sql
-from zync_assets.spark.tasks import cause_line, fails, looking
+from zync_assets.spark.tasks import cause_line, fails, search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -31,7 +31,7 @@ def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, Dat
     """The records that fail in the key, the row or the condition of their table. ``parts``: name of a table → its type and the
     records."""
     found: dict[Place, Failure] = {}
-    with looking(spark):
+    with search_settings(spark):
         for name, (kind, records) in parts.items():
             sides = {
                 "key": made_sql(kind.table.key, kind.key, kind.state_key),
@@ -48,7 +48,7 @@ def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, Dat
 
 def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
     """The records that complete the rows on which an expression of a view fails."""
-    with looking(maintenance.reader.spark):
+    with search_settings(maintenance.reader.spark):
         # Conditions of joins first: the joined rows can't be made without them.
         found = _row_failures(maintenance)
         if found:

@@ -21,7 +21,15 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.matching import Columns, Ordering, Target
 from zync_assets.etl.views.changes import Change, RowFailures
-from zync_assets.etl.views.lookup import Values, cast_sql, kept, key_paths, listed_values, plain_column, substituted
+from zync_assets.etl.views.key_filter import (
+    KeyFilter,
+    cast_sql,
+    checkpoint,
+    key_paths,
+    listed_values,
+    plain_column,
+    substituted,
+)
 from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Query, Step, V, same_sql
 from zync_assets.etl.views.state import Reader, StateFiles, without_versions
 from zync_assets.etl.views.tables import TableType, null_sql
@@ -78,7 +86,7 @@ class Maintenance:
             joined = it._joined(touched, few=few)
             if joined is None:
                 return None
-            found = kept(it._differences(it.query.results(joined)), eager=not it.small)
+            found = checkpoint(it._differences(it.query.results(joined)), eager=not it.small)
             keyless = null_sql(KEY, it.types[0])
             [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
@@ -105,7 +113,7 @@ class Maintenance:
         table = self._fetched(touched)
         if table is not None:
             return self, arrow_frame(self.reader.spark, table) if table.num_rows else None, True
-        touched = kept(touched)
+        touched = checkpoint(touched)
         count = touched.count()
         return replace(self, small=False), touched if count else None, count <= FEW
 
@@ -125,7 +133,7 @@ class Maintenance:
         for near in dict.fromkeys(step.near for step in steps):
             outwards = [step for step in steps if step.near == near]
             if few and any(step.pairs for step in outwards):
-                rows[near] = kept(rows[near], eager=not self.small)
+                rows[near] = checkpoint(rows[near], eager=not self.small)
             for step, found in zip(outwards, self._step_values(rows[near], outwards, few=few), strict=True):
                 rows[step.far] = self.rows(step.far, found)
         joined = query.joined(rows, where=where)
@@ -180,18 +188,18 @@ class Maintenance:
 
     def _values(
         self, alias: str, frame: DataFrame, own: Sequence[str], *, few: bool, null_safe: bool = False
-    ) -> Values:
+    ) -> KeyFilter:
         from pyspark.sql import functions as F
 
-        found = Values(frame, own, null_safe=null_safe)
+        found = KeyFilter(frame, own, null_safe=null_safe)
         if not few:
             return found
         table = self._fetched(frame)
         if table is None:
-            return replace(found, frame=F.broadcast(kept(frame)))
+            return replace(found, frame=F.broadcast(checkpoint(frame)))
         return self._listed(alias, table, found)
 
-    def _listed(self, alias: str, table: pa.Table, found: Values) -> Values:
+    def _listed(self, alias: str, table: pa.Table, found: KeyFilter) -> KeyFilter:
         """Fetched values."""
         from pyspark.sql import functions as F
         from pyspark.sql.types import StructType
@@ -205,14 +213,14 @@ class Maintenance:
         listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
         return found if listed is None else replace(found, column=item.name, listed=listed)
 
-    def _step_values(self, near: DataFrame, steps: Sequence[Step], *, few: bool) -> list[Values | None]:
+    def _step_values(self, near: DataFrame, steps: Sequence[Step], *, few: bool) -> list[KeyFilter | None]:
         """For each join from rows, the values that the joined rows must have; None for all rows."""
         each = [[f"{one} AS k{at}" for at, (one, _) in enumerate(step.pairs)] for step in steps]
         if not few:
             return [None for _ in steps]
         wanted = [f"struct({', '.join(names)}) AS s{at}" for at, names in enumerate(each) if names]
         table = self._fetched(near.selectExpr(*wanted)) if wanted else None
-        found: list[Values | None] = []
+        found: list[KeyFilter | None] = []
         for at, (step, names) in enumerate(zip(steps, each, strict=True)):
             own = [other for _, other in step.pairs]
             if not names:
@@ -223,7 +231,7 @@ class Maintenance:
                 values = pa.Table.from_struct_array(table[f"s{at}"])
                 if not any(pa.types.is_nested(kind) for kind in values.schema.types):
                     values = values.group_by(values.column_names).aggregate([])
-                found.append(self._listed(step.far, values, Values(near, own)))
+                found.append(self._listed(step.far, values, KeyFilter(near, own)))
         return found
 
     def _fetched(self, frame: DataFrame) -> pa.Table | None:
@@ -233,7 +241,7 @@ class Maintenance:
         table = frame.limit(MOST_VALUES + 1).toArrow()
         return table if table.num_rows <= MOST_VALUES else None
 
-    def rows(self, alias: str, values: Values | None = None) -> DataFrame:
+    def rows(self, alias: str, values: KeyFilter | None = None) -> DataFrame:
         """The rows of an alias before and after the batch: the row under the alias, V, ORD, CAUSE. ``values``: of the wanted
         rows."""
         frames = [self._unchanged(alias, values)] if self.before[alias].versions else []
@@ -250,7 +258,7 @@ class Maintenance:
         # In a small batch, one task joins the rows.
         return union(frames).coalesce(1) if self.small else union(frames)
 
-    def _unchanged(self, alias: str, values: Values | None) -> DataFrame:
+    def _unchanged(self, alias: str, values: KeyFilter | None) -> DataFrame:
         """The rows that the batch does not change."""
         before, change = self.before[alias], self.changes.get(alias)
         cause = self._cause_sql(alias, "array(version.offset)", "version.offset") if self.fresh else self._no_cause()
@@ -268,7 +276,7 @@ class Maintenance:
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
 
     def _of_versions(
-        self, alias: str, files: Sequence[DataFile], values: Values | None, columns: Sequence[str]
+        self, alias: str, files: Sequence[DataFile], values: KeyFilter | None, columns: Sequence[str]
     ) -> DataFrame:
         """The rows of some files under the alias, their ``version``, and further columns."""
         kind = self.kinds[alias]

@@ -20,7 +20,7 @@ from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl.rules.matching import has_schema
 from zync_assets.etl.rules.shapes import headers_sql, nullable, type_sql
 from zync_assets.etl.views.tables import definition_of, table_of, table_type
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered

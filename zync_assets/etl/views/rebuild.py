@@ -13,7 +13,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.rules.matching import Ordering, has_schema
 from zync_assets.etl.rules.shapes import made_sql
-from zync_assets.etl.views.changes import latest_rows, look, record_rows
+from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.state import Reader, state_files
 from zync_assets.etl.views.tables import Table, table_type
@@ -77,7 +77,7 @@ def state_counts(
     if not has_schema(frame):
         return Counts(0, 0)
     kind, ordering = table_type(table, frame, state), Ordering({table.topic: 0})
-    records, _ = look({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
+    records, _ = table_records({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
     if not records:
         return Counts(0, 0)
     live = Reader(spark, state.table.uri).live(kind, state_files(state, table)).where("row IS NOT NULL")

@@ -21,7 +21,7 @@ from pyspark.sql.types import (
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import shapes
 from zync_assets.etl.rules.shapes import Question, expression_type, learn_types, own_type, unify, void_fields
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.spark.sql import shape_sql
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 
-def kept(frame: DataFrame, *, eager: bool = True) -> DataFrame:
+def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
     """The frame, computed once: now, or by its first use. Its plan is short, whatever it was made from: plans of plans would
     grow without end."""
     from pyspark import StorageLevel
@@ -24,7 +24,7 @@ def kept(frame: DataFrame, *, eager: bool = True) -> DataFrame:
 
 
 @dataclass(frozen=True)
-class Values:
+class KeyFilter:
     """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …; ``own``: the expressions over the alias
     that must equal them. ``column``, ``listed``: a plain column and its values as SQL, which say the same as the frame."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zync_assets.lake.rows import RecentCache
+from zync_assets.lake.parquet_rows import RecentCache
 
 
 def test_what_was_used_last_stays() -> None:
