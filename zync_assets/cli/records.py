@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def _contributions(pipeline: Pipeline, topic: str, offset: int) -> list[Row]:
             f" result again: {pipeline.command('rebuild')}",
             err=True,
         )
-    return [{**_source(pipeline, rule.name, each._asdict()), "role": f"row {each.alias}"} for each in found or ()]
+    return [{**_source(pipeline, rule.name, asdict(each)), "role": f"row {each.alias}"} for each in found or ()]
 
 
 def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]:

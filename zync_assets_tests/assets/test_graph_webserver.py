@@ -134,6 +134,7 @@ def test_a_range_run_and_the_way_to_the_topic(server: Webserver, names: Names) -
     assert equal["compared"] == 2
 
 
+@pytest.mark.slow
 def test_a_range_ahead_fails_with_the_one_to_run_first(server: Webserver, names: Names) -> None:
     ahead = "0:7000000-7999999"
     server.add_key(names.raw_partitions("web.shop.payments"), ahead)

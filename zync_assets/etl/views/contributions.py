@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from zync_assets.etl.rules.matching import Ordering
 from zync_assets.etl.views.maintenance import Maintenance
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-class Contribution(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Contribution:
     """A row of a table, by the record that has it."""
 
     alias: str

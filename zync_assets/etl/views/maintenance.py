@@ -81,22 +81,26 @@ class Maintenance:
         Raises RowFailures for result rows with a null key.
         """
         with self._planning():
-            it, touched, few = self._begun()
-        with it._planning():
-            joined = it._joined(touched, few=few)
+            sized, touched, few = self._begun()
+        return sized.results_of(touched, target, columns, few=few)
+
+    def results_of(self, touched: DataFrame | None, target: Target, columns: Columns, *, few: bool) -> DataFrame | None:
+        """As ``results``, for these touched keys. ``few``: whether they are looked up by values."""
+        with self._planning():
+            joined = self.joined_rows(touched, few=few)
             if joined is None:
                 return None
-            found = checkpoint(it._differences(it.query.results(joined)), eager=not it.small)
-            keyless = null_sql(KEY, it.types[0])
+            found = checkpoint(self._differences(self.query.results(joined)), eager=not self.small)
+            keyless = null_sql(KEY, self.types[0])
             [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
-                raise RowFailures(it._keyless(joined))
-        return it._outputs(found, target, columns) if row["count"] or it.fresh else None
+                raise RowFailures(self._keyless(joined))
+        return self._outputs(found, target, columns) if row["count"] or self.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:
         """The joined rows of the touched keys, before and after the batch. ``where``: see ``Query.joined``."""
-        it, touched, few = self._begun()
-        return it._joined(touched, few=few, where=where)
+        sized, touched, few = self._begun()
+        return sized.joined_rows(touched, few=few, where=where)
 
     def _planning(self) -> AbstractContextManager[None]:
         return planned_once(self.reader.spark) if self.small else nullcontext()
@@ -117,7 +121,8 @@ class Maintenance:
         count = touched.count()
         return replace(self, small=False), touched if count else None, count <= FEW
 
-    def _joined(self, touched: DataFrame | None, *, few: bool, where: bool = True) -> DataFrame | None:
+    def joined_rows(self, touched: DataFrame | None, *, few: bool, where: bool = True) -> DataFrame | None:
+        """As ``joined``, for these touched keys."""
         query = self.query
         if self.all_new:
             return query.joined({alias: self.rows(alias) for alias in query.aliases}, where=where)

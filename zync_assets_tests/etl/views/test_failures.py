@@ -92,6 +92,7 @@ def test_a_row_that_fails_stops_no_other_row(
     assert [at[:2] for at in reasons(it)] == [(it.left, 1), (it.left, 4), (it.left, 5), (it.right, 2)]
 
 
+@pytest.mark.slow
 def test_an_aggregate_that_fails_keeps_the_earlier_row_of_its_key(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -225,6 +225,7 @@ def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) 
         shop.check(views)
 
 
+@pytest.mark.slow
 def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
     """All tables come before the first batch. No batch takes more than two files of ten records."""
     shop = make(DOCUMENTS)
@@ -246,6 +247,7 @@ def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
     shop.check({shop.it.out: DOCUMENTS_SQL})
 
 
+@pytest.mark.slow
 def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of ten rows, each of which comes and goes, is empty. A row that comes again is a new one."""
     monkeypatch.setattr(state_fold, "FILES", 4)
