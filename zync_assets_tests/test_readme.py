@@ -307,8 +307,11 @@ def test_the_first_block_of_the_quick_start_plays_the_demo(checkout: Path) -> No
         assert done.returncode == 0, done.stderr
         assert Path("pip-arguments").read_text() == "install --quiet --editable .\n"
         expected = json.loads((ROOT / "demo" / "expected.json").read_text())["after"][-1]["output"]
-        last = done.stdout.rpartition("topic NewInvoices:")[2]
-        assert len(re.findall(r"^ *\d+ ", last, re.MULTILINE)) == len(expected)
+        outputs, _, rows = done.stdout.rpartition("topic NewInvoices:")[2].partition("table NewInvoices")
+        assert len(re.findall(r"^ *\d+ ", outputs, re.MULTILINE)) == len(expected)
+        assert len(re.findall(r"^ *\d+ .* paid *$", rows, re.MULTILINE)) == len(
+            {item["key"]["ID"] for item in expected}
+        )
     finally:
         CliRunner().invoke(main, ["demo", "--clean"])
 
