@@ -89,6 +89,11 @@ def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
 
 def kill(process: subprocess.Popen[bytes], log: Path) -> None:
     """Kill a process, which leads a session, with its JVM and workers. The process must not have ended."""
+    assert kill_family(process) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
+
+
+def kill_family(process: subprocess.Popen[bytes]) -> int:
+    """Kill a process, which leads a session, with its JVM and workers, unless it has ended; its exit code."""
     # Spark puts its Python workers into a process group of their own.
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with suppress(ProcessLookupError):
@@ -96,8 +101,9 @@ def kill(process: subprocess.Popen[bytes], log: Path) -> None:
     for child in family:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    assert process.wait(30) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
+    code = process.wait(30)
     psutil.wait_procs(family, 30)
+    return code
 
 
 @pytest.mark.timeout(900)

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.local.services import Services
+from zync_assets_tests.test_kills import kill_family
 from zync_assets_tests.test_views import customer, gone, line, order, region
 from zync_assets_tests.view_world import Change, World, make_world
 
@@ -61,15 +60,7 @@ def killed(command: Sequence[str], staging: Path, files: int, log: Path) -> bool
     while process.poll() is None and len(_files(staging) - before) < files:
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.001)
-    # Spark puts its Python workers into a process group of their own.
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for child in family:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    code = process.wait(30)
-    psutil.wait_procs(family, 30)
+    code = kill_family(process)
     assert code in (0, -signal.SIGKILL), log.read_text()
     return code != 0
 

@@ -158,7 +158,7 @@ class Target(ABC):
     """The first and the last day that the target holds. It refuses records with dates outside."""
 
     infinities = True
-    """Whether the target holds infinities. Else it refuses records with them."""
+    """Whether the target holds infinities. A target without infinities refuses a record that has one."""
 
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of

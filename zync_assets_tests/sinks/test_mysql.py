@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -21,10 +21,10 @@ import pymysql
 import pytest
 
 from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
-from zync_assets.sinks.fold import fold
 from zync_assets.sinks.mysql import MysqlTarget
-from zync_assets.sinks.target import Column, Merge, TableSpec
-from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms, assert_refuses, records
+from zync_assets.sinks.target import Merge
+from zync_assets_tests.sinks.batches import apply, one, spec
+from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,24 +83,6 @@ def server() -> Iterator[Server]:
 def database(server: Server, unique: str) -> str:
     server.run("mysql", f"CREATE DATABASE {unique}")
     return unique
-
-
-def spec(**types: pa.DataType) -> TableSpec:
-    columns = tuple(Column(name, kind) for name, kind in types.items())
-    return TableSpec("rows", columns, (columns[0].name,), "upsert")
-
-
-def apply(target: MysqlTarget, table: TableSpec, batch: Sequence[Change]) -> None:
-    """One batch, at the end of what is there."""
-    at = target.progress(PLACE).next.get(0)
-    with target.run(PLACE) as name:
-        folded = fold(records(table, sorted(batch), at or 0), table.key, [column.name for column in table.others])
-        loads = (target.load(table, f"{name}0", iter([folded])),)
-        target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
-
-
-def one(number: int, fields: dict[str, Any] | None) -> Change:
-    return (number, ""), fields
 
 
 @pytest.mark.parametrize("seed", [1, 2])

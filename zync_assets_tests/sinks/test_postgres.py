@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -14,12 +13,12 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
-from zync_assets.sinks.fold import fold
 from zync_assets.sinks.postgres import PostgresTarget
-from zync_assets.sinks.target import Column, Merge, TableSpec
+from zync_assets.sinks.target import Column, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms, records
+from zync_assets_tests.sinks.batches import apply, one, spec
+from zync_assets_tests.sinks.conformance import PLACE, Change, assert_conforms
 
 pytestmark = pytest.mark.slow
 
@@ -38,24 +37,6 @@ def database(server: Postgres, unique: str) -> str:
 
 def url(server: Postgres, database: str, user: str = "postgres") -> str:
     return f"postgresql://{quote(user)}:secret@127.0.0.1:{server.port}/{database}"
-
-
-def spec(**types: pa.DataType) -> TableSpec:
-    columns = tuple(Column(name, kind) for name, kind in types.items())
-    return TableSpec("rows", columns, (columns[0].name,), "upsert")
-
-
-def apply(target: PostgresTarget, table: TableSpec, batch: list[Change]) -> None:
-    """One batch, at the end of what is there."""
-    at = target.progress(PLACE).next.get(0)
-    with target.run(PLACE) as name:
-        folded = fold(records(table, sorted(batch), at or 0), table.key, [column.name for column in table.others])
-        loads = (target.load(table, f"{name}0", iter([folded])),)
-        target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
-
-
-def one(number: int, fields: dict[str, Any] | None) -> Change:
-    return (number, ""), fields
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,0 +1,30 @@
+"""Single batches for a target, as the tests of one target give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from zync_assets.sinks.fold import fold
+from zync_assets.sinks.target import Column, Merge, TableSpec, Target
+from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, records
+
+
+def spec(**types: pa.DataType) -> TableSpec:
+    columns = tuple(Column(name, kind) for name, kind in types.items())
+    return TableSpec("rows", columns, (columns[0].name,), "upsert")
+
+
+def apply(target: Target, table: TableSpec, batch: Sequence[Change]) -> None:
+    """Load and merge one batch. Its offsets follow the position of the target."""
+    at = target.progress(PLACE).next.get(0)
+    with target.run(PLACE) as name:
+        folded = fold(records(table, sorted(batch), at or 0), table.key, [column.name for column in table.others])
+        loads = (target.load(table, f"{name}0", iter([folded])),)
+        target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
+
+
+def one(number: int, fields: dict[str, Any] | None) -> Change:
+    return (number, ""), fields
