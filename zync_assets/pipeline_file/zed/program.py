@@ -1,0 +1,246 @@
+"""A rule's ``zed:`` as the key and the value of its output.
+
+The operators run over values that only the text shows: ``this`` begins as a record of the rule's sides, and the program must
+leave a record in ``out``. A record keeps its fields in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zync_assets.pipeline_file.zed.expressions import Compiler
+from zync_assets.pipeline_file.zed.grammar import parse_program
+from zync_assets.pipeline_file.zed.nodes import (
+    START,
+    Constant,
+    Index,
+    Member,
+    Name,
+    Node,
+    Operator,
+    RecordLiteral,
+    ZedPlace,
+    ZedProblem,
+)
+from zync_assets.pipeline_file.zed.values import (
+    ClosedRecord,
+    Demands,
+    FieldEdit,
+    FieldRef,
+    OpenRecord,
+    Term,
+    Value,
+    member,
+    path_sql,
+)
+from zync_assets.queries import Demand, FieldStep, FieldSteps, Path, Shape
+
+_PARTS = ("key", "value")
+
+
+@dataclass(frozen=True)
+class ZedOutput:
+    """What a program makes: the shapes of key and value, and what it leaves to the types of the topics.
+
+    A record with fields of its topic is, in the shape, the expression of the record that it begins with.
+    """
+
+    key: Shape
+    value: Shape
+    demands: tuple[Demand, ...]
+    records: tuple[FieldSteps, ...]
+
+
+def compile_program(text: str, sides: Sequence[str]) -> ZedOutput:
+    """The output of a program over the records of some sides. ZedProblem for a text outside the subset."""
+    this: Value = ClosedRecord({side: FieldRef((side,)) for side in sides})
+    compiler = Compiler(Demands())
+    try:
+        for operator in parse_program(text):
+            this = _applied(operator, this, compiler)
+        key, value = (_part(this, name) for name in _PARTS)
+        shapes = _Shapes(compiler)
+        return ZedOutput(
+            shapes.shape(key, ("key",)),
+            shapes.shape(value, ("value",)),
+            tuple(dict.fromkeys(compiler.demands.found)),
+            tuple(shapes.records),
+        )
+    except RecursionError:
+        raise ZedProblem(START, "is nested too deep") from None
+
+
+def _part(this: Value, name: str) -> Value:
+    """The key or the value of ``out``."""
+    cure = "write | out:={key: …, value: …}"
+    if isinstance(this, ClosedRecord) and "out" not in this.fields:
+        raise ZedProblem(START, f"makes no `out`; {cure}")
+    out = member(this, "out", START)
+    if isinstance(out, Term):
+        raise ZedProblem(START, f"`out` is no record; {cure}")
+    if isinstance(out, ClosedRecord):
+        if others := [f"`{field}`" for field in out.fields if field not in (*_PARTS, "kafka")]:
+            raise ZedProblem(START, f"`out` has {', '.join(others)}; a record of a topic has key and value alone")
+        if name not in out.fields:
+            null = "records without a key" if name == "key" else "a tombstone"
+            raise ZedProblem(START, f"`out` has no `{name}`; write `{name}: null` for {null}")
+    return member(out, name, START)
+
+
+def _applied(operator: Operator, this: Value, compiler: Compiler) -> Value:
+    """What an operator makes of ``this``."""
+    match operator.name:
+        case "pass":
+            return this
+        case "yield":
+            node, *others = (node for _, node in operator.pairs)
+            if others:
+                cure = "write a rule for each, or a rule of Spark SQL with a list of outputs"
+                raise ZedProblem(operator.place, f"`yield` of several values makes several records; {cure}")
+            return compiler.value(node, this)
+        case "bare":
+            node, *_ = (node for _, node in operator.pairs)
+            if not isinstance(node, RecordLiteral):
+                cure = "write `yield …` for a value, or put a condition into `where:` of the rule"
+                raise ZedProblem(operator.place, f"an operator is missing; {cure}")
+            return compiler.value(node, this)
+        case "put":
+            found = [(_target(target), compiler.value(node, this), node.place) for target, node in operator.pairs]
+            for path, value, place in found:
+                this = _assigned(this, path, value, place)
+            return this
+        case "cut":
+            made: Value = ClosedRecord({})
+            for target, node in operator.pairs:
+                path = _target(node if target is None else target)
+                made = _assigned(made, path, compiler.value(node, this), node.place)
+            return made
+        case "drop":
+            for _, node in operator.pairs:
+                this = _dropped(this, _target(node))
+            return this
+        case "rename":
+            for target, node in operator.pairs:
+                new, old = _target(target), _target(node)
+                if new[:-1] != old[:-1]:
+                    raise ZedProblem(
+                        node.place, "`rename` keeps a field in its record; `out.a:=out.b.c` sets another one"
+                    )
+                this = _renamed(this, old, new[-1], node.place)
+            return this
+
+
+def _target(node: Node | None) -> Path:
+    """The names of a field that an operator sets or removes."""
+    match node:
+        case Name("this", place):
+            raise ZedProblem(place, "`this` can't be set; write `yield …`")
+        case Name(name):
+            return (name,)
+        case Member(Name("this"), name) | Index(Name("this"), Constant("text", name)):
+            return (name,)
+        case Member(base, name) | Index(base, Constant("text", name)):
+            return (*_target(base), name)
+        case None:
+            raise ZedProblem(START, "a field is missing")
+        case _:
+            raise ZedProblem(node.place, "must be a field, such as out.value.name")
+
+
+def _assigned(base: Value, path: Path, value: Value, place: ZedPlace) -> Value:
+    name, rest = path[0], path[1:]
+    if isinstance(base, Term):
+        raise ZedProblem(place, f"`{base.sql}` is no record, and gets no field `{name}`")
+    if rest:
+        inner = base.fields.get(name, ClosedRecord({})) if isinstance(base, ClosedRecord) else member(base, name, place)
+        value = _assigned(inner, rest, value, place)
+    return _with_field(base, name, value)
+
+
+def _dropped(base: Value, path: Path) -> Value:
+    name, rest = path[0], path[1:]
+    if isinstance(base, Term) or (isinstance(base, ClosedRecord) and name not in base.fields):
+        return base
+    if rest:
+        inner = _dropped(member(base, name, START), rest)
+        return (
+            ClosedRecord({**base.fields, name: inner})
+            if isinstance(base, ClosedRecord)
+            else _edited(base, FieldEdit("put", name, inner))
+        )
+    if isinstance(base, ClosedRecord):
+        return ClosedRecord({field: part for field, part in base.fields.items() if field != name})
+    return _edited(base, FieldEdit("drop", name))
+
+
+def _renamed(base: Value, old: Path, new: str, place: ZedPlace) -> Value:
+    name, rest = old[0], old[1:]
+    if isinstance(base, Term) or (isinstance(base, ClosedRecord) and name not in base.fields):
+        return base
+    if rest:
+        inner = _renamed(member(base, name, place), rest, new, place)
+        return (
+            ClosedRecord({**base.fields, name: inner})
+            if isinstance(base, ClosedRecord)
+            else _edited(base, FieldEdit("put", name, inner))
+        )
+    if not isinstance(base, ClosedRecord):
+        return _edited(base, FieldEdit("rename", new, old=name))
+    if new in base.fields:
+        raise ZedProblem(place, f"`rename` finds a field `{new}` already; drop it first")
+    return ClosedRecord({new if field == name else field: part for field, part in base.fields.items()})
+
+
+def _with_field(base: FieldRef | ClosedRecord | OpenRecord, name: str, value: Value) -> Value:
+    if isinstance(base, ClosedRecord):
+        return ClosedRecord({**base.fields, name: value})
+    return _edited(base, FieldEdit("put", name, value))
+
+
+def _edited(base: FieldRef | OpenRecord, edit: FieldEdit) -> OpenRecord:
+    before = (FieldEdit("keep", value=base),) if isinstance(base, FieldRef) else base.edits
+    return OpenRecord((*before, edit))
+
+
+@dataclass
+class _Shapes:
+    """Makes shapes of values, and notes the records with the fields of their topics."""
+
+    compiler: Compiler
+
+    def __post_init__(self) -> None:
+        self.records: list[FieldSteps] = []
+
+    def shape(self, value: Value, place: Path) -> Shape:
+        if isinstance(value, Term):
+            return None if value.sql == "NULL" else value.sql
+        if isinstance(value, FieldRef):
+            return path_sql(value.path)
+        if isinstance(value, ClosedRecord):
+            return self._fields(value.fields, place)
+        self.records.append(replace(_steps(value, self), place=place))
+        return path_sql(next(edit.value.path for edit in value.edits if isinstance(edit.value, FieldRef)))
+
+    def _fields(self, fields: Mapping[str, Value], place: Path) -> Shape:
+        if not fields:
+            raise ZedProblem(START, f"`{'.'.join(('out', *place))}` has no fields; name at least one")
+        return {name: self.shape(value, (*place, name)) for name, value in fields.items()}
+
+
+def _steps(value: OpenRecord, shapes: _Shapes) -> FieldSteps:
+    steps: list[FieldStep] = []
+    for edit in value.edits:
+        if edit.kind == "keep" and isinstance(edit.value, FieldRef):
+            steps.append(FieldStep("keep", path=edit.value.path))
+        elif edit.kind == "put" and edit.value is not None:
+            inner = edit.value
+            shape = (
+                _steps(inner, shapes) if isinstance(inner, OpenRecord) else _Shapes(shapes.compiler).shape(inner, ())
+            )
+            steps.append(FieldStep("put", edit.name, shape=shape))
+        elif edit.kind == "drop":
+            steps.append(FieldStep("drop", edit.name))
+        else:
+            steps.append(FieldStep("rename", edit.name, old=edit.old))
+    return FieldSteps(tuple(steps))

@@ -1,0 +1,242 @@
+"""What the names and the expressions of Zed stand for, and what they demand of the columns' types.
+
+Zed knows the type of each value, and Spark SQL the type of each column. Where Zed's result depends on types that the text does
+not show, the compiler notes a ``Demand``. ETL compares the demands with the columns before it runs the rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from zync_assets.pipeline_file.fields import suggestion
+from zync_assets.pipeline_file.zed.nodes import Type, ZedPlace, ZedProblem
+from zync_assets.queries import Demand, Path
+from zync_assets.spark.sql import name_sql
+
+NUMBERS = ("int", "float", "number")
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ATOM, NEGATION, PRODUCT, SUM, COMPARISON, NOT, AND, OR = 9, 8, 7, 6, 5, 4, 3, 2
+"""How close the operators of Spark SQL bind."""
+
+
+@dataclass(frozen=True)
+class FieldRef:
+    """A record of a topic, or a field of it."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class ClosedRecord:
+    """A record with known fields."""
+
+    fields: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class FieldEdit:
+    """One step to the fields of a record: ``keep`` all fields of ``ref``, ``put`` one, ``drop`` one, or ``rename`` ``old``."""
+
+    kind: str
+    name: str = ""
+    value: Value | None = None
+    old: str = ""
+
+
+@dataclass(frozen=True)
+class OpenRecord:
+    """A record with fields that only the topic's schema names."""
+
+    edits: tuple[FieldEdit, ...]
+
+
+@dataclass(frozen=True)
+class Term:
+    """An expression of Spark SQL.
+
+    ``kind``: the kind of value, where the text shows it. ``paths``: the fields whose type the result has, where it does not.
+    ``level``: how close its outermost operator binds. ``sure``: the result is never null. ``constant``: a literal.
+    """
+
+    sql: str
+    kind: str | None = None
+    level: int = ATOM
+    paths: tuple[Path, ...] = ()
+    sure: bool = False
+    constant: str | None = None
+
+    def within(self, level: int) -> str:
+        """The SQL as an operand of an operator that binds so close."""
+        return self.sql if self.level >= level else f"({self.sql})"
+
+
+Value: TypeAlias = "FieldRef | ClosedRecord | OpenRecord | Term"
+
+NULL = Term("NULL", "null", constant="null")
+FALSE = Term("false", "bool", sure=True, constant="false")
+TRUE = Term("true", "bool", sure=True, constant="true")
+_KAFKA = {"topic": "text", "partition": "int", "offset": "int", "timestamp": "time", "time": "time"}
+TYPES = {
+    "bool": ("bool", "BOOLEAN"),
+    "int8": ("int", "TINYINT"),
+    "int16": ("int", "SMALLINT"),
+    "int32": ("int", "INT"),
+    "int64": ("int", "BIGINT"),
+    "float32": ("float", "FLOAT"),
+    "float64": ("float", "DOUBLE"),
+    "string": ("text", "STRING"),
+    "bytes": ("bytes", "BINARY"),
+    "time": ("time", "TIMESTAMP"),
+}
+"""Type of Zed → its kind, and the type of Spark SQL."""
+_OTHER_TYPES = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "uint64": "int64", "float16": "float32"} | {
+    "duration": "int64",
+    "ip": "string",
+    "net": "string",
+}
+
+
+def path_sql(path: Path) -> str:
+    """A path as Spark SQL, quoted where a name needs it."""
+    return ".".join(name if _PLAIN.fullmatch(name) else name_sql(name) for name in path)
+
+
+def type_sql(type: Type) -> str:
+    """A type as Spark's DDL."""
+    if type.name == "record":
+        inner = ", ".join(f"{name_sql(name)}: {type_sql(part)}" for name, part in type.parts)
+        return f"STRUCT<{inner}>"
+    if type.name == "array":
+        return f"ARRAY<{type_sql(type.parts[0][1])}>"
+    return known_type(type)[1]
+
+
+def known_type(type: Type) -> tuple[str, str]:
+    if type.name in TYPES:
+        return TYPES[type.name]
+    other = _OTHER_TYPES.get(type.name)
+    cure = f"; write {other}" if other else f"; there are {', '.join(TYPES)}{suggestion(type.name, TYPES)}"
+    raise ZedProblem(type.place, f"`{type.name}` is no type of Spark SQL{cure}")
+
+
+def type_kind(type: Type) -> str:
+    return type.name if type.name in ("record", "array") else known_type(type)[0]
+
+
+def member(value: Value, name: str, place: ZedPlace) -> Value:
+    """A field of a value. ZedProblem if the program made a record without it."""
+    if isinstance(value, FieldRef):
+        return FieldRef((*value.path, name))
+    if isinstance(value, Term):
+        return Term(f"{value.within(ATOM)}.{path_sql((name,))}")
+    if isinstance(value, ClosedRecord):
+        if name not in value.fields:
+            known = ", ".join(value.fields) or "nothing"
+            cure = suggestion(name, value.fields) or f"; known here: {known}"
+            raise ZedProblem(place, f"`{name}` is missing{cure}")
+        return value.fields[name]
+    return _edited_member(value.edits, name, place)
+
+
+def _edited_member(edits: Sequence[FieldEdit], name: str, place: ZedPlace) -> Value:
+    for at in range(len(edits) - 1, -1, -1):
+        edit = edits[at]
+        if edit.kind == "put" and edit.name == name:
+            assert edit.value is not None
+            return edit.value
+        if edit.kind == "rename" and edit.name == name:
+            return _edited_member(edits[:at], edit.old, place)
+        if (edit.kind == "drop" and edit.name == name) or (edit.kind == "rename" and edit.old == name):
+            raise ZedProblem(place, f"`{name}` is missing; an operator before this one removed it")
+        if edit.kind == "keep":
+            if at > 0:
+                raise ZedProblem(place, f"`{name}` may be of several records here; name the record that has it")
+            assert isinstance(edit.value, FieldRef)
+            return FieldRef((*edit.value.path, name))
+    raise ZedProblem(place, f"`{name}` is missing")
+
+
+@dataclass
+class Demands:
+    """The demands of a rule's expressions."""
+
+    found: list[Demand] = field(default_factory=list[Demand])
+
+    def demand(self, term: Term, kinds: Sequence[str], place: ZedPlace, role: str) -> None:
+        """Note that a term must be of some kinds. ZedProblem if the text shows that it is not."""
+        if term.kind is None:
+            self.found += [Demand(path, tuple(kinds), role, place) for path in term.paths]
+        elif term.kind != "null" and not _meets(term.kind, kinds):
+            raise ZedProblem(place, f"`{term.sql}` is {noun(term.kind)} and {role}, which takes {nouns(kinds)}")
+
+    def alike(self, terms: Sequence[Term], place: ZedPlace, what: str) -> Term:
+        """A term that has the kind of all terms. ZedProblem if two of them plainly have different kinds."""
+        known = [term for term in terms if term.kind not in (None, "null")]
+        kinds = {group_of(term.kind) for term in known}
+        if len(kinds) > 1:
+            some = " and ".join(sorted(noun(kind) for kind in kinds))
+            raise ZedProblem(place, f"{what} has values of one type in Spark SQL, and these are {some}; cast them")
+        if known:
+            for term in terms:
+                self.demand(term, (group_of(known[0].kind),), place, f"is in {what} with {noun(known[0].kind or '')}")
+            exact = {term.kind for term in known}
+            return replace(
+                NULL, kind=known[0].kind if len(exact) == 1 and len(known) == len(terms) else group_of(known[0].kind)
+            )
+        paths = tuple(path for term in terms for path in term.paths)
+        return Term("", None if paths else (terms[0].kind if terms else None), paths=paths)
+
+    def same(self, left: Term, right: Term, place: ZedPlace) -> None:
+        """Demand one kind of two sides."""
+        for side, other in ((left, right), (right, left)):
+            if other.kind is not None and side.kind is None:
+                self.demand(side, (group_of(other.kind),), place, f"is compared with {noun(other.kind)}")
+        if left.kind is None and right.kind is None:
+            self.found += [
+                Demand(one, (), "is compared", place, two) for one in left.paths[:1] for two in right.paths[:1]
+            ]
+
+
+def differ(one: Term, other: Term) -> bool:
+    """Whether two terms plainly have values of two types."""
+    kinds = {group_of(one.kind), group_of(other.kind)} - {"", "null"}
+    return len(kinds) > 1
+
+
+def group_of(kind: str | None) -> str:
+    return "number" if kind in NUMBERS else kind or ""
+
+
+def _meets(kind: str, kinds: Sequence[str]) -> bool:
+    return (
+        kind in kinds
+        or (kind in NUMBERS and "number" in kinds)
+        or (kind == "number" and not {"int", "float"}.isdisjoint(kinds))
+    )
+
+
+_NOUNS = {
+    "text": "a text",
+    "int": "a whole number",
+    "float": "a floating-point number",
+    "number": "a number",
+    "bool": "a boolean",
+    "time": "a time",
+    "bytes": "bytes",
+    "array": "an array",
+    "record": "a record",
+    "duration": "a duration",
+    "null": "null",
+}
+
+
+def noun(kind: str | None) -> str:
+    return _NOUNS.get(kind or "", kind or "a value")
+
+
+def nouns(kinds: Sequence[str]) -> str:
+    known = ["number"] if "number" in kinds else []
+    return " or ".join(noun(kind) for kind in [*known, *(kind for kind in kinds if kind not in NUMBERS or not known)])
