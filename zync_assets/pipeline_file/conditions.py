@@ -245,7 +245,7 @@ def _of_value(tree: object) -> bool:
     return isinstance(tree, exp.Column) and any(parts[0].lower() == "value" for parts in columns(tree))
 
 
-Span: TypeAlias = tuple[int, int]
+TextSpan: TypeAlias = tuple[int, int]
 """Characters of an expression: the first, and the one after the last."""
 
 _FIRST = """
@@ -268,7 +268,7 @@ TYPED_ARGUMENTS: frozenset[tuple[str, int]] = frozenset(
 def without_root(sql: str, root: str) -> str:
     """The expression with NULL for everything under ``root``, which is null in every record."""
     expression = parse(sql)
-    places: list[Span] = []
+    places: list[TextSpan] = []
     for column in expression.tree.find_all(exp.Column):
         parts = column.parts
         if parts[0].name.lower() == root and next(columns(column), None) is not None:
@@ -276,7 +276,7 @@ def without_root(sql: str, root: str) -> str:
     return with_nulls(expression, places)
 
 
-def with_nulls(expression: Expression, places: Iterable[Span]) -> str:
+def with_nulls(expression: Expression, places: Iterable[TextSpan]) -> str:
     """The expression with NULL for some of its columns. ``places``: where their names stand."""
     sql = expression.sql
     for start, end in sorted(null_spans(expression, places), reverse=True):
@@ -284,7 +284,7 @@ def with_nulls(expression: Expression, places: Iterable[Span]) -> str:
     return sql
 
 
-def null_spans(expression: Expression, places: Iterable[Span]) -> set[Span]:
+def null_spans(expression: Expression, places: Iterable[TextSpan]) -> set[TextSpan]:
     """The parts of an expression that NULL replaces if some of its columns are null; none of them is in another."""
     tokens = expression.tokens
     closings = closing_places(tokens)
@@ -296,7 +296,7 @@ def null_spans(expression: Expression, places: Iterable[Span]) -> set[Span]:
     }
 
 
-def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int, end: int) -> Span:
+def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int, end: int) -> TextSpan:
     first = max(at for at, token in enumerate(tokens) if token.start <= start)
     last = min(at for at, token in enumerate(tokens) if token.end + 1 >= end)
     # A field of a call's result: the column is within the call.

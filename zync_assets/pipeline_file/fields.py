@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from zync_assets.errors import Problem
-from zync_assets.pipeline_file.source import Entry, Items, Node, Scalar, Table
+from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlEntry, YamlTable
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -41,7 +41,7 @@ def kind(node: Node) -> str:
     """The kind of a node in words, without the node's value."""
     if isinstance(node, Items):
         return "a list"
-    if isinstance(node, Table):
+    if isinstance(node, YamlTable):
         return "a mapping"
     value = node.value
     if value is None:
@@ -56,7 +56,7 @@ class Fields:
 
     def __init__(
         self,
-        node: Table,
+        node: YamlTable,
         path: str,
         problems: list[Problem],
         names: Sequence[str] | None,
@@ -65,7 +65,7 @@ class Fields:
         self.line = node.line
         self.path = path
         self.problems = problems
-        self.entries: dict[str, Entry] = {entry.key: entry for entry in node.entries}
+        self.entries: dict[str, YamlEntry] = {entry.key: entry for entry in node.entries}
         if names is None:
             return
         for entry in node.entries:
@@ -164,9 +164,9 @@ class Fields:
             return None
         return int(match[1]) * _MILLIS[match[2]]
 
-    def table(self, key: str) -> Table | None:
+    def table(self, key: str) -> YamlTable | None:
         node = self.node(key)
-        if node is None or isinstance(node, Table):
+        if node is None or isinstance(node, YamlTable):
             return node
         self.problem(key, f"must be a mapping, not {kind(node)}")
         return None
@@ -188,16 +188,16 @@ class Fields:
         return properties
 
 
-def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, Table]]:
+def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, YamlTable]]:
     """(path, mapping) for each mapping of a list. A single mapping counts as a list of one."""
-    if isinstance(node, Table):
+    if isinstance(node, YamlTable):
         return [(path, node)]
     if not isinstance(node, Items):
         return []
-    mappings: list[tuple[str, Table]] = []
+    mappings: list[tuple[str, YamlTable]] = []
     for index, item in enumerate(node.items):
         inner = f"{path}[{index}]"
-        if isinstance(item, Table):
+        if isinstance(item, YamlTable):
             mappings.append((inner, item))
         else:
             problems.append(Problem(item.line, inner, f"must be a mapping, not {kind(item)}"))

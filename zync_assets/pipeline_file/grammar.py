@@ -13,7 +13,10 @@ from zync_assets.pipeline import (
     SubjectNameStrategy,
     Unmatched,
 )
-from zync_assets.pipeline_file.keys import Key, input_shape, output_shape, paths, rule_keys
+from zync_assets.pipeline_file.connections import KAFKA, LAKE, REGISTRY, SPARK
+from zync_assets.pipeline_file.key import Key, paths
+from zync_assets.pipeline_file.keys import rule_keys
+from zync_assets.pipeline_file.shape_keys import COALESCE, input_shape, output_shape
 from zync_assets.pipeline_file.sinks import SINKS
 from zync_assets.pipeline_file.transactions import TRANSACTIONS
 
@@ -158,13 +161,7 @@ INPUT: tuple[Key, ...] = (
 
 CREATE: tuple[Key, ...] = (
     Key("partitions", "a whole number", "The partitions of the new topic.", "create: {partitions: 3}", default="1"),
-    Key(
-        "replication-factor",
-        "a whole number",
-        "The replicas of each partition.",
-        "create: {replication-factor: 3}",
-        default="1",
-    ),
+    Key("replication-factor", "a whole number", "The replicas of a partition.", "create: {replication-factor: 3}", "1"),
     Key(
         "config",
         "a mapping of Kafka's topic properties",
@@ -241,6 +238,7 @@ OUTPUT: tuple[Key, ...] = (
         allowed=("true", "false"),
     ),
     output_shape(),
+    COALESCE,
     _strategy("", "keys and values", "topic"),
     _strategy("key-", "keys", "as for both sides"),
     _strategy("value-", "values", "as for both sides"),
@@ -249,77 +247,15 @@ OUTPUT: tuple[Key, ...] = (
         "names with dots between",
         "The namespace of the records in the output's Avro and Connect schemas.",
         "namespace: com.shop",
-        default="none",
-    ),
-)
-
-KAFKA: tuple[Key, ...] = (
-    Key(
-        "bootstrap.servers",
-        "HOST:PORT, with commas between",
-        "The brokers to ask first.",
-        "kafka: {bootstrap.servers: 'broker:9092'}",
-        default="$KAFKA_BOOTSTRAP_SERVERS, else localhost:9092",
+        "none",
     ),
     Key(
-        "oauth_cb",
-        "package.module:function",
-        "A function that makes tokens for OAUTHBEARER. It gets `sasl.oauthbearer.config`, and returns a token and its end in"
-        " seconds since the epoch.",
-        "kafka: {oauth_cb: 'zync_assets.kafka.msk_iam:token'}",
-        default="none",
-    ),
-)
-REGISTRY: tuple[Key, ...] = (
-    Key(
-        "url",
-        "a URL",
-        "The address of a schema registry with Confluent's API.",
-        "registry: {url: 'https://registry:8081'}",
-        default="http://localhost:8081",
-    ),
-)
-
-
-def _setting(name: str, scheme: str, text: str, default: str = "none", beside: str = "") -> Key:
-    return Key(
-        name,
-        "text",
-        f"{text} For a lake in {scheme}://.",
-        f'lake: {{uri: "{scheme}://bucket/folder", {name}: {beside or "…"}}}',
-        default=default,
-    )
-
-
-_AWS = "the AWS variables of the environment, else the AWS chain"
-LAKE: tuple[Key, ...] = (
-    Key(
-        "uri", "a URI", "The place of the lake in an object store.", 'lake: {uri: "s3://bucket/folder"}', required=True
-    ),
-    _setting("endpoint", "s3", "The URL of a server other than Amazon's.", _AWS, '"https://minio:9000"'),
-    _setting("region", "s3", "The region of the bucket.", _AWS, "eu-west-1"),
-    _setting("access-key-id", "s3", "The access key.", _AWS, '"${KEY}", secret-access-key: "${SECRET}"'),
-    _setting("secret-access-key", "s3", "The secret of the access key.", _AWS, '"${SECRET}", access-key-id: "${KEY}"'),
-    _setting("session-token", "s3", "The token of a temporary login.", _AWS, '"${TOKEN}"'),
-    _setting("service-account", "gs", "The path of a JSON key.", "GOOGLE_SERVICE_ACCOUNT", "/run/secrets/key.json"),
-    _setting("account-name", "abfss", "The storage account.", "AZURE_STORAGE_ACCOUNT_NAME", "shop"),
-    _setting("account-key", "abfss", "The key of the storage account.", "AZURE_STORAGE_ACCOUNT_KEY", '"${KEY}"'),
-    _setting("sas-token", "abfss", "A shared access signature.", "AZURE_STORAGE_SAS_TOKEN", '"${TOKEN}"'),
-)
-SPARK: tuple[Key, ...] = (
-    Key(
-        "master",
-        "a Spark master",
-        "The master of the Spark session.",
-        'spark: {master: "local[2]"}',
-        default="local[*]",
-    ),
-    Key(
-        "remote",
-        "`shared`, or sc://host:port",
-        "A Spark Connect server. `shared` starts a server on this machine, or uses the one that runs there already.",
-        "spark: {remote: shared}",
-        default="$SPARK_REMOTE",
+        "partition-by",
+        "an expression over `key` and `value`",
+        "The partition of each record, a whole number, modulo the partitions. Null is partition 0. All records of a key need"
+        " one partition, tombstones too.",
+        "partition-by: key.customer_id",
+        "Kafka's default partitioner",
     ),
 )
 
@@ -403,6 +339,15 @@ FILE: tuple[Key, ...] = (
         "missing-field: fail",
         default="null",
         allowed=("null", "fail"),
+    ),
+    Key(
+        "on-rule-change",
+        "one of the allowed values",
+        "The effect of an edit of rules after their last batch. `continue` tells which rules changed, and goes on with the new"
+        " ones. `fail` stops ETL until the old rules are back or the key is gone.",
+        "on-rule-change: fail",
+        default="continue",
+        allowed=("continue", "fail"),
     ),
     Key(
         "unavailable-value",

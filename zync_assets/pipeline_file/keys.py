@@ -1,136 +1,13 @@
-"""A key of the pipeline file: the name that the reader accepts, and the description that ``zync help`` prints.
-
-The readers take their known names from these definitions. A key without a description therefore does not exist. The keys of
-``transforms`` and of ``shape`` are here too. Each kind of rule has a section of its own.
-"""
+"""The keys of ``transforms``. Each kind of rule has a section of its own."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from zync_assets.pipeline_file.conditions import split_join
 from zync_assets.pipeline_file.fields import Fields
-
-_INDEX = re.compile(r"\[[0-9]*\]")
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of one mapping.
-
-    ``type``: the form of the value, in words. ``text``: one to three sentences. ``example``: YAML at the place of the
-    key, with the keys that it needs beside it. ``default``: the value, or the effect, where the file lacks the key.
-    ``required``: the file must have the key. ``allowed``: every legal value, where there is a list. ``keys``: the
-    known keys below this one. ``open``: other names below this one are legal too.
-    """
-
-    name: str
-    type: str
-    text: str
-    example: str
-    default: str = ""
-    required: bool = False
-    allowed: Sequence[str] = ()
-    keys: tuple[Key, ...] = ()
-    open: bool = False
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the text."""
-        return re.split(r"(?<=[.])\s", self.text, maxsplit=1)[0]
-
-
-def known_names(keys: Sequence[Key]) -> tuple[str, ...]:
-    """The names of keys, for the reader of their mapping."""
-    return tuple(key.name for key in keys)
-
-
-def paths(keys: Sequence[Key], above: str = "") -> Iterator[tuple[str, Key]]:
-    """Every key with its path, such as ``inputs.retention``, in the order of the grammar."""
-    for key in keys:
-        path = f"{above}.{key.name}" if above else key.name
-        yield path, key
-        yield from paths(key.keys, path)
-
-
-def found(known: Mapping[str, Key], path: str) -> str | None:
-    """The known path that ``path`` means; None for an unknown one.
-
-    ``inputs[0].topic`` means ``inputs.topic``. A name below an open key, such as a property of librdkafka, means the
-    open key.
-    """
-    plain = _INDEX.sub("", path)
-    if plain in known:
-        return plain
-    return next((above for above, key in known.items() if key.open and plain.startswith(f"{above}.")), None)
-
-
-def near(known: Mapping[str, Key], path: str) -> list[str]:
-    """At most three known paths that resemble an unknown one, the closest first."""
-    plain = _INDEX.sub("", path).lower()
-    last = plain.rpartition(".")[2]
-    by_path = difflib.get_close_matches(plain, list(known), n=3, cutoff=0.75)
-    by_name = [
-        place
-        for name in difflib.get_close_matches(last, {key.name for key in known.values()}, n=3, cutoff=0.75)
-        for place, key in known.items()
-        if key.name == name
-    ]
-    return list(dict.fromkeys([*by_path, *by_name]))[:3]
-
-
-def input_shape() -> Key:
-    """The key ``shape`` of an input."""
-    return Key(
-        "shape",
-        "a mapping",
-        "Filters and maps each record before the record reaches the lake. The lake never gets the rest, except for"
-        " quarantined records, which stay whole.",
-        "shape: {where: value.op <> 'r', value: value.after}",
-        default="none",
-        keys=_shape("`kafka`, `key` and `value` of the record"),
-    )
-
-
-def output_shape() -> Key:
-    """The key ``shape`` of an output."""
-    return Key(
-        "shape",
-        "a mapping",
-        "Filters and maps each output of the rules before it is numbered. The inputs of a filtered output are *dropped*.",
-        "shape: {value: {ID: value.ID}}",
-        default="none",
-        keys=_shape("`key` and `value` of the output"),
-    )
-
-
-def _shape(roots: str) -> tuple[Key, ...]:
-    return (
-        Key(
-            "where",
-            "a condition in Spark SQL",
-            f"Keeps the records for which the condition holds; null counts as no. It sees {roots}.",
-            "shape: {where: value.ID IS NOT NULL}",
-            default="all are kept",
-        ),
-        Key(
-            "key",
-            "an expression, or a mapping of names to expressions",
-            "The new key.",
-            "shape: {key: key}",
-            default="the key as it is",
-        ),
-        Key(
-            "value",
-            "an expression, or a mapping of names to expressions",
-            "The new value. A null value stays null.",
-            "shape: {value: {ID: value.ID}}",
-            default="the value as it is",
-        ),
-    )
+from zync_assets.pipeline_file.key import Key
 
 
 @dataclass(frozen=True)
@@ -153,14 +30,27 @@ class Section:
 
 
 def _read_join_on(fields: Fields) -> Mapping[str, tuple[str, ...]]:
-    text = fields.text("join-on", "write an equality of the two sides, such as left.key.ID = right.value.after.ID")
+    key, keys = "join-on", ("left-key", "right-key")
+    if key not in fields and any(name in fields for name in keys):
+        key, sides = keys[0], [fields.text(name, "write the side's part of the join key") for name in keys]
+        text = None if None in sides else f"({sides[0]}) = ({sides[1]})"
+    else:
+        text = fields.text(key, "write an equality of the two sides, such as left.key.ID = right.value.after.ID")
+        for name in keys:
+            if name in fields:
+                fields.problem(name, "says what join-on says; remove one of the two")
     pairs, problems = split_join(text) if text is not None else ((), [])
     for message in problems:
-        fields.problem("join-on", message)
+        fields.problem(key, message)
     return {"left": tuple(pair[0] for pair in pairs), "right": tuple(pair[1] for pair in pairs)}
 
 
 _TABLE = "type: view\ntables: {{o: {{{}}}}}\nfrom: o\nkey: {{ID: o.ID}}\nvalue: {{customer: o.customer}}"
+
+_GROUP = (
+    "type: group\nrecords: {{i: Invoices, s: InvoiceStatus}}\ngroup-by: {}\ncomplete-when: bool_or(s.value.done)\n"
+    "key: first(i).key\nvalue: {{lines: count(*)}}"
+)
 
 STATELESS = Section(
     "stateless",
@@ -199,6 +89,20 @@ DENORM = Section(
             "The join key of a denorm rule. Each equality compares an expression of `left` with one of `right`. The k-th left"
             " record of a key pairs with the k-th right record; a null key matches nothing.",
             "join-on: left.value.after.ID = right.value.after.InvoiceID",
+        ),
+        Key(
+            "left-key",
+            "an expression of `left`",
+            "The left side of the join key, with `right-key`, in place of `join-on`.",
+            "left-key: left.value.after.ID\nright-key: right.value.after.InvoiceID",
+            default="`join-on` has both sides",
+        ),
+        Key(
+            "right-key",
+            "an expression of `right`",
+            "The right side of the join key.",
+            "left-key: left.value.after.ID\nright-key: right.value.after.InvoiceID",
+            default="`join-on` has both sides",
         ),
     ),
     where=(
@@ -290,6 +194,33 @@ VIEW = Section(
     ),
 )
 
+GROUP = Section(
+    "group",
+    "`group` makes an output of several records that belong together",
+    sides=(),
+    keys=(
+        Key(
+            "records",
+            "a mapping of aliases to topics",
+            "The topics of a group rule, each under an alias.",
+            _GROUP.format("value.ID"),
+        ),
+        Key(
+            "group-by",
+            "an expression, or a mapping of aliases to expressions",
+            "What the records of a group share, by `kafka`, `key` and `value` of a record. A null matches nothing.",
+            _GROUP.format("{i: value.ID, s: value.InvoiceID}"),
+        ),
+        Key(
+            "complete-when",
+            "a condition over aggregates",
+            "The group is complete at the first record with which the condition holds. Later records begin the next group.",
+            _GROUP.format("value.ID"),
+        ),
+    ),
+    join="group-by",
+)
+
 _LOOKUP = (
     "type: stateless\nin: Invoices\nlookup: {{s: {{table: InvoiceStatus, on: s.InvoiceID = in.value.after.ID, missing: {}}}}}\n"
     "key: in.key\nvalue: {{status: s.status}}"
@@ -339,7 +270,67 @@ LOOKUP = Key(
     open=True,
 )
 
-SECTIONS = {section.kind: section for section in (STATELESS, DENORM, VIEW)}
+_DENORM = (
+    "type: denorm\nleft: Invoices\nright: InvoiceStatus\njoin-on: left.key = right.key\nkey: left.key\nvalue: right.value.after\n"
+    "expire-after: 1h\non-expire: {}"
+)
+
+EXPIRY = (
+    Key(
+        "expire-after",
+        "a time such as 90s, 10m, 12h or 30d",
+        "How long a record of a denorm or a group rule waits, by the time of records. A record expires when the newest time of"
+        " the rule's inputs exceeds its own by more than this. A group expires with its first record.",
+        _DENORM.format("drop"),
+        default="for ever",
+    ),
+    Key(
+        "on-expire",
+        "one of the allowed values",
+        "What becomes of records that expire. `emit` makes an output of the records that are there; an absent side is null. The"
+        " others count as *expired*: with `quarantine`, they are in quarantine too; with `drop`, they are counted alone.",
+        _DENORM.format("emit"),
+        default="quarantine",
+        allowed=("quarantine", "drop", "emit"),
+    ),
+)
+"""The keys of the kinds with a join key."""
+
+_OUT = "type: stateless\nin: Invoices\nout: [{{topic: NewInvoices, key: in.key, value: in.value{}}}]"
+
+OUT = Key(
+    "out",
+    "a topic of `outputs`, or a list of mappings",
+    "The topic that gets the outputs of the rule. A list has a mapping for each output of a match. All outputs of a match are in"
+    " one commit.",
+    "out: NewInvoices",
+    required=True,
+    keys=(
+        Key("topic", "a topic of `outputs`", "The topic of the output.", _OUT.format(""), required=True),
+        Key(
+            "where",
+            "a condition in Spark SQL",
+            "The matches that make the output. A match without any output is *dropped*.",
+            _OUT.format(", where: in.value.op = 'c'"),
+            default="all",
+        ),
+        Key("key", "an expression, a mapping of names to expressions, or null", "As `key` of a rule.", _OUT.format("")),
+        Key(
+            "value",
+            "an expression, a mapping of names to expressions, or null",
+            "As `value` of a rule.",
+            _OUT.format(""),
+        ),
+        Key(
+            "headers", "a mapping, or one expression", "As `headers` of a rule.", _OUT.format(", headers: {a: in.key}")
+        ),
+        Key(
+            "explode", "an expression for an array", "As `explode` of a rule.", _OUT.format(", explode: in.value.lines")
+        ),
+    ),
+)
+
+SECTIONS = {section.kind: section for section in (STATELESS, DENORM, VIEW, GROUP)}
 """``type`` of a rule → its section."""
 
 
@@ -361,6 +352,13 @@ def rule_keys() -> tuple[Key, ...]:
             default="position and type: `1-denorm`",
         ),
         Key(
+            "was",
+            "the former name of a rule",
+            "The name that the rule had before. Records that wait under the former name wait for the rule.",
+            "name: paid\nwas: 1-denorm",
+            default="the rule had no other name",
+        ),
+        Key(
             "type",
             "one of the allowed values",
             f"The kind of rule. {'; '.join(section.text for section in kinds)}.",
@@ -379,12 +377,21 @@ def rule_keys() -> tuple[Key, ...]:
         ),
         *(key for section in kinds for key in section.keys),
         LOOKUP,
+        *EXPIRY,
         Key(
-            "out",
-            "a topic of `outputs`",
-            "The topic that gets the outputs of the rule.",
-            "out: NewInvoices",
-            required=True,
+            "zed",
+            "a program in Zed",
+            "Makes the output in zync's own language, in place of `key` and `value`. `where` and `join-on` are Zed too.",
+            "type: stateless\nin: Invoices\nzed: '| out:={key: in.key, value: in.value.after}'",
+            default="the rule is in Spark SQL",
+        ),
+        OUT,
+        Key(
+            "explode",
+            "an expression for an array",
+            "Makes an output of each element of an array. Expressions of the output see the element as `item`.",
+            "type: stateless\nin: Invoices\nexplode: in.value.lines\nkey: {ID: item.ID}\nvalue: {sku: item.sku}",
+            default="one output",
         ),
         Key(
             "key",

@@ -20,17 +20,18 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import PipelineFileError, Problem
-from zync_assets.lake.stores import GENERAL, KINDS, Kind, with_environment
+from zync_assets.lake.stores import GENERAL, KINDS, StoreKind, with_environment
 from zync_assets.pipeline import (
     SHARED,
     UNAVAILABLE_VALUE,
     Input,
     LakeUri,
     MissingField,
+    OnRuleChange,
     Output,
     Pipeline,
     RegistryConfig,
@@ -38,10 +39,11 @@ from zync_assets.pipeline import (
 )
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
-from zync_assets.pipeline_file.keys import known_names
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.patterns import with_patterns
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.sinks import read_sinks
-from zync_assets.pipeline_file.source import Items, Scalar, Table, read
+from zync_assets.pipeline_file.source import Items, Scalar, YamlTable, read
 from zync_assets.pipeline_file.topics import read_inputs, read_outputs
 from zync_assets.pipeline_file.transactions import read_transactions, with_transaction_topic
 from zync_assets.spark.sql import contradictions
@@ -54,7 +56,7 @@ _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
     """An absolute path, or a ``LakeUri`` with its settings."""
     node = fields.node("lake")
-    if isinstance(node, Table):
+    if isinstance(node, YamlTable):
         return _of_mapping(Fields(node, "lake", fields.problems, None), path, env)
     if node is not None and not isinstance(node, Scalar):
         fields.problem("lake", f"must be a folder, a URI or a mapping with uri:, not {kind(node)}")
@@ -92,7 +94,7 @@ def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], pat
     return LakeUri(uri, with_environment(uri, settings, env))
 
 
-def _check(fields: Fields, store: Kind, settings: Mapping[str, str]) -> None:
+def _check(fields: Fields, store: StoreKind, settings: Mapping[str, str]) -> None:
     for name in settings:
         if name not in store.settings and name not in GENERAL and not name.startswith(store.prefix):
             names = ("uri", *store.settings)
@@ -213,7 +215,7 @@ DEFAULT_ORDER_DELAY = 1.0
 
 _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
-_TYPES = "type: denorm, type: stateless or type: view"
+_TYPES = "type: denorm, type: group, type: stateless or type: view"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
@@ -236,8 +238,8 @@ def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipe
     """
     path = Path(path)
     node, problems = read(path, env)
-    if isinstance(node, Table):
-        pipeline = _pipeline(Fields(node, "", problems, known_names(FILE), _HINTS), path, env)
+    if isinstance(node, YamlTable):
+        pipeline = _pipeline(Fields(with_patterns(node), "", problems, known_names(FILE), _HINTS), path, env)
         if not problems:
             return pipeline
     elif not problems:
@@ -285,6 +287,9 @@ def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
         unavailable_value=_unavailable_value(fields),
         consumer_group=_consumer_group(fields),
         missing_field=_missing_field(fields),
+        on_rule_change=fields.choice("on-rule-change", get_args(OnRuleChange)) or "continue"
+        if "on-rule-change" in fields
+        else "continue",
         order_delay=DEFAULT_ORDER_DELAY if order_delay is None else order_delay,
         transactions=None if transactions is None else transactions[0],
         sinks=sinks,

@@ -9,8 +9,9 @@ from typing import get_args
 from zync_assets.pipeline_file.conditions import conjuncts, equality
 from zync_assets.pipeline_file.expressions import SqlProblem, check_expression, parse, roots
 from zync_assets.pipeline_file.fields import Fields, kind, word_list
-from zync_assets.pipeline_file.keys import LOOKUP, VIEW, Section, known_names
-from zync_assets.pipeline_file.source import Scalar, Table
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.keys import LOOKUP, VIEW, Section
+from zync_assets.pipeline_file.source import Scalar, YamlTable
 from zync_assets.pipeline_file.topics import Check
 from zync_assets.pipeline_file.views import alias_problem, read_table
 from zync_assets.queries import Lookup, Missing
@@ -39,11 +40,12 @@ def read_lookups(fields: Fields, section: Section, topic: Callable[[Fields, str]
     node = fields.node("lookup")
     if node is None:
         return LookedUpRows()
-    if section is VIEW:
-        fields.problem("lookup", "belongs to a stateless or a denorm rule; a view joins its tables in `from:`")
+    if not section.sides:
+        cure = "a view joins its tables in `from:`" if section is VIEW else f"a {section.kind} rule has no look-ups"
+        fields.problem("lookup", f"belongs to a stateless or a denorm rule; {cure}")
         return LookedUpRows()
-    if not isinstance(node, Table) or not node.entries:
-        fault = "is empty" if isinstance(node, Table) else f"must be a mapping of aliases, not {kind(node)}"
+    if not isinstance(node, YamlTable) or not node.entries:
+        fault = "is empty" if isinstance(node, YamlTable) else f"must be a mapping of aliases, not {kind(node)}"
         fields.problem("lookup", f"{fault}; {_FORM}")
         return LookedUpRows()
     outer = Fields(node, fields.key("lookup"), fields.problems, None)
@@ -52,7 +54,7 @@ def read_lookups(fields: Fields, section: Section, topic: Callable[[Fields, str]
     for alias, entry in outer.entries.items():
         if message := alias_problem(alias, list(rows)):
             outer.problem(alias, message)
-        if not isinstance(entry.node, Table):
+        if not isinstance(entry.node, YamlTable):
             outer.problem(alias, f"must be a mapping, not {kind(entry.node)}; {_FORM}")
             rows[alias.lower()] = False
             continue

@@ -130,13 +130,11 @@ _SECOND = ("aggregate", "reduce")
 
 
 def in_lake_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
-    """The expression with the lake's names. ``roots``: what it may name (``in``, ``value``), with the types of the lake; None:
-    not known yet.
-
-    SqlProblem for a name that two fields have but for case, where the expression does not say which one it means.
-    """
-    references = _References(sql, tuple(Spark().tokenize(sql)), {name.lower(): type for name, type in roots.items()})
-    return references.rewrite()
+    """The expression with the lake's names. ``roots``: what it may name (``in``, ``value``), with the lake's types, None if not
+    known yet. SqlProblem for a name that two fields have but for case, where the expression does not say which one it means."""
+    return _References(
+        sql, tuple(Spark().tokenize(sql)), {name.lower(): kind for name, kind in roots.items()}
+    ).rewrite()
 
 
 @dataclass(frozen=True)
@@ -384,9 +382,7 @@ _ODD = re.compile(r"`[^`]*[ ,;{}()=%\x00-\x1f\x7f][^`]*`")
 
 def _rewriter(roots: Mapping[str, pa.DataType | None], names_differ: bool) -> Rewrite:
     """A function that rewrites an expression. ``names_differ``: whether a field of the roots has another name in the lake.
-
-    Without such a field, most expressions stay as they are and are not parsed.
-    """
+    Without such a field, most expressions stay as they are and are not parsed."""
     return lambda sql: in_lake_names(sql, roots) if names_differ or _ODD.search(sql) else sql
 
 
@@ -413,6 +409,9 @@ def _rule_in_lake_names(
     # An alias of a view is a row, and no record.
     roots = {} if view is not None else roots
     roots |= {item.alias: row_type(item, each[item.alias]) for item in rule.tables}
+    for item in rule.group.named("first", "list") if rule.group is not None else ():
+        own = roots[next(iter(item.arguments))]
+        roots[item.name] = own if item.function == "first" or own is None else pa.list_(own)
     if view is not None:
         view = with_names(view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
     rewrite = rewriter(roots)
@@ -427,7 +426,9 @@ def _rule_in_lake_names(
         value=lake_fields["value"].shape(rule.value, rewrite),
         headers=_headers(rule.headers, rewrite),
         keep=None if rule.keep is None else rewrite(rule.keep),
+        explode=None if rule.explode is None else rewrite(rule.explode),
         view=view,
+        group=None if rule.group is None else rule.group.edited(rewrite),
         lookups=tuple(
             replace(
                 item,

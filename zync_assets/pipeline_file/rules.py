@@ -16,12 +16,15 @@ from sqlglot import exp
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline import Input, Output, RecordShape, Rule, Shape, Side, SideFormat
-from zync_assets.pipeline_file.conditions import Span, leaves_nothing, null_spans
+from zync_assets.pipeline_file.conditions import TextSpan, leaves_nothing, null_spans
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
-from zync_assets.pipeline_file.keys import SECTIONS, VIEW, Section, known_names, rule_keys
+from zync_assets.pipeline_file.groups import GroupSection, group_rule, read_group
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.keys import GROUP, SECTIONS, VIEW, Section, rule_keys
 from zync_assets.pipeline_file.lookups import read_lookups, with_rows
-from zync_assets.pipeline_file.source import Table
+from zync_assets.pipeline_file.outs import ITEM, WHERE, check_parts, each_output, held, parts, read_expiry, read_explode
+from zync_assets.pipeline_file.source import YamlTable
 from zync_assets.pipeline_file.topics import Check, over, read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.views import check_pools, read_query, read_view
 from zync_assets.spark.sql import shape_sql
@@ -38,7 +41,9 @@ def composed(rule: Rule, shape: RecordShape) -> Rule:
     side is left.
     """
     made = {"key": rule.key, "value": rule.value}
-    keep = None if shape.where is None else _expression(shape.where, made)
+    keep = rule.keep if shape.where is None else _expression(shape.where, made)
+    if rule.keep is not None and shape.where is not None:
+        keep = f"({rule.keep}) AND ({keep})"
     sides = {
         side: _guarded(side, rule.value, _side(part, made, side))
         if not (side == "value" and rule.value is None)
@@ -105,7 +110,7 @@ def _side(shape: Shape, made: Mapping[str, Shape], path: str) -> Shape:
 def _expression(sql: str, made: Mapping[str, Shape]) -> str:
     """The expression with what the rule makes in place of ``key`` and ``value``."""
     edits: list[tuple[int, int, str]] = []
-    nulls: list[Span] = []
+    nulls: list[TextSpan] = []
     expression = parse(sql)
     for column in expression.tree.find_all(exp.Column):
         if next(columns(column), None) is None:
@@ -142,7 +147,6 @@ def _found(shape: Shape, names: list[str], path: str) -> tuple[str | None, int]:
 
 
 _HINTS = {
-    "zed": "write key: and value: with Spark SQL expressions",
     "select": "write key: and value: with Spark SQL expressions",
     "on": "write join-on:",
     "output": "write out:",
@@ -154,14 +158,15 @@ _MISSING_VALUE = "write one expression or a mapping, or `value: null` for a tomb
 
 @dataclass(frozen=True)
 class _Placed:
-    """A rule with its place in the file."""
+    """A rule with its place in the file. ``group``: the section of a group."""
 
     rule: Rule
     fields: Fields
+    group: GroupSection | None = None
 
 
 def read_rules(
-    tables: list[tuple[str, Table]],
+    tables: list[tuple[str, YamlTable]],
     inputs: Mapping[str, Input | None],
     outputs: Mapping[str, Output | None],
     problems: list[Problem],
@@ -171,7 +176,9 @@ def read_rules(
     names: dict[str, int] = {}
     for position, (path, table) in enumerate(tables, start=1):
         fields = Fields(table, path, problems, known_names(rule_keys()), _HINTS)
-        found = _read_rule(fields, position, inputs, outputs)
+        rules: list[_Placed | None] = []
+        for item in each_output(fields):
+            rules.append(_read_rule(item, position, inputs, outputs, rules[0] and rules[0].group if rules else None))
         name = fields.text("name") if "name" in fields else None
         if name is not None and ("\n" in name or len(name) > 200):
             fields.problem("name", "must be one line of at most 200 characters")
@@ -179,26 +186,28 @@ def read_rules(
         if name in names:
             fields.problem("name", f"the rule on line {names[name]} is called `{name}` already; names are unique")
         names.setdefault(name, fields.line_of("name"))
-        if found is not None:
-            placed.append(found)
+        placed += [
+            _Placed(replace(rule, was=_former_name(item.fields, rule)), item.fields)
+            for item, rule in parts(rules, lambda item: item.rule)
+        ]
+    for item in placed:
+        if item.rule.was in names:
+            item.fields.problem("was", f"`{item.rule.was}` is the name of a rule of this file; remove the key")
     pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
     _check_reach(placed, pools)
+    check_parts([(item.rule, item.fields) for item in placed], outputs)
     check_pools([(item.rule, item.fields) for item in placed], pools)
-    made = _held(list(_composed(placed, outputs)), outputs)
+    made = held(list(_composed(placed, outputs)), outputs)
     for item, rule in zip(placed, made, strict=True):
         _check_formats(item, rule, inputs, outputs.get(rule.out))
     return made
 
 
-def _held(rules: Sequence[Rule], outputs: Mapping[str, Output | None]) -> tuple[Rule, ...]:
-    """The rules with ``held``. An output without pending records has nothing to hold."""
-    joins = [rule for rule in rules if any(side.keys for side in rule.sides)]
-    # A record that waits for a row does not know its source row.
-    looked_up = {rule.out for rule in rules if rule.lookups}
-    # Only the results of this kind have the source rows of their records.
-    waiting = {rule.out for rule in joins} if all(rule.kind == "denorm" for rule in joins) else set[str]()
-    refused = {topic for topic, item in outputs.items() if item is not None and not item.hold}
-    return tuple(replace(rule, held=rule.out in waiting - refused - looked_up) for rule in rules)
+def _former_name(fields: Fields, rule: Rule) -> str | None:
+    name = fields.text("was") if "was" in fields else None
+    if name is not None and rule.view is not None:
+        fields.problem("was", "belongs to a rule that records can wait for; the result of a renamed view is made again")
+    return name
 
 
 def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
@@ -236,8 +245,8 @@ def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | Non
     """Problems of keys and values whose type is plain to see, and that the output's format has no form for."""
     if output is None:
         return
-    # An alias of a view is a row, not a record.
-    sides = () if rule.view is not None else rule.sides
+    # An alias of a view is a row, not a record, and a group has several records.
+    sides = () if rule.view is not None or rule.group is not None else rule.sides
     known = {side.name: item for side in sides if (item := inputs.get(side.topic)) is not None}
     for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
         if isinstance(shape, str) and form in ("string", "bytes"):
@@ -249,8 +258,13 @@ def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | Non
 
 
 def _read_rule(
-    fields: Fields, position: int, inputs: Mapping[str, Input | None], outputs: Mapping[str, Output | None]
+    fields: Fields,
+    position: int,
+    inputs: Mapping[str, Input | None],
+    outputs: Mapping[str, Output | None],
+    others: GroupSection | None,
 ) -> _Placed | None:
+    """``others``: the group, as earlier outputs of the rule have it."""
     before = len(fields.problems)
     section = _section(fields)
     if section is None:
@@ -258,37 +272,90 @@ def _read_rule(
     name = (fields.text("name") if "name" in fields else None) or f"{position}-{section.kind}"
     out = _topic(fields, "out", outputs, inputs, "output", "input")
     output = outputs.get(out) if out is not None else None
+    if "zed" in fields:
+        zed = _read_zed(fields, section, name, out or "", output, inputs, outputs)
+        return _Placed(zed, fields) if zed is not None and out is not None and len(fields.problems) == before else None
     query = None
     if section is VIEW:
         query = read_query(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
+    group = None
+    if section is GROUP:
+        group = read_group(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"), others)
     rows = read_lookups(fields, section, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
     check = with_rows(section.sides, rows) if query is None else query.check()
     checks = check if query is None else query.check(aggregates=True)
+    if group is not None:
+        check = checks = group.check
+    explode = read_explode(fields, section, check)
+    if explode is not None and group is not None:
+        group.names.add(ITEM)
+    elif explode is not None:
+        check = checks = with_rows(section.sides, replace(rows, rows={**(rows.rows or {}), ITEM: False}))
+    keep = read_condition(fields, WHERE, check) if WHERE in fields else None
     key = _shape_of(fields, "key", check, _MISSING_KEY, output.key if output else None)
     value = _shape_of(fields, "value", checks, _MISSING_VALUE, output.value if output else None)
     headers = read_headers(fields, checks, output is not None and output.provenance)
     _refuse_others(fields, section)
-    if query is not None:
-        rule = read_view(fields, name, out or "", query, key, value, headers)
-        return (
-            _Placed(rule, fields) if rule is not None and out is not None and len(fields.problems) == before else None
-        )
-    topics = {side: _topic(fields, side, inputs, outputs, "input", "output") for side in section.sides}
-    first: dict[str, str] = {}
-    for side, topic in topics.items():
-        if topic is not None and first.setdefault(topic, side) != side:
-            fields.problem(
-                side,
-                f"is the topic that `{first[topic]}` names, `{topic}`; a {section.kind} rule joins two topics",
-            )
+    expiry = read_expiry(fields, section)
+    rule = None if query is None else read_view(fields, name, out or "", query, key, value, headers)
+    if group is not None:
+        rule = group_rule(fields, name, out or "", group, key, value, headers, explode, keep)
+    if query is not None or group is not None:
+        is_known = rule is not None and out is not None and len(fields.problems) == before
+        return _Placed(replace(rule, expiry=expiry), fields, group) if rule is not None and is_known else None
+    topics = _topics(fields, section, inputs, outputs)
     parts = section.read_join(fields)
     wheres = _wheres(fields, section)
-    sides = [
-        Side(side, topic, wheres[side], parts.get(side, ())) for side, topic in topics.items() if topic is not None
-    ]
-    if len(fields.problems) > before or len(sides) < len(topics) or out is None:
+    sides = [Side(side, topic, wheres[side], parts.get(side, ())) for side, topic in topics.items()]
+    if len(fields.problems) > before or out is None:
         return None
-    return _Placed(Rule(section.kind, name, tuple(sides), out, key, value, headers, lookups=rows.lookups), fields)
+    rule = Rule(section.kind, name, tuple(sides), out, key, value, headers, keep, lookups=rows.lookups, expiry=expiry)
+    return _Placed(replace(rule, explode=explode), fields)
+
+
+def _read_zed(
+    fields: Fields,
+    section: Section,
+    name: str,
+    out: str,
+    output: Output | None,
+    inputs: Mapping[str, Input | None],
+    outputs: Mapping[str, Output | None],
+) -> Rule | None:
+    """A rule in Zed."""
+    # Here: few files need it, and it loads a parser.
+    from zync_assets.pipeline_file.zed.reader import read_zed
+
+    topics = _topics(fields, section, inputs, outputs)
+    headers = read_headers(fields, over(section.sides), output is not None and output.provenance)
+    _refuse_others(fields, section)
+    zed = read_zed(fields, section)
+    if zed is None or len(topics) < len(section.sides):
+        return None
+    if output is not None and output.shape is not None and zed.types.records:
+        fields.problem("out", f"`{out}` has a shape, which needs the names of all fields; write them in place of `...`")
+    for side, shape, form in (("key", zed.key, output and output.key), ("value", zed.value, output and output.value)):
+        if isinstance(shape, Mapping) and form is not None and form.format in ("string", "bytes"):
+            fields.problem("zed", f"must make one value as {side}: the output's {side} format is {form.format}")
+    sides = [Side(side, topic, zed.wheres[side], zed.parts.get(side, ())) for side, topic in topics.items()]
+    return Rule(section.kind, name, tuple(sides), out, zed.key, zed.value, headers, zed=zed.types)
+
+
+def _topics(
+    fields: Fields, section: Section, inputs: Mapping[str, Input | None], outputs: Mapping[str, Output | None]
+) -> dict[str, str]:
+    """Side → its topic, but for sides with a problem."""
+    topics: dict[str, str] = {}
+    for side in section.sides:
+        topic = _topic(fields, side, inputs, outputs, "input", "output")
+        other = next((name for name, known in topics.items() if known == topic), None)
+        if other is not None:
+            fields.problem(
+                side, f"is the topic that `{other}` names, `{topic}`; a {section.kind} rule joins two topics"
+            )
+        elif topic is not None:
+            topics[side] = topic
+    return topics
 
 
 def _section(fields: Fields) -> Section | None:
@@ -327,7 +394,7 @@ def _topic(
 def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
     """Side → its condition. One expression is the condition of every side."""
     node = fields.node("where")
-    if not isinstance(node, Table):
+    if not isinstance(node, YamlTable):
         return dict.fromkeys(section.sides, read_condition(fields, "where", over()))
     if not section.where:
         others = (
@@ -349,7 +416,7 @@ def _shape_of(fields: Fields, key: str, check: Check, cure: str, side: SideForma
     if node is None:
         fields.problem(key, f"is missing; {cure}")
         return None
-    if isinstance(node, Table) and side is not None and side.format in ("string", "bytes"):
+    if isinstance(node, YamlTable) and side is not None and side.format in ("string", "bytes"):
         message = f"must be one expression, not a mapping: the output's {key} format is {side.format}"
         fields.problem(key, message)
     return read_shape(node, fields.key(key), fields.line_of(key), check, fields.problems)
@@ -363,7 +430,8 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
             for earlier in rivals:
                 others = _conditions(earlier.rule)
                 if topic in others and leaves_nothing(others[topic], condition):
-                    where = "where" if "where" in later.fields else later.rule.sides[0].name
+                    side = "records" if later.rule.group is not None else later.rule.sides[0].name
+                    where = "where" if "where" in later.fields else side
                     line = earlier.fields.line
                     later.fields.problem(
                         where,
@@ -374,5 +442,6 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
 
 
 def _conditions(rule: Rule) -> dict[str, str | None]:
-    """Topic → the condition on its records; nothing for a view, which takes no record from other rules."""
-    return {} if rule.view is not None else {side.topic: side.where for side in rule.sides}
+    """Topic → the condition on its records; nothing for a view, which takes no record from other rules, and for a further output
+    of a rule."""
+    return {} if rule.view is not None or rule.part_of is not None else {side.topic: side.where for side in rule.sides}

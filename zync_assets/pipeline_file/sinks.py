@@ -14,8 +14,8 @@ from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
-from zync_assets.pipeline_file.keys import Key, known_names
-from zync_assets.pipeline_file.source import Items, Scalar, Table
+from zync_assets.pipeline_file.key import Key, known_names
+from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
 
 FILES = "files"
 
@@ -23,6 +23,7 @@ SCHEMES: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("sqlite:///",),
     "postgres": ("postgresql://", "postgres://"),
     "clickhouse": ("clickhouse://", "chdb:///"),
+    "databend": ("databend://",),
     "mysql": ("mysql://", "mariadb://"),
     FILES: (),
 }
@@ -53,7 +54,7 @@ _BEFORE = (
     Key(
         "where",
         "a condition in Spark SQL",
-        "The records to write; null counts as no. It sees `kafka`, `key` and `value`.",
+        "The records to write; null counts as no. It sees `kafka`, `key` and `value`. Deletes pass a condition on the value.",
         "before: {where: value.ID > 0}",
         default="all records",
     ),
@@ -68,7 +69,7 @@ _BEFORE = (
     Key(
         "function",
         "package.module:function",
-        "A Python function from an Arrow batch of the columns to an Arrow batch of as many rows.",
+        "A Python function from an Arrow batch of the columns to one of as many rows, in the same order, with the same keys.",
         "before: {function: 'shop.sinks:clean'}",
         default="none",
     ),
@@ -193,7 +194,7 @@ def read_sinks(
     node = fields.node("sinks")
     if node is None:
         return ()
-    if not isinstance(node, Items | Table):
+    if not isinstance(node, Items | YamlTable):
         fields.problem("sinks", f"must be a list, not {kind(node)}; write a list of {{name: ..., type: ..., url: ...}}")
         return ()
     sources = [SinkTable(item.pool, item.topic, "", staged=False) for item in inputs.values() if item is not None]
@@ -383,7 +384,7 @@ def _added(before: Fields) -> dict[str, str]:
     return {} if table is None else dict(_expressions(table, before.key("set"), before.problems))
 
 
-def _expressions(table: Table, path: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
+def _expressions(table: YamlTable, path: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
     for entry in table.entries:
         inner = f"{path}.{entry.key}"
         if not isinstance(entry.node, Scalar) or entry.node.value is None:

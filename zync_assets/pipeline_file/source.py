@@ -8,7 +8,7 @@ therefore make it run or grow without end. YAML 1.2's core schema gives the type
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -52,6 +52,16 @@ class Scalar:
     text: str = field(repr=False)
     plain: bool
     has_variable: bool
+    column: int = 0
+    """The characters before the text in its first line; of a block, before each line."""
+    style: str = ""
+    """``|`` and ``>`` for blocks, else nothing."""
+
+    def place(self, line: int, column: int) -> tuple[int, int]:
+        """Line and column in the file of a place in the text, as far as the text stands in the file as it is."""
+        if self.style == "|":
+            return self.line + line, self.column + column
+        return (self.line, self.column + column) if line == 1 and not self.style else (self.line, self.column + 1)
 
     @property
     def value(self) -> str | int | float | bool | None:
@@ -78,7 +88,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """A key of a mapping with its value; ``line`` is the key's."""
 
     key: str
@@ -87,14 +97,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class YamlTable:
     """A YAML mapping; keys are unique."""
 
     line: int
-    entries: tuple[Entry, ...]
+    entries: tuple[YamlEntry, ...]
 
 
-Node: TypeAlias = "Scalar | Items | Table"
+Node: TypeAlias = "Scalar | Items | YamlTable"
 
 
 def read(path: Path, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]]:
@@ -109,7 +119,7 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
     """As ``read``, of a text."""
     if len(text) > MAX_BYTES:
         return None, [Problem(1, "", f"the file is larger than {MAX_BYTES >> 10} KiB; no pipeline needs that")]
-    composer = _Composer(env)
+    composer = _Composer(env, text.split("\n"))
     try:
         return composer.document(YAML(typ="safe", pure=True).parse(text)), composer.problems
     except _Stop:
@@ -155,8 +165,9 @@ class _Stop(Exception):
 
 
 class _Composer:
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], lines: Sequence[str]) -> None:
         self.env = env
+        self.lines = lines
         self.problems: list[Problem] = []
         self.line = 1
 
@@ -190,8 +201,8 @@ class _Composer:
         assert isinstance(event, ScalarEvent)
         return self._scalar(event, line, path)
 
-    def _table(self, line: int, events: Iterator[Event], path: str, depth: int) -> Table:
-        entries: dict[str, Entry] = {}
+    def _table(self, line: int, events: Iterator[Event], path: str, depth: int) -> YamlTable:
+        entries: dict[str, YamlEntry] = {}
         while not isinstance(event := self._next(events), MappingEndEvent):
             if not isinstance(event, ScalarEvent):
                 self._stop(path, "a key must be text, not a list or a mapping")
@@ -204,8 +215,8 @@ class _Composer:
             if key in entries:
                 self._problem(key_line, inner, f"is here twice; it is on line {entries[key].line} already")
             else:
-                entries[key] = Entry(key, key_line, node)
-        return Table(line, tuple(entries.values()))
+                entries[key] = YamlEntry(key, key_line, node)
+        return YamlTable(line, tuple(entries.values()))
 
     def _items(self, line: int, events: Iterator[Event], path: str, depth: int) -> Items:
         nodes: list[Node] = []
@@ -240,7 +251,16 @@ class _Composer:
             return value
 
         text = _VARIABLE.sub(replace, str(event.value))
-        return Scalar(line, text, plain, has_variable)
+        style = event.style if event.style in ("|", ">") else ""
+        return Scalar(line, text, plain, has_variable, self._column(event, style), style)
+
+    def _column(self, event: ScalarEvent, style: str) -> int:
+        if style:
+            block = (text for text in self.lines[_line(event) :] if text.strip())
+            first = next(block, "")
+            return len(first) - len(first.lstrip())
+        mark: Any = event.start_mark
+        return int(mark.column) + (event.style is not None)
 
     def _next(self, events: Iterator[Event]) -> Event:
         event = next(events)

@@ -30,10 +30,11 @@ from zync_assets.pipeline import (
     is_topic_name,
 )
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
-from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
-from zync_assets.pipeline_file.keys import input_shape, known_names
-from zync_assets.pipeline_file.source import Items, Node, Scalar, Table
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.shape_keys import input_shape
+from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlTable
 
 Check: TypeAlias = Callable[[str], Iterable[str]]
 """The problems of an expression."""
@@ -60,7 +61,7 @@ def read_condition(fields: Fields, key: str, check: Check) -> str | None:
 
 def read_shape(node: Node, path: str, line: int, check: Check, problems: list[Problem]) -> Shape:
     """One expression, a mapping of names to such, or null."""
-    if isinstance(node, Table):
+    if isinstance(node, YamlTable):
         if not node.entries:
             problems.append(Problem(line, path, "has no fields; name at least one"))
         shape: dict[str, Shape] = {}
@@ -82,7 +83,7 @@ def read_shape(node: Node, path: str, line: int, check: Check, problems: list[Pr
 def read_headers(fields: Fields, check: Check, provenance: bool) -> Headers | None:
     """The headers of a rule's records; ``provenance``: whether its output adds some of its own."""
     node = fields.node("headers")
-    if not isinstance(node, Table):
+    if not isinstance(node, YamlTable):
         sql = fields.text("headers", "write a mapping of names to expressions, or leave the key out") if node else None
         for message in check(sql) if sql is not None else ():
             fields.problem("headers", message)
@@ -125,7 +126,7 @@ def read_record_shape(
         if side == "value" and isinstance(node, Scalar) and node.value is None:
             fields.problem("value", "would make every record a tombstone; name the fields to keep, or leave it out")
         form = (formats or {}).get(side)
-        if isinstance(node, Table) and form in ("string", "bytes"):
+        if isinstance(node, YamlTable) and form in ("string", "bytes"):
             fields.problem(side, f"must be one expression, not a mapping: the output's {side} format is {form}")
         sides[side] = read_shape(node, fields.key(side), fields.line_of(side), over(roots), item.problems)
     return RecordShape(read_condition(fields, "where", over(roots)), sides)
@@ -223,7 +224,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         hold = "hold" not in item or item.flag("hold")
         shape = read_record_shape(item, ("key", "value"), {"key": key.format, "value": value.format})
         subjects = _subjects(item, key, value)
-        namespace = _namespace(item, key, value)
+        more = _namespace(item, key, value), _expression(item, "partition-by", ("key", "value"))
         _one_spelling(item, pool, pools)
         if pool is not None and pool.lower() in raw:
             item.problem(
@@ -246,8 +247,8 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
             continue
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
-        about = create, start_at or "empty", provenance, hold, shape
-        outputs[topic] = Output(topic, pool or "", key, value, *about, *subjects, namespace) if good else None
+        about = create, start_at or "empty", provenance, hold, shape, item.flag("coalesce")
+        outputs[topic] = Output(topic, pool or "", key, value, *about, *subjects, *more) if good else None
     return outputs
 
 
@@ -318,9 +319,9 @@ def _one_spelling(item: Fields, pool: str | None, pools: dict[str, str]) -> None
 
 
 def _sides(item: Fields, is_output: bool) -> tuple[SideFormat, SideFormat]:
-    both = _format(item, "format") or "avro"
-    key_format = _format(item, "key-format") or both
-    value_format = _format(item, "value-format") or both
+    both = item.choice("format", FORMATS) or "avro"
+    key_format = item.choice("key-format", FORMATS) or both
+    value_format = item.choice("value-format", FORMATS) or both
     if is_output:
         for key in ("schema", "key-schema", "value-schema"):
             if key in item:
@@ -333,17 +334,6 @@ def _sides(item: Fields, is_output: bool) -> tuple[SideFormat, SideFormat]:
         SideFormat(key_format, _ddl(item, "key-schema", key_format)),
         SideFormat(value_format, _ddl(item, value_key, value_format)),
     )
-
-
-def _format(item: Fields, key: str) -> Format | None:
-    word = item.text(key) if key in item else None
-    if word is None:
-        return None
-    for known in FORMATS:
-        if word == known:
-            return known
-    item.problem(key, f"is no known format; formats: {word_list(FORMATS)}{suggestion(word, FORMATS)}")
-    return None
 
 
 def _ddl(item: Fields, key: str, side: Format) -> str | None:
@@ -415,11 +405,8 @@ def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | No
     fields = Fields(table, item.key("order"), item.problems, known_names(ORDER))
     if not table.entries:
         item.problem("order", "is empty; write by: or domain:, or leave it out")
-    by, domain = fields.text("by"), fields.text("domain")
-    problems = [] if by is None else check_expression(by, RECORD_ROOTS)
-    for message in problems:
-        fields.problem("by", message)
-    if by is None or problems:
+    by, domain = _expression(fields, "by", RECORD_ROOTS), fields.text("domain")
+    if by is None:
         return SourceOrder(domain=domain)
     path = field_path(by)
     # Here, not above: Arrow takes its time to load, and few files need it.
@@ -430,6 +417,14 @@ def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | No
     if path is not None:
         path = (path[0].lower(), *path[1:])
     return SourceOrder(by, domain, path=path)
+
+
+def _expression(item: Fields, key: str, roots: tuple[str, ...]) -> str | None:
+    text = item.text(key)
+    problems = [] if text is None else check_expression(text, roots)
+    for message in problems:
+        item.problem(key, message)
+    return None if problems else text
 
 
 def _create(item: Fields) -> CreateTopic | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zync_assets.pipeline import Format, Input, Rule, SideFormat, SourceOrder, Transactions, is_topic_name
 from zync_assets.pipeline_file.fields import Fields
-from zync_assets.pipeline_file.keys import Key, known_names
+from zync_assets.pipeline_file.key import Key, known_names
 
 FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json")
 LIMIT_MS = 600_000
@@ -16,7 +16,7 @@ TRANSACTIONS = Key(
     "transactions",
     "a mapping",
     "Ends each staging commit between two transactions of the source. A transaction is transformed when all its changes are in"
-    " the lake. This takes Debezium's transaction metadata from PostgreSQL or SQL Server.",
+    " the lake. This takes Debezium's transaction metadata from PostgreSQL, SQL Server, MySQL or MariaDB.",
     "transactions: {topic: shop.transaction}",
     default="a commit may end anywhere",
     keys=(

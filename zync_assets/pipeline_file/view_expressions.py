@@ -131,15 +131,32 @@ def grouped(sql: str) -> tuple[str, ...]:
     """What an expression of a view groups by, beside the view's key: itself if it does not aggregate, else the columns that
     stand outside its aggregates. Nothing if it names no column there."""
     expression = parse(sql, GROUPS)
+    found = [sql[start:end] for start, end in _outside(expression)]
+    if not calls(expression):
+        return (sql,) if found else ()
+    return tuple(dict.fromkeys(found))
+
+
+def with_greatest(sql: str) -> str:
+    """The expression with the greatest value of each column that stands outside its aggregates.
+
+    >>> with_greatest("sum(l.qty) + o.fee")
+    'sum(l.qty) + max(o.fee)'
+    """
+    for start, end in sorted(_outside(parse(sql, GROUPS)), reverse=True):
+        sql = f"{sql[:start]}max({sql[start:end]}){sql[end:]}"
+    return sql
+
+
+def _outside(expression: Expression) -> list[tuple[int, int]]:
+    """The characters of the columns that stand outside aggregates."""
     inside = calls(expression)
-    found: list[str] = []
+    found: list[tuple[int, int]] = []
     for column in expression.tree.find_all(exp.Column):
         start = int(column.parts[0].meta["start"])
         if next(columns(column), None) is not None and not any(call.holds(start) for call in inside):
-            found.append(sql[start : int(column.parts[-1].meta["end"]) + 1])
-    if not inside:
-        return (sql,) if found else ()
-    return tuple(dict.fromkeys(found))
+            found.append((start, int(column.parts[-1].meta["end"]) + 1))
+    return found
 
 
 def aggregated(sql: str) -> tuple[tuple[str, str], ...]:

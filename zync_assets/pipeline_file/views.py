@@ -13,8 +13,9 @@ from zync_assets.pipeline import Headers, Rule, Shape, Side, View, ViewTable
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem
 from zync_assets.pipeline_file.fields import Fields, kind, word_list
 from zync_assets.pipeline_file.joins import JoinTree, read_from
-from zync_assets.pipeline_file.keys import VIEW, known_names
-from zync_assets.pipeline_file.source import Scalar, Table, parse
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.keys import VIEW
+from zync_assets.pipeline_file.source import Scalar, YamlTable, parse
 from zync_assets.pipeline_file.topics import Check, over, read_condition, read_shape
 from zync_assets.pipeline_file.view_expressions import GROUPS, ROWS, aliases_of, check_rows, has_aggregates
 from zync_assets.spark.sql import leaves
@@ -25,7 +26,7 @@ _TABLE_KEYS = next(key.keys for key in VIEW.keys if key.name == "tables")
 
 
 @dataclass(frozen=True)
-class Query:
+class FromClause:
     """The tables and joins of a view. ``rows``: alias → whether it has the default row; None: not known, for want of tables."""
 
     tables: tuple[ViewTable, ...]
@@ -40,12 +41,12 @@ class Query:
         return lambda sql: check_rows(sql, rows, GROUPS if aggregates else ROWS)
 
 
-def read_query(fields: Fields, topic: Callable[[Fields, str], str | None]) -> Query:
+def read_query(fields: Fields, topic: Callable[[Fields, str], str | None]) -> FromClause:
     """The ``tables`` and the ``from`` of a view. ``topic``: reads the name of an input."""
     tables, rows = _tables(fields, topic)
     sql = fields.text("from", "name the joined aliases, such as o JOIN c ON o.customer_id = c.id")
     if sql is None or rows is None:
-        return Query(tables, None, rows)
+        return FromClause(tables, None, rows)
     tree, problems = read_from(sql, rows)
     for message in problems:
         fields.problem("from", message)
@@ -53,11 +54,11 @@ def read_query(fields: Fields, topic: Callable[[Fields, str], str | None]) -> Qu
         for alias in rows:
             if alias not in tree.aliases:
                 fields.problem("tables", f"`{alias}` is not joined; join it in `from:`, or remove it")
-    return Query(tables, tree, rows)
+    return FromClause(tables, tree, rows)
 
 
 def read_view(
-    fields: Fields, name: str, out: str, query: Query, key: Shape, value: Shape, headers: Headers | None
+    fields: Fields, name: str, out: str, query: FromClause, key: Shape, value: Shape, headers: Headers | None
 ) -> Rule | None:
     """The rule of a view; None if a part of the query is not known. Reads ``where`` and ``on-duplicate-key``.
 
@@ -118,12 +119,13 @@ def _uses(rule: Rule) -> dict[str, tuple[bool, str, str]]:
     """Topic → whether it is a table, the use in words, and the key of the rule that names the topic."""
     if rule.view is not None:
         return {table.topic: (True, "a table of view", "tables") for table in rule.tables}
-    found = {side.topic: (False, "an event input of rule", side.name) for side in rule.sides}
+    key = "records" if rule.group is not None else None
+    found = {side.topic: (False, "an event input of rule", key or side.name) for side in rule.sides}
     return found | {table.topic: (True, "a table of rule", "lookup") for table in rule.tables}
 
 
 def _is_condition(fields: Fields) -> bool:
-    if isinstance(fields.node("where"), Table):
+    if isinstance(fields.node("where"), YamlTable):
         fields.problem(
             "where", "must be one expression over the rows of the view's tables, such as o.status <> 'draft'"
         )
@@ -160,8 +162,8 @@ def _tables(
     if node is None:
         fields.problem("tables", f"is missing; {_FORM}")
         return (), None
-    if not isinstance(node, Table) or not node.entries:
-        fault = "is empty" if isinstance(node, Table) else f"must be a mapping of aliases, not {kind(node)}"
+    if not isinstance(node, YamlTable) or not node.entries:
+        fault = "is empty" if isinstance(node, YamlTable) else f"must be a mapping of aliases, not {kind(node)}"
         fields.problem("tables", f"{fault}; {_FORM}")
         return (), None
     section = Fields(node, fields.key("tables"), fields.problems, None)
@@ -171,13 +173,13 @@ def _tables(
         if message := alias_problem(alias, list(rows)):
             section.problem(alias, message)
         item = entry.node
-        if isinstance(item, Table):
+        if isinstance(item, YamlTable):
             inner = Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS))
             table = read_table(inner, alias, topic(inner, "topic"))
         else:
             name = topic(section, alias)
             table = None if name is None else ViewTable(alias, name)
-        rows[alias] = not (isinstance(item, Table) and any(entry.key == "row" for entry in item.entries))
+        rows[alias] = not (isinstance(item, YamlTable) and any(entry.key == "row" for entry in item.entries))
         if table is not None:
             tables.append(table)
     return tuple(tables), rows
@@ -204,7 +206,7 @@ def _key(item: Fields) -> Shape:
     assert node is not None
     if isinstance(node, Scalar) and node.text.strip().startswith("{"):
         inner, problems = parse(node.text, {})
-        if isinstance(inner, Table) and not problems:
+        if isinstance(inner, YamlTable) and not problems:
             node = inner
     if isinstance(node, Scalar) and node.value is None:
         item.problem("key", "must not be null; a row needs a key")

@@ -14,7 +14,7 @@ from zync_assets.lake.stores import KINDS
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.grammar import KEYS, LAKE
-from zync_assets.pipeline_file.keys import Key
+from zync_assets.pipeline_file.key import Key
 
 SECTIONS = ("inputs", "outputs", "transforms", "sinks")
 OPEN = ("kafka", "registry", "lake", "spark")
@@ -57,10 +57,12 @@ def with_part(place: str, part: dict[str, Any]) -> dict[str, Any]:
         if "output" in part:
             del file["outputs"]
         return file | part
-    if part.get("type") in ("stateless", "view"):
+    if part.get("type") in ("stateless", "view", "group") or ("left" in part and "type" in part):
         file[section] = [{"out": "NewInvoices", **part}]
     else:
         file[section][0] |= part
+    if "left-key" in part:
+        del file[section][0]["join-on"]
     return file
 
 
@@ -91,8 +93,11 @@ def test_every_allowed_value_loads_and_the_default_is_what_a_file_without_the_ke
     place: str, tmp_path: Path
 ) -> None:
     key = KEYS[place]
-    # Those of tables and look-ups have tests of their own.
-    if place in ("transforms.type", "transforms.lookup.missing") or key.name == "key-in-many-partitions":
+    # Those of tables, look-ups and groups have tests of their own.
+    if (
+        place in ("transforms.type", "transforms.lookup.missing", "transforms.on-expire")
+        or key.name == "key-in-many-partitions"
+    ):
         return
     for value in key.allowed:
         part: dict[str, Any] = {key.name: {"true": True, "false": False}.get(value, value)}

@@ -26,7 +26,7 @@ from zync_assets.pipeline import (
     Transactions,
 )
 from zync_assets.pipeline_file import load
-from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, Table, parse
+from zync_assets.pipeline_file.source import MAX_BYTES, Scalar, YamlTable, parse
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 
@@ -449,7 +449,7 @@ ERRORS = [
     ("C, pool: Staging", "C, pool: S, start-at: begin", 5, "outputs[0].start-at", "one of end, empty"),
     ("C, pool: Staging", "C, pool: S, value-format: string", 14, "transforms[0].value", "not a mapping"),
     ("type: denorm", "type: denrom", 7, "transforms[0].type", "did you mean `denorm`?"),
-    ("- type: denorm", "- name: x", 7, "transforms[0].type", "is missing; write one of denorm, stateless"),
+    ("- type: denorm", "- name: x", 7, "transforms[0].type", "is missing; write one of denorm, group, stateless"),
     ("- type: denorm", "- name: 2-stateless\n    type: denorm", 16, "transforms[1].name", "names are unique"),
     ("    left: A\n", "", 7, "transforms[0].left", "is missing; name a topic of inputs (A, B)"),
     ("    right: B\n", "", 7, "transforms[0].right", "is missing"),
@@ -484,7 +484,7 @@ ERRORS = [
     ("value: null", "value: null\n    headers: value.h", 21, "transforms[1].headers", "write `in.value.h`"),
     ("C, pool: Staging", "C, pool: S, provenance: on-top", 5, "outputs[0].provenance", "must be true or false"),
     ("C, pool: Staging", "C, pool: S, hold: maybe", 5, "outputs[0].hold", "must be true or false"),
-    ("value: null", "value: null\n    zed: x", 21, "transforms[1].zed", "Spark SQL"),
+    ("value: null", "value: null\n    zed: x", 20, "transforms[1].value", "remove one of the two"),
     ("where: value.op = 'u'", "where: value.op = ", 16, "transforms[1].where", "does not parse"),
     ("where: value.op = 'u'", "where: in.value.op = 'u'", 16, "transforms[1].where", "write `value.op`"),
     ("where: value.op = 'u'", "where: {left: true}", 16, "transforms[1].where", "only a denorm rule"),
@@ -588,7 +588,7 @@ TEXTS = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S"]), m
 def scalar(text: str, env: dict[str, str]) -> str:
     node, found = parse(f"a: {json.dumps(text)}", env)
     assert found == []
-    assert isinstance(node, Table)
+    assert isinstance(node, YamlTable)
     value = node.entries[0].node
     assert isinstance(value, Scalar)
     return value.text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zync_assets.cli.topics import target
+from zync_assets.cli.topics import endpoints_of
 from zync_assets.errors import PipelineFileError
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
@@ -114,7 +114,7 @@ def test_commands_without_a_pipeline_read_them(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(home(tmp_path, kafka=KAFKA, schema_registry=REGISTRY)))
     for name in ("KAFKA_BOOTSTRAP_SERVERS", "SCHEMA_REGISTRY_URL"):
         monkeypatch.delenv(name, raising=False)
-    found = target(None, None, None)
+    found = endpoints_of(None, None, None)
     assert found.kafka["sasl.password"] == "hidden"
     assert found.registry is not None and found.registry.url == "https://registry:8081"
-    assert target(None, "other:9092", None).kafka == {"bootstrap.servers": "other:9092"}
+    assert endpoints_of(None, "other:9092", None).kafka == {"bootstrap.servers": "other:9092"}

@@ -1,0 +1,152 @@
+"""The outputs of a rule: ``out`` as a list, ``explode``, expiry, and which outputs are held.
+
+A rule with a list is read once for each output, as a rule with one. The first of these rules takes the records, and the others
+are ``part_of`` it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar, get_args
+
+from zync_assets.pipeline import Output, Rule
+from zync_assets.pipeline_file.fields import Fields, kind
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.keys import EXPIRY, OUT, VIEW, Section, joining_kinds
+from zync_assets.pipeline_file.source import Items, YamlEntry, YamlTable
+from zync_assets.pipeline_file.topics import Check, read_condition
+from zync_assets.queries import Expiry, OnExpire
+
+Found = TypeVar("Found")
+
+ITEM = "item"
+"""The name of an element of ``explode`` in expressions."""
+WHERE = "out.where"
+"""The key of an output's own condition."""
+_OF_OUTPUTS = ("key", "value", "headers", "explode")
+
+
+def each_output(fields: Fields) -> Iterator[Fields]:
+    """A rule's mapping, once for each output of its ``out``."""
+    node = fields.node("out")
+    if not isinstance(node, Items):
+        yield fields
+        return
+    if not node.items:
+        fields.problem("out", "is empty; name a topic, or list mappings of topic, key and value")
+    for name in _OF_OUTPUTS:
+        if name in fields:
+            fields.problem(name, "stands in each output of the list `out:`; move it there")
+    own = [entry for name, entry in fields.entries.items() if name not in ("out", *_OF_OUTPUTS)]
+    for item in node.items:
+        if not isinstance(item, YamlTable):
+            fields.problem("out", f"must list mappings of topic, key and value, not {kind(item)}")
+            continue
+        Fields(item, fields.key("out"), fields.problems, known_names(OUT.keys))
+        names = {"topic": "out", "where": WHERE}
+        more = [replace(entry, key=names.get(entry.key, entry.key)) for entry in item.entries]
+        yield Fields(YamlTable(item.line, (*_without(own, more), *more)), fields.path, fields.problems, None)
+
+
+def _without(entries: Sequence[YamlEntry], others: Sequence[YamlEntry]) -> list[YamlEntry]:
+    keys = {entry.key for entry in others}
+    return [entry for entry in entries if entry.key not in keys]
+
+
+def parts(found: Sequence[Found | None], rule: Callable[[Found], Rule]) -> list[tuple[Found, Rule]]:
+    """The rules of one mapping, all but the first as parts of the first. Nothing if one of them has a problem."""
+    known = [item for item in found if item is not None]
+    if len(known) < len(found) or not known:
+        return []
+    # The last output knows the aggregates of all outputs.
+    last = rule(known[-1]).group
+    made = [(item, rule(item)) for item in known]
+    if last is not None:
+        made = [
+            (item, replace(part, group=replace(part.group, aggregates=last.aggregates)))
+            for item, part in made
+            if part.group is not None
+        ]
+    first, *others = made
+    name = first[1].name
+    return [
+        first,
+        *((item, replace(part, name=f"{name}/{at}", part_of=name)) for at, (item, part) in enumerate(others, 2)),
+    ]
+
+
+def check_parts(rules: Sequence[tuple[Rule, Fields]], outputs: Mapping[str, Output | None]) -> None:
+    """A problem for each output of a rule in another staging pool than the rule's first, and for several outputs to a topic whose
+    changes are merged."""
+    pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
+    firsts = {rule.name: rule for rule, _ in rules}
+    for rule, fields in rules:
+        output = outputs.get(rule.out)
+        is_one = rule.view is None and rule.part_of is None and rule.explode is None and WHERE not in fields
+        if output is not None and output.coalesce and not is_one:
+            fields.problem("out", f"`{rule.out}` has coalesce: true, for rules with one output; remove it there")
+        if rule.part_of is not None and pools.get(rule.out) != pools.get(firsts[rule.part_of].out):
+            fields.problem(
+                "out",
+                f"`{rule.out}` is in the pool {pools.get(rule.out)}, and the rule's first output in"
+                f" {pools.get(firsts[rule.part_of].out)}; the outputs of a rule are one commit: name one pool",
+            )
+
+
+def read_explode(fields: Fields, section: Section, check: Check) -> str | None:
+    """The array of a rule, each element of which makes an output."""
+    if "explode" in fields and section is VIEW:
+        fields.problem("explode", "belongs to a rule of events; a view has a row for each key: keep the array as it is")
+        return None
+    return read_condition(fields, "explode", check)
+
+
+def read_expiry(fields: Fields, section: Section) -> Expiry | None:
+    """The expiry of a rule. Only a record of a rule with a join key waits for another record."""
+    after, action = fields.duration("expire-after"), fields.choice("on-expire", get_args(OnExpire))
+    present = [key.name for key in EXPIRY if key.name in fields]
+    if present and not section.join:
+        fields.problem(present[0], f"belongs to a {joining_kinds()} rule; no record waits for a {section.kind} rule")
+    elif present and "expire-after" not in fields:
+        fields.problem("on-expire", "goes with expire-after; write expire-after: 1h, or remove this line")
+    elif present and "lookup" in fields:
+        fields.problem("expire-after", "can't stand beside `lookup:`; look the row up in a view, or remove one of both")
+    return None if after is None else Expiry(after, action or "quarantine", fields.text("expire-after") or "")
+
+
+def held(rules: Sequence[Rule], outputs: Mapping[str, Output | None]) -> tuple[Rule, ...]:
+    """The rules with ``held``. An output without pending records has nothing to hold."""
+    joins = [rule for rule in rules if any(side.keys for side in rule.sides)]
+    # A record that waits for a row does not know its source row. A record that expires leaves its source row without an output.
+    looked_up = {rule.out for rule in rules if rule.lookups or rule.expiry is not None}
+    # Of several outputs of a match, each would be held by itself.
+    some = {rule.part_of or rule.name for rule in rules if rule.part_of is not None or rule.explode is not None}
+    looked_up |= {rule.out for rule in rules if (rule.part_of or rule.name) in some}
+    # Only the results of this kind have the source rows of their records.
+    waiting = {rule.out for rule in joins} - {rule.out for rule in joins if rule.kind != "denorm"}
+    refused = {topic for topic, item in outputs.items() if item is not None and (not item.hold or item.coalesce)}
+    return tuple(replace(rule, held=rule.out in waiting - refused - looked_up) for rule in rules)
+
+
+def unheld(rules: Sequence[Rule], outputs: Sequence[Output]) -> dict[str, str]:
+    """Output topic → why a change of a source row does not wait for a pending record of the row, though the file does not say
+    so."""
+    found: dict[str, str] = {}
+    for item in outputs:
+        own = [rule for rule in rules if rule.out == item.topic]
+        if not item.hold or any(rule.held for rule in own) or not any(side.keys for rule in own for side in rule.sides):
+            continue
+        groups = [rule.name for rule in own if rule.kind != "denorm" and any(side.keys for side in rule.sides)]
+        expiring = [rule.name for rule in own if rule.expiry is not None]
+        looking = [rule.name for rule in own if rule.lookups]
+        reasons = {
+            "coalesce is true": item.coalesce,
+            f"rule {(groups or [''])[0]} gathers records": bool(groups),
+            f"records of rule {(expiring or [''])[0]} expire": bool(expiring),
+            f"rule {(looking or [''])[0]} looks rows up": bool(looking),
+        }
+        found[item.topic] = next(
+            (text for text, holds in reasons.items() if holds), "a rule has several outputs of a match"
+        )
+    return found

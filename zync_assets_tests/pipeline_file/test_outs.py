@@ -1,0 +1,88 @@
+"""Several outputs of a rule in the pipeline file, and rules for all inputs of a pattern."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zync_assets_tests.pipeline_file.problems import assert_problem, loaded
+
+FILE = """
+kafka: {bootstrap.servers: "localhost:9092"}
+inputs:
+  - {topic: shop.orders, pool: Raw, format: avro}
+  - {topic: shop.lines, pool: Raw, format: avro}
+  - {topic: other, pool: Raw, format: avro}
+outputs:
+  - {topic: "{topic}.clean", pool: Staging, format: avro}
+  - {topic: Items, pool: Staging, format: avro}
+  - {topic: Far, pool: Elsewhere, format: avro}
+transforms:
+  - name: clean
+    type: stateless
+    in: shop.*
+    out:
+      - {topic: "{topic}.clean", key: in.key, value: in.value}
+      - {topic: Items, where: in.value.open, explode: in.value.items, key: item.id, value: {sku: item.sku}}
+  - {type: stateless, in: other, out: Items, key: in.key, value: in.value}
+  - {type: stateless, in: other, where: value IS NULL, out: Far, key: in.key, value: null}
+"""
+
+
+def test_a_pattern_and_a_list_make_a_rule_for_each_input_and_output(tmp_path: Path) -> None:
+    pipeline = loaded(tmp_path, FILE)
+    assert [(rule.name, rule.topics, rule.out, rule.part_of) for rule in pipeline.rules] == [
+        ("clean shop.orders", ("shop.orders",), "shop.orders.clean", None),
+        ("clean shop.orders/2", ("shop.orders",), "Items", "clean shop.orders"),
+        ("clean shop.lines", ("shop.lines",), "shop.lines.clean", None),
+        ("clean shop.lines/2", ("shop.lines",), "Items", "clean shop.lines"),
+        ("3-stateless", ("other",), "Items", None),
+        ("4-stateless", ("other",), "Far", None),
+    ]
+    assert [item.topic for item in pipeline.outputs] == ["shop.orders.clean", "shop.lines.clean", "Items", "Far"]
+    items = pipeline.rules[1]
+    assert (items.explode, items.keep, items.key, items.value) == (
+        "in.value.items",
+        "in.value.open",
+        "item.id",
+        {"sku": "item.sku"},
+    )
+
+
+def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
+    text = FILE.partition("  - name: clean")[0].replace(
+        '  - {topic: "{topic}.clean", pool: Staging, format: avro}\n', ""
+    )
+    rule = "  - {type: stateless, in: shop.*, out: Items, key: in.key, value: in.value}\n"
+    rules = loaded(tmp_path, text + rule).rules
+    assert [(item.topics, item.out) for item in rules] == [(("shop.orders",), "Items"), (("shop.lines",), "Items")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("in: shop.*", "in: shops.*", 14, "`shops.*` is no input of this file"),
+        ("in: shop.*", "in: shop.*\n    key: in.key", 15, "stands in each output of the list `out:`; move it there"),
+        ("{topic: Items, where", "{topic: Item, where", 17, "`Item` is no output of this file; did you mean `Items`?"),
+        ("{topic: Items, where", "{topic: Far, where", 17, "the outputs of a rule are one commit: name one pool"),
+        ("key: item.id, ", "", 17, "key: is missing; write one expression or a mapping"),
+        ("key: item.id", "key: items.id", 17, "`items.id` is not known here"),
+        ("where: in.value.open", "when: in.value.open", 17, "is no key that is known here; did you mean `where`?"),
+        (
+            "where: in.value.open",
+            "where: value.open",
+            17,
+            "out.where: `value.open` is not known here; write `in.value.open`",
+        ),
+        ("explode: in.value.items", "explode: explode(in.value.items)", 17, "`explode()` makes rows"),
+        (
+            '      - {topic: "{topic}.clean", key: in.key, value: in.value}',
+            "      - Items",
+            15,
+            "must list mappings of topic",
+        ),
+    ],
+)
+def test_a_problem_has_its_line_and_its_cure(tmp_path: Path, old: str, new: str, line: int, message: str) -> None:
+    assert_problem(tmp_path, FILE, old, new, line, message)
