@@ -220,15 +220,23 @@ def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[
 
 def high_watermark(kafka: Mapping[str, str], topic: str, partition: int) -> int:
     """The offset that the next record of any kind gets: unlike an end, it is past open transactions."""
+    return high_watermarks(kafka, topic, [partition])[partition]
+
+
+def high_watermarks(kafka: Mapping[str, str], topic: str, partitions: Iterable[int]) -> dict[int, int]:
+    """Partition → its high watermark. TopicMissing if the topic, or one of the partitions, is not there."""
     # Asking for the offsets of a topic that is not there would create it.
     topic_state(kafka, topic)
-    ask = Question(kafka, f"asking for the high watermark of {topic}/{partition}", WAIT)
+    places = [(topic, partition) for partition in partitions]
+    names = ", ".join(str(partition) for _, partition in places[:3]) + (", …" if len(places) > 3 else "")
+    ask = Question(kafka, f"asking for the high watermark of {topic}/{names}", WAIT)
     offsets = ask.await_leaders(
-        lambda: ask.collect(ask.offsets([(topic, partition)], OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+        lambda: ask.collect(ask.offsets(places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
     )
-    if (topic, partition) not in offsets:
-        raise TopicMissing(f"topic {topic} at {ask.servers} has no partition {partition}")
-    return offsets[topic, partition]
+    for place in places:
+        if place not in offsets:
+            raise TopicMissing(f"topic {topic} at {ask.servers} has no partition {place[1]}")
+    return {partition: offsets[topic, partition] for _, partition in places}
 
 
 def create_topic(

@@ -97,13 +97,23 @@ class InOrder:
     TopicMissing, and BrokerUnavailable after two minutes without a delivery.
     """
 
-    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int, rebuild: str) -> None:
-        """``rebuild``: the command that publishes the topic again. Errors quote the command."""
-        limit = max_message_bytes(kafka, topic)
+    def __init__(
+        self,
+        kafka: Mapping[str, str],
+        topic: str,
+        partition: int,
+        first: int,
+        rebuild: str,
+        limit: int | None = None,
+    ) -> None:
+        """``rebuild``: the command that publishes the topic again. Errors quote the command. ``limit``: the topic's
+        ``max.message.bytes``, if known."""
+        limit = max_message_bytes(kafka, topic) if limit is None else limit
         self.sent = first
         self.confirmed = first
         self.verified = first
         self._first = first
+        self._has_begun = False
         self._limit = limit
         self._kafka = kafka
         self._topic = topic
@@ -134,13 +144,15 @@ class InOrder:
             # What is not acknowledged is not sent any more.
             self._producer.close()
         if kind is None and self.verified < self.sent:
-            self._check_end()
+            # The topic must end where the next record is to go.
+            end = high_watermark(self._kafka, self._topic, self._partition)
+            _check_end(self._topic, self._partition, self.sent, end, self._rebuild)
             self.verified = self.sent
 
-    def _check_end(self) -> None:
-        """Raise unless the topic ends where the next record is to go."""
-        end = high_watermark(self._kafka, self._topic, self._partition)
+    def begin(self, end: int) -> None:
+        """Raise unless the topic ends where the first record is to go. ``end``: the topic's high watermark."""
         _check_end(self._topic, self._partition, self.sent, end, self._rebuild)
+        self._has_begun = True
 
     def check_sizes(self, batches: Iterable[pa.RecordBatch]) -> None:
         """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
@@ -153,8 +165,8 @@ class InOrder:
         """Hand over the records of ``batch``: columns ``key`` and ``value`` (binary), and perhaps ``headers`` (list of
         structs of key and value). RecordTooLarge before anything of it is sent."""
         self.check_sizes([batch])
-        if self.sent == self._first and len(batch):
-            self._check_end()
+        if not self._has_begun and len(batch):
+            self.begin(high_watermark(self._kafka, self._topic, self._partition))
         for chunk in _chunks(batch, first_alone=self.sent == self._first):
             self._send(chunk)
             crash_point("publish:produced")
