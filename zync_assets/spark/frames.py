@@ -100,10 +100,13 @@ def record_types(state: RawState) -> StructType:
 
 
 def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
-    """Whether all records of a raw file lie in one of the ranges."""
-    return any(
-        part.partition == item.partition and part.first <= (item.first or 0) and (item.last or 0) < part.end
-        for part in parts
+    """Whether all records of a file lie in one of the ranges."""
+    return (
+        item.first is not None
+        and item.last is not None
+        and any(
+            part.partition == item.partition and part.first <= item.first and item.last < part.end for part in parts
+        )
     )
 
 
@@ -251,7 +254,8 @@ def output_frame(
     frame = parquet_frame(spark, state.table.uri, files, schema)
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
     whole = frame.select("kafka", *sides, *plain[1:])
-    return whole if parts is None else _in_ranges(whole, parts)
+    # As in ``record_frame``: no filter where the files hold nothing else.
+    return whole if parts is None or all(is_inside(item, parts) for item in files) else _in_ranges(whole, parts)
 
 
 def latest_records(frame: DataFrame) -> DataFrame:

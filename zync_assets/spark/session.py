@@ -31,9 +31,9 @@ from zync_assets.local.processes import python_environment
 from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
+from zync_assets.spark.failures import cause_line
 from zync_assets.spark.settings import SECRET, share_classes, spark_settings
 from zync_assets.spark.sql import PINS
-from zync_assets.spark.tasks import cause_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,7 +10,8 @@ import pytest
 from pyspark.errors import PySparkException
 
 from zync_assets.errors import EtlError, SetupError, SparkLost
-from zync_assets.spark.tasks import run_tasks, spark_failures
+from zync_assets.spark.failures import spark_failures
+from zync_assets.spark.tasks import run_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

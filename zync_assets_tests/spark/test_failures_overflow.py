@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zync_assets.offsets import OffsetRange
-from zync_assets.spark.tasks import is_overflow, overflow_records
+from zync_assets.spark.failures import is_overflow, overflow_records
 
 
 @pytest.mark.parametrize("bad", [[], [0], [999], [17, 18], [3, 500, 501, 998]])
