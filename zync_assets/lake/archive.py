@@ -92,7 +92,8 @@ class Promise:
 @dataclass(frozen=True)
 class ArchiveState:
     """How far a place was written. ``next``: partition → next offset; ``tails``: partition → its last object;
-    ``bad``: as in ``sinks.target.Progress``; ``removals``: objects that go."""
+    ``bad``: as in ``sinks.target.Progress``; ``removals``: objects that go → when they were written. An object that was written
+    again since then, by a run after the reset, stays."""
 
     table: LakeTable | None = field(repr=False)
     number: int | None = None
@@ -101,7 +102,7 @@ class ArchiveState:
     tails: Mapping[int, str] = field(default_factory=dict[int, str])
     promises: tuple[Promise, ...] = ()
     loads: tuple[str, ...] = ()
-    removals: tuple[str, ...] = ()
+    removals: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     bad: tuple[tuple[int, int, str, str], ...] = ()
 
 
@@ -193,7 +194,8 @@ def open_state(archive: str, place: str) -> ArchiveState:
         {int(partition): path for partition, path in row["tails"].items()},
         tuple(Promise(item["path"], tuple(item["parts"]), item["replaces"]) for item in row["promises"]),
         tuple(row["loads"]),
-        tuple(row["removals"]),
+        # A list of an earlier version tells no times.
+        row["removals"] if isinstance(row["removals"], dict) else dict.fromkeys(row["removals"]),
         tuple((item[0], item[1], item[2], item[3]) for item in row["bad"]),
     )
 
@@ -221,8 +223,9 @@ def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveS
 def complete(archive: str, state: ArchiveState) -> None:
     """Make the promised objects, as far as they are missing, and remove what they replace. May be repeated."""
     system, _ = storage.filesystem(archive)
-    for path in state.removals:
-        storage.remove_file(storage.join(archive, path))
+    for path, written in state.removals.items():
+        if written is None or write_times(archive, [path])[path] == written:
+            storage.remove_file(storage.join(archive, path))
     for item in state.promises:
         is_there, *parts = _exist(system, archive, [item.path, *item.parts])
         if not is_there:
@@ -234,6 +237,13 @@ def complete(archive: str, state: ArchiveState) -> None:
             storage.remove_file(storage.join(archive, item.replaces))
     for name in state.loads:
         remove_load(archive, name)
+
+
+def write_times(archive: str, paths: Sequence[str]) -> dict[str, int | None]:
+    """Path → when the file was written, in nanoseconds since the epoch; None for a file that is not there."""
+    system, _ = storage.filesystem(archive)
+    places = [storage.filesystem(storage.join(archive, path))[1] for path in paths]
+    return {path: info.mtime_ns for path, info in zip(paths, system.get_file_info(places), strict=True)}
 
 
 def _exist(system: fs.FileSystem, archive: str, paths: Sequence[str]) -> list[bool]:

@@ -8,6 +8,7 @@ check began. Progress is kept as Delta ``txn`` actions:
 
     zync:passed:<check>:<table id>:<topic>:<partition>   below this offset the check has passed, from where it began
     zync:began:<check>:<table id>                        1 once the check has passed over a part of the table
+    zync:accepted:<check>:<table id>:<subject>           how much of a count that never sinks was accepted by hand
 
 ``<table id>`` is the id of the checked table. Another table at the same place has other records at the same offsets.
 """
@@ -52,7 +53,7 @@ _SCHEMA = pa.schema(
     ]
 )
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 """Topic and partition."""
 
 _Change = tuple[list[DataFile], list[str], Mapping[str, int]]
@@ -72,7 +73,9 @@ class Look:
     subject: str
     table: str
     ranges: Mapping[str, tuple[OffsetRange, ...]]
-    extent: Mapping[Place, tuple[int, int]] = field(default_factory=dict[Place, tuple[int, int]], repr=False)
+    extent: Mapping[TopicPartition, tuple[int, int]] = field(
+        default_factory=dict[TopicPartition, tuple[int, int]], repr=False
+    )
     together: bool = False
 
     def covers(self, other: Look) -> bool:
@@ -81,7 +84,7 @@ class Look:
             return False
         return not any(subtract(parts, self.ranges.get(topic, ())) for topic, parts in other.ranges.items())
 
-    def reach(self, place: Place, progress: int) -> int:
+    def reach(self, place: TopicPartition, progress: int) -> int:
         """The offset up to which the partition has passed after this look, if it had passed up to ``progress`` before."""
         topic, partition = place
         for part in normalize(self.ranges.get(topic, ())):
@@ -127,11 +130,15 @@ class CheckState:
         """Whether the check has passed over a part of the table since the lake keeps what checks say."""
         return self.table is not None and self.table.number(_begin_number(look)) is not None
 
-    def progress(self, look: Look, place: Place) -> int | None:
+    def progress(self, look: Look, place: TopicPartition) -> int | None:
         """The offset below which a check has passed; None where it never has."""
         name = _progress_number(look, place)
         number = None if self.table is None else self.table.number(name)
         return None if number is None else max(number, _recent.get((storage.check_uri(self.lake, self.pool), name), 0))
+
+    def accepted(self, check: str, table: str, subject: str) -> int:
+        """How much of a check's count was accepted by hand, for one subject of the table with an id."""
+        return 0 if self.table is None else self.table.number(_accepted_number(check, table, subject)) or 0
 
 
 def offsets_text(look: Look) -> str:
@@ -183,6 +190,16 @@ def keep_pass(before: CheckState, look: Look, *, soon: bool = False) -> CheckSta
     return _commit(before, change)
 
 
+def keep_accepted(before: CheckState, check: str, table: str, counts: Mapping[str, int]) -> CheckState:
+    """Accept the counts of a check for the subjects of the table with an id."""
+
+    def change(state: CheckState) -> _Change:
+        news = {subject: count for subject, count in counts.items() if count > state.accepted(check, table, subject)}
+        return [], [], {_accepted_number(check, table, subject): count for subject, count in news.items()}
+
+    return _commit(before, change)
+
+
 def progress_numbers(state: CheckState, look: Look) -> dict[str, int]:
     """The numbers that a passed look moves forward, past what is committed."""
     numbers: dict[str, int] = {} if state.has_begun(look) else {_begin_number(look): 1}
@@ -200,7 +217,11 @@ def _begin_number(look: Look) -> str:
     return f"zync:began:{look.check}:{look.table}"
 
 
-def _progress_number(look: Look, place: Place) -> str:
+def _accepted_number(check: str, table: str, subject: str) -> str:
+    return f"zync:accepted:{check}:{table}:{subject}"
+
+
+def _progress_number(look: Look, place: TopicPartition) -> str:
     return f"zync:passed:{look.check}:{look.table}:{place[0]}:{place[1]}"
 
 

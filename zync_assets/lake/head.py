@@ -28,13 +28,27 @@ class Position:
 class OutputPosition:
     """Where an output partition stands: offsets ``base`` to before ``next`` are numbered.
 
-    ``topic_id`` and ``partitions`` describe the topic at the start of numbering; None if the topic did not exist then.
+    ``topic_id`` describes the topic at the start of numbering; None if the topic did not exist then. ``partitions``: the
+    partitions that the topic has, or will have. A table of an older version may lack the number, and has no positions but
+    that of partition 0: all outputs of such a topic go there.
     """
 
     base: int
     next: int
     topic_id: str | None
     partitions: int | None
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """What the partitions of an output topic's records follow from.
+
+    ``text``: the format and the schema of the keys, or the expression of ``partition-by``; ``id``: the id that the registry had
+    for an Avro schema.
+    """
+
+    text: str
+    id: int | None
 
 
 @dataclass(frozen=True)
@@ -53,11 +67,13 @@ class TransactionPosition:
     """The transactions of a domain that ETL has taken: those that end at ``end`` or before.
 
     ``incomplete``: the number of transactions that were taken without all their changes, ever; ``last``: the last of them.
+    ``next``: the offset after the last END record of these transactions, where the ids of transactions hold no end.
     """
 
     end: tuple[int, int]
     incomplete: int = 0
     last: str | None = None
+    next: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +118,31 @@ class Head:
     """Rule → the definition of the view whose result is staged."""
     tables: Mapping[str, TableEntry] = field(default_factory=dict)
     """Name of a table of views and look-ups → the state that the pool has of the table."""
+    partitionings: Mapping[str, Partitioning] = field(default_factory=dict)
+    """Output topic with several partitions → what the partitions of its records follow from."""
     waits: Mapping[str, int] = field(default_factory=dict)
     """Rule → the time, in milliseconds since the epoch, since which a record may wait for a row that it looks up."""
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Rule → its fingerprint at the last commit (``etl.rule_changes``). Tables of older versions lack fingerprints."""
+    several: frozenset[str] = frozenset()
+    """The inputs whose records have made several outputs of one match."""
+    rebuilt: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """(topic, partition) of an input or an output → the offset that it had reached at the last rebuild of event rules. The
+    account of earlier input records is by the rules of that time, and not by the rules that made the earlier outputs."""
 
     @property
     def table_topics(self) -> frozenset[str]:
         """The inputs that are tables of views. A record of such an input may make any number of outputs, or none."""
         return frozenset(item.topic for item in self.tables.values())
+
+    def positions(self, topic: str) -> dict[int, OutputPosition]:
+        """Partition → position, of an output topic."""
+        return {partition: item for (name, partition), item in sorted(self.outputs.items()) if name == topic}
+
+    def output_ends(self, topic: str) -> dict[int, int]:
+        """Partition → the offset after the last staged record, of an output topic."""
+        return {partition: item.next for partition, item in self.positions(topic).items()}
 
     def seen(self, topic: str) -> dict[int, int]:
         return {partition: item.seen for (name, partition), item in sorted(self.inputs.items()) if name == topic}
@@ -143,12 +177,22 @@ def head_rows(head: Head) -> list[dict[str, object]]:
     for domain, found in sorted(head.transactions.items()):
         numbers = {"first": found.end[0], "end": found.end[1], "count": found.incomplete}
         rows.append({"kind": "whole", **numbers, "rule": found.last, "text": domain})
+        if found.next is not None:
+            rows.append({"kind": "closed", "first": found.next, "text": domain})
     for rule, text in sorted(head.views.items()):
         rows.append({"kind": "view", "rule": rule, "text": text})
     for name, table in sorted(head.tables.items()):
         rows.append({"kind": "table", "topic": table.topic, "rule": name, "text": table.definition})
+    for topic, kept in sorted(head.partitionings.items()):
+        rows.append({"kind": "partitioned", "topic": topic, "count": kept.id, "text": kept.text})
     for rule, since in sorted(head.waits.items()):
         rows.append({"kind": "since", "rule": rule, "first": since})
+    for rule, text in sorted(head.rules.items()):
+        rows.append({"kind": "rule", "rule": rule, "text": text})
+    for (topic, partition), offset in sorted(head.rebuilt.items()):
+        rows.append({"kind": "rebuilt", "topic": topic, "partition": partition, "end": offset})
+    for topic in sorted(head.several):
+        rows.append({"kind": "several", "topic": topic})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -160,6 +204,7 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
     def of(kind: str) -> list[Mapping[str, Any]]:
         return [row for row in rows if row["kind"] == kind]
 
+    closed = {row["text"]: row["first"] for row in of("closed")}
     return Head(
         batch,
         {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"], r["text"]) for r in of("seen")},
@@ -178,8 +223,15 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {r["rule"]: r["text"] for r in of("join")},
         {r["text"]: (r["first"], r["end"]) for r in of("reached")},
         {(r["topic"], r["partition"]): Late(r["count"], r["first"]) for r in of("late")},
-        {r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"]) for r in of("whole")},
+        {
+            r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"], closed.get(r["text"]))
+            for r in of("whole")
+        },
         {r["rule"]: r["text"] for r in of("view")},
         {r["rule"]: TableEntry(r["topic"], r["text"]) for r in of("table")},
+        {r["topic"]: Partitioning(r["text"], r["count"]) for r in of("partitioned")},
         {r["rule"]: r["first"] for r in of("since")},
+        {r["rule"]: r["text"] for r in of("rule")},
+        frozenset(r["topic"] for r in of("several")),
+        {(r["topic"], r["partition"]): r["end"] for r in of("rebuilt")},
     )

@@ -43,7 +43,7 @@ _READERS = 16
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """A commit by its log entry: ``info`` is its commitInfo, ``numbers`` are the application ids that it set, ``adds`` its
     ``add`` actions, and ``removes`` the paths of its ``remove`` actions."""
 
@@ -88,20 +88,20 @@ def numbers_set(uri: str, first: int, last: int) -> dict[str, int]:
     return last_numbers
 
 
-def entry(uri: str, version: int) -> Entry | None:
+def entry(uri: str, version: int) -> LogEntry | None:
     """The commit of a version; None if it has no entry (any more)."""
     with suppress(FileNotFoundError):
         return next(entries(uri, version, version))
     return None
 
 
-def entries(uri: str, first: int, last: int) -> Iterator[Entry]:
+def entries(uri: str, first: int, last: int) -> Iterator[LogEntry]:
     """The commits of some versions. FileNotFoundError if one of them has no entry (any more)."""
     for actions in _read(uri, first, last, lambda line: True):
         info = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
         numbers = {action["txn"]["appId"]: action["txn"]["version"] for action in actions if "txn" in action}
         adds = [action["add"] for action in actions if "add" in action]
-        yield Entry(info, numbers, adds, [action["remove"]["path"] for action in actions if "remove" in action])
+        yield LogEntry(info, numbers, adds, [action["remove"]["path"] for action in actions if "remove" in action])
 
 
 def are_whole(uri: str, first: int, last: int) -> bool:
@@ -319,7 +319,7 @@ class LakeTable:
                 self.__dict__["files"] = _files_after(files, commits)
 
 
-def _files_after(files: Iterable[DataFile], commits: Iterable[Entry]) -> tuple[DataFile, ...]:
+def _files_after(files: Iterable[DataFile], commits: Iterable[LogEntry]) -> tuple[DataFile, ...]:
     """The files of a table after some commits of zync."""
     files_by_path = {item.path: item for item in files}
     for commit in commits:

@@ -13,9 +13,10 @@ publisher stopped uncleanly, and its records may still surface in the topic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
 
 import pyarrow as pa
 
@@ -72,29 +73,50 @@ def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> Pu
     )
 
 
-def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[str, int]:
-    """Published output topic → its verified offset. Below this offset, Kafka's records equal staging's."""
+def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[tuple[str, int], int]:
+    """(published output topic, partition) → its verified offset. Below this offset, Kafka's records equal staging's."""
     table = tables.open_table(storage.publish_uri(lake, pool))
-    offsets = {topic: table.number(f"zync:verified:{topic}:0") for topic in topics} if table else {}
-    return {topic: offset for topic, offset in offsets.items() if offset is not None}
+    return {(topic, p): offset for topic in topics for p, offset in _verified(table, topic)}
 
 
-def rollback_error(pool: str, topic: str, verified_end: int | None, end: int | None, recreate: str) -> LakeError | None:
+def verified_parts(table: LakeTable | None, topic: str) -> dict[int, int]:
+    """Partition → its verified offset, of a published output topic, by the table of its pool."""
+    return dict(_verified(table, topic))
+
+
+def _verified(table: LakeTable | None, topic: str) -> Iterator[tuple[int, int]]:
+    if table is None:
+        return
+    # The first commit of a topic sets the numbers of all its partitions.
+    for partition in count():
+        offset = table.number(f"zync:verified:{topic}:{partition}")
+        if offset is None:
+            return
+        yield partition, offset
+
+
+def rollback_error(
+    pool: str, topic: str, verified: Mapping[int, int], ends: Mapping[int, int], recreate: str
+) -> LakeError | None:
     """The error for a staging table that lacks published records; None if no published record is missing.
 
-    ``verified_end``: the offset below which Kafka's records equal staging's; ``end``: the offset after the last staged record,
-    None if staging has no such output; ``recreate``: the command that publishes all of staging again.
+    ``verified``: partition → the offset below which Kafka's records equal staging's; ``ends``: partition → the offset after the
+    last staged record; ``recreate``: the command that publishes all of staging again.
     """
-    if not verified_end or (end is not None and end >= verified_end):
+    lacking = sorted(p for p, offset in verified.items() if offset and ends.get(p, -1) < offset)
+    if not lacking:
         return None
+    partition = lacking[0]
+    verified_end, end = verified[partition], ends.get(partition)
     has = "is not there" if end is None else f"ends at offset {end}"
+    place = topic if len(verified) == 1 else f"{topic}, partition {partition},"
     otherwise = (
         "to begin anew, give its inputs another pool, and the output another staging pool and another topic."
         if end is None
         else f"to go on from what staging holds, publish all of it anew: {recreate}"
     )
     return LakeError(
-        f"pool {pool}: {topic} was published up to offset {verified_end}, and the staging table {has}: it went back to an older"
+        f"pool {pool}: {place} was published up to offset {verified_end}, and the staging table {has}: it went back to an older"
         f" version, or is gone. Nothing was done. Put the newer table back; or, {otherwise}"
     )
 
@@ -110,21 +132,42 @@ def commit_publish_state(
     replacement: bool = False,
     schemas: Iterable[WrittenSchema] = (),
 ) -> PublishState:
-    """Set an output's window and verified offset, and the topic that they are for; returns the new state.
+    """``commit_publish_states`` for one partition."""
+    marks = {before.partition: (window, verified_end)}
+    made = commit_publish_states(lake, pool, [before], marks, topic_id, replacement=replacement, schemas=schemas)
+    return made[before.partition]
 
-    ``replacement``: the topic was created anew on purpose; ``schemas``: those of the records up to ``window``.
-    Raises CommitConflict if another publisher of the topic committed since ``before`` was opened.
+
+def commit_publish_states(
+    lake: str,
+    pool: str,
+    before: Sequence[PublishState],
+    marks: Mapping[int, tuple[int, int]],
+    topic_id: str,
+    *,
+    replacement: bool = False,
+    schemas: Iterable[WrittenSchema] = (),
+) -> dict[int, PublishState]:
+    """Set the windows and verified offsets of some partitions of an output, and the topic that they are for. Returns the new
+    states by partition.
+
+    ``before``: the states of the partitions in one version of the table; ``marks``: partition → its window and verified
+    offset; ``replacement``: the topic was created anew on purpose; ``schemas``: those of the records up to the windows.
+    Raises CommitConflict if another publisher of one of the partitions committed since ``before`` was opened.
     """
-    place = f"{before.topic}:{before.partition}"
-    numbers = {f"zync:window:{place}": window, f"zync:verified:{place}": verified_end}
-    if replacement or not before.belongs_to(topic_id):
-        numbers |= {f"zync:topic:{before.topic}:{topic_id}": 0, f"zync:named:{before.topic}": 1}
-    numbers |= {_schema_number(before.topic, schema): 0 for schema in schemas if not before.has_schema(schema)}
-    if before.table is None:
+    topic, table, numbers = before[0].topic, before[0].table, dict[str, int]()
+    for partition, (window, verified_end) in marks.items():
+        place = f"{topic}:{partition}"
+        numbers |= {f"zync:window:{place}": window, f"zync:verified:{place}": verified_end}
+    if replacement or not before[0].belongs_to(topic_id):
+        numbers |= {f"zync:topic:{topic}:{topic_id}": 0, f"zync:named:{topic}": 1}
+    numbers |= {_schema_number(topic, schema): 0 for schema in schemas if not before[0].has_schema(schema)}
+    if table is None:
         tables.create_table(storage.publish_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
     else:
-        tables.commit(before.table, [], numbers)
-    return open_publish_state(lake, pool, before.topic, before.partition)
+        tables.commit(table, [], numbers)
+    opened = tables.open_table(storage.publish_uri(lake, pool))
+    return {item.partition: publish_state(opened, topic, item.partition) for item in before}
 
 
 def _schema_number(topic: str, schema: WrittenSchema) -> str:

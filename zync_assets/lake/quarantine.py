@@ -277,9 +277,12 @@ def admit(
         )
 
 
+_KEPT = ("quarantined", "dropped", "expired")
+
+
 @dataclass(frozen=True)
 class _Account:
-    """Seen positions, and ledger entries of the classes quarantined and dropped, sorted, by topic and partition."""
+    """Seen positions, and ledger entries of the classes quarantined, dropped and expired, sorted, by topic and partition."""
 
     seen: Mapping[tuple[str, int], int]
     entries: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
@@ -298,9 +301,9 @@ def _account(snapshot: Snapshot, pool: str) -> _Account | None:
     if state is None:
         return None
     entries: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    if not any(n for (_, _, kind), n in state.head.counts.items() if kind in ("quarantined", "dropped")):
+    if not any(n for (_, _, kind), n in state.head.counts.items() if kind in _KEPT):
         return _Account({place: item.seen for place, item in state.head.inputs.items()}, entries)
-    for entry in staging.read_ledger(state, ["quarantined", "dropped"]).sort_by("first").to_pylist():
+    for entry in staging.read_ledger(state, _KEPT).sort_by("first").to_pylist():
         entries.setdefault((entry["topic"], entry["partition"]), []).append(entry)
     return _Account({place: item.seen for place, item in state.head.inputs.items()}, entries)
 
@@ -337,7 +340,7 @@ def _rule_failures(
             if topic != item.topic:
                 continue
             # A range without a text stands for entries of the side table.
-            own = [entry for entry in rows if entry["kind"] == "quarantined" and entry["text"] is not None]
+            own = [entry for entry in rows if entry["kind"] != "dropped" and entry["text"] is not None]
             if not own:
                 continue
             offsets = [entry["first"] for entry in own]

@@ -242,21 +242,25 @@ def replay_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.
     return {partition: np.sort(np.concatenate(parts)) for partition, parts in offsets.items()}
 
 
-def record_ranges(state: RawState, part: OffsetRange, release: int = 0) -> list[OffsetRange]:
-    """The offsets of a range that the table has a record of, normalized. Only files with gaps are read: one column, a file
-    at a time.
+def record_ranges(state: RawState, parts: Sequence[OffsetRange], release: int = 0) -> list[OffsetRange]:
+    """The offsets of some ranges of one partition that the table has a record of, normalized. Only files with gaps are read: one
+    column, a file at a time.
 
     Below ``release`` only what replays brought counts: the rest may be removed at any moment.
     """
+    wanted = normalize(parts)
+    firsts, ends = (np.array([getattr(part, name) for part in wanted], np.int64) for name in ("first", "end"))
     ranges: list[OffsetRange] = []
-    for item in raw_files(state, [part]):
-        low, high = item.first or 0, item.last or 0
-        first, end = max(part.first, low if is_replay(item) else max(low, release)), min(part.end, high + 1)
-        if first < end and item.records == high - low + 1:
-            ranges.append(OffsetRange(part.partition, first, end))
+    for item in raw_files(state, wanted):
+        low, end = item.first or 0, (item.last or 0) + 1
+        first = low if is_replay(item) else max(low, release)
+        if first < end and item.records == end - low:
+            near = wanted[np.searchsorted(ends, first, side="right") : np.searchsorted(firsts, end, side="left")]
+            ranges += [OffsetRange(part.partition, max(part.first, first), min(part.end, end)) for part in near]
         elif first < end:
             offsets = _offsets(state, item)
-            ranges += runs(part.partition, offsets[(first <= offsets) & (offsets < end)])
+            at = np.searchsorted(firsts, offsets, side="right") - 1
+            ranges += runs(wanted[0].partition, offsets[(first <= offsets) & (at >= 0) & (offsets < ends[at])])
     return normalize(ranges)
 
 

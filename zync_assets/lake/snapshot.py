@@ -50,9 +50,13 @@ class Snapshot:
         """Whether there is a staging table, whatever state it is in."""
         return staging.has_begun(self._staging_table(pool))
 
-    def publish_state(self, pool: str, topic: str) -> PublishState:
-        """How far an output topic of a staging pool has been published."""
-        return publication.publish_state(self._table(storage.publish_uri(self.pipeline.lake, pool)), topic)
+    def publish_state(self, pool: str, topic: str, partition: int = 0) -> PublishState:
+        """How far a partition of an output topic of a staging pool has been published."""
+        return publication.publish_state(self._table(storage.publish_uri(self.pipeline.lake, pool)), topic, partition)
+
+    def verified_parts(self, pool: str, topic: str) -> dict[int, int]:
+        """Partition → its verified offset, of a published output topic of a staging pool."""
+        return publication.verified_parts(self._table(storage.publish_uri(self.pipeline.lake, pool)), topic)
 
     def check_state(self, pool: str) -> CheckState:
         """The results of a pool's blocking checks."""

@@ -22,12 +22,17 @@ The account column:
     join                                                          rule, text: how the rule's waiting records were hashed
     view                                                          rule, text: the definition of the view whose result is staged
     table        input                                            rule: the table's name, text: the table's definition
+    partitioned  output                                           text: what the partitions of its records follow from,
+                                                                  count: the id of the key's schema
     since                           a time, in milliseconds       rule: a rule whose records may wait for a row since then
+    rebuilt      input or output    the offset after the last      which the last rebuild of event rules reached
     replayed     input, none                                      count: replays of the raw table that were looked at
     reached                         high, low                     text: the domain whose records ETL took up to this order
     late         input              the first of the last batch   count: records that came below such an order
     whole                           high, low                     text: the domain whose transactions ETL took up to this end,
                                                                   count: those that were not whole, rule: the last of these
+    closed                          the next offset               text: a domain whose transactions have ids without ends:
+                                                                  END records below this offset were taken
     done, unmatched, dropped, quarantined, expired
                  input              offsets of the class          count: records, where it is known; of a quarantined
                                                                   one that ETL failed on, rule and text: why
@@ -39,12 +44,13 @@ The account column:
                                                                   without an output)
     ended        input              offsets that are done without an output, since their source row ended
 
-All but the first twelve are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
+The kinds after ``whole`` are in the ledger. A ``pending`` entry with a ``completed`` entry for its offset waits no more.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -60,6 +66,7 @@ from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.head import Head, head_rows, parse_head
 from zync_assets.lake.log import DataFile, LakeTable
+from zync_assets.offsets import place_text
 
 ACCOUNT = "#account"
 STATE = "#state:"
@@ -202,11 +209,14 @@ def _read_head(opened: LakeTable, path: str) -> list[dict[str, Any]]:
 def check_whole(state: StagingState) -> None:
     """TableDamaged if another program changed the files of the table, by the log alone: those of an output don't hold as many
     records as were numbered, or the sum of all is another one."""
-    for topic in sorted({topic for topic, _ in state.head.outputs}):
-        numbered = sum(item.next - item.base for (name, _), item in state.head.outputs.items() if name == topic)
-        held = sum(item.records for item in state.output_files(topic))
-        if held != numbered:
-            raise tampering.damage(state.table, f"it holds {held} outputs of {topic}, and {numbered} were numbered")
+    held = Counter[tuple[str | None, int | None]]()
+    for item in state.files:
+        held[item.group, item.partition] += item.records
+    for (topic, partition), position in sorted(state.head.outputs.items()):
+        there, numbered = held[topic, partition], position.next - position.base
+        if there != numbered:
+            place = topic if position.partitions in (None, 1) else f"{topic}, partition {partition}"
+            raise tampering.damage(state.table, f"it holds {there} outputs of {place}, and {numbered} were numbered")
     tampering.check(state.table)
 
 
@@ -237,8 +247,9 @@ def commit_batch(
 
     ``schema``: the table's columns, widened for this batch. Raises CommitConflict if another batch came first.
     """
-    for topic in {item.group for item in files if item.group and not is_own_group(item.group)}:
-        _check_numbering(topic, [item for item in files if item.group == topic], before, head)
+    for place in {(item.group, item.partition or 0) for item in files if item.group and not is_own_group(item.group)}:
+        own = [item for item in files if (item.group, item.partition or 0) == place]
+        _check_numbering((str(place[0]), place[1]), own, before, head)
     uri = storage.staging_uri(lake, pool)
     all_files = [*files, _write_head(uri, head)]
     crash_point("etl:head-written")
@@ -302,20 +313,18 @@ def _write_account(uri: str, path: str, rows: pa.Array) -> DataFile:
     return DataFile(path, storage.file_size(storage.join(uri, path)), len(rows), group=ACCOUNT)
 
 
-def _check_numbering(topic: str, files: Sequence[DataFile], before: StagingState | None, head: Head) -> None:
+def _check_numbering(
+    place: tuple[str, int], files: Sequence[DataFile], before: StagingState | None, head: Head
+) -> None:
     """Refuse a batch whose files don't number base..m without a gap. A committed gap could not be repaired."""
     ordered = sorted(files, key=lambda item: item.first or 0)
-    start = head.outputs[topic, 0].base if before is None else _old_next(before, head, topic)
+    old = before.head.outputs.get(place) if before is not None else None
+    start = old.next if old is not None else head.outputs[place].base
     edges = [start - 1, *[edge for item in ordered for edge in (item.first or 0, item.last or 0)]]
     whole = all((item.last or 0) - (item.first or 0) + 1 == item.records for item in ordered)
     joined = all(b == a + 1 for a, b in list(pairwise(edges))[::2])
-    if not whole or not joined or edges[-1] + 1 != head.outputs[topic, 0].next:
-        raise LakeError(f"topic {topic}: this batch would number its outputs with a gap; nothing was committed")
-
-
-def _old_next(before: StagingState, head: Head, topic: str) -> int:
-    found = before.head.outputs.get((topic, 0))
-    return found.next if found else head.outputs[topic, 0].base
+    if not whole or not joined or edges[-1] + 1 != head.outputs[place].next:
+        raise LakeError(f"{place_text(*place)}: this batch would number its outputs with a gap; nothing was committed")
 
 
 def _read(uri: str) -> pa.Table:

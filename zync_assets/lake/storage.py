@@ -245,6 +245,15 @@ def remove_files(uri: str) -> None:
             system.delete_file(join(path, name))
 
 
+def remove_folder(uri: str) -> None:
+    """Remove a folder and its contents. The log of a table is removed first: a folder without a log is no table."""
+    system, path = filesystem(uri)
+    with access_errors(uri, "can't be removed"):
+        for place in (join(path, "_delta_log"), path):
+            if system.get_file_info(place).type != fs.FileType.NotFound:
+                system.delete_dir(place)
+
+
 def remove_file(uri: str) -> None:
     """Remove a file that nothing names, as far as the store lets it go: what is left is cleaned up later."""
     system, path = filesystem(uri)

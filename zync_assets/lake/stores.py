@@ -31,7 +31,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Kind:
+class StoreKind:
     """A kind of store. ``delta`` and ``hadoop``: what is always set; ``prefix``: what delta-rs's own names begin with."""
 
     name: str
@@ -50,7 +50,7 @@ GENERAL = (
 _PATIENT = {"connect_timeout": "5s", "timeout": "60s", "max_retries": "8", "retry_timeout": "40s"}
 """delta-rs's own patience of three minutes is more than who waits at a terminal has."""
 
-_S3 = Kind(
+_S3 = StoreKind(
     "S3",
     "aws_",
     {
@@ -63,7 +63,7 @@ _S3 = Kind(
     {**_PATIENT, "aws_conditional_put": "etag"},
     {"fs.s3a.connection.establish.timeout": "5s", "fs.s3a.attempts.maximum": "5", "fs.s3a.retry.limit": "5"},
 )
-_GCS = Kind(
+_GCS = StoreKind(
     "Google Cloud Storage",
     "google_",
     {
@@ -76,7 +76,7 @@ _GCS = Kind(
     _PATIENT,
     {"fs.gs.impl": "com.google.cloud.hadoop.fs.gcs.GoogleHadoopFileSystem"},
 )
-_AZURE = Kind(
+_AZURE = StoreKind(
     "Azure",
     "azure_",
     {
@@ -90,7 +90,7 @@ _AZURE = Kind(
     },
     _PATIENT,
 )
-KINDS: Mapping[str, Kind] = {"s3": _S3, "s3a": _S3, "gs": _GCS, "abfss": _AZURE, "abfs": _AZURE}
+KINDS: Mapping[str, StoreKind] = {"s3": _S3, "s3a": _S3, "gs": _GCS, "abfss": _AZURE, "abfs": _AZURE}
 """Scheme of a lake's URI → kind."""
 
 _CREDENTIALS = ("access-key-id", "secret-access-key", "session-token")
@@ -156,7 +156,7 @@ def hadoop_options(uri: str, settings: Mapping[str, str]) -> dict[str, str]:
     return options
 
 
-def kind_of(uri: str) -> Kind:
+def kind_of(uri: str) -> StoreKind:
     """The kind of a URI's store; LakeError for an unknown scheme."""
     try:
         return KINDS[scheme(uri)]

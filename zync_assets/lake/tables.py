@@ -155,6 +155,12 @@ def forget(uri: str) -> None:
         _handovers.pop(place, None)
 
 
+def remove_table(uri: str) -> None:
+    """Remove a table of which nothing is needed any more."""
+    storage.remove_folder(uri)
+    forget(uri)
+
+
 def forget_versions() -> None:
     """Forget the known versions, at the begin of a Spark task.
 

@@ -1,24 +1,21 @@
-"""Changes that another program made to a table.
+"""Changes that another program made to a table: the checksum of its files, and the signs of a foreign commit.
 
-The checksum of a table's files. It shows whether another program changed the table.
+A lake is open to every Delta tool, and any tool may have deleted, restored, optimised or appended. This module repairs
+nothing. It finds and names the change, and names the cure. The signs are file names that zync does not give, commits
+without zync's token, and a wrong checksum.
 
-A commit of ours that adds or removes files carries the change of the sum in a Delta ``txn`` action. These numbers
-survive the clean-up of the log, and a Delta tool that is not ours never sets them.
+A commit of zync that adds or removes files carries the change of the sum in a Delta ``txn`` action. These numbers
+survive the clean-up of the log, and no other Delta tool sets them.
 
     zync:files          the sum over the files that the table had when the first of these numbers was set
     zync:files:<name>   by how much commits with the number ``name`` changed the sum since
-
-An older version of zync, without sums, changes the files and no number. ``check`` recognises its commits. The next
-commit then corrects ``zync:files``, and the numbers add up again.
 
 The table is untouched if the numbers add up to the sum over its files. Two commits that rebase onto each other set
 numbers of different names, and each number keeps its own part of the sum. A sum is modulo MODULUS, since a ``txn`` has
 63 bits.
 
-Detects that another program changed a table: by foreign file names, and by commits without zync's token.
-
-A lake is open to every Delta tool, and any tool may have deleted, restored, optimised or appended. This module repairs
-nothing. It finds and names the change, and names the cure.
+An older version of zync, without sums, changes the files and no number. ``check`` recognises its commits. The next
+commit then corrects ``zync:files``, and the numbers add up again.
 """
 
 from __future__ import annotations

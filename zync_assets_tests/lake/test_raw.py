@@ -192,15 +192,21 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
     commit_raw(uri, None, RawAdvance(TOPIC, "id", SCHEMA, files, {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}))
     state = open_raw(lake, "Raw", TOPIC)
     assert state is not None
-    found = record_ranges(state, OffsetRange(0, 0, 5_000_000_000))
+    found = record_ranges(state, [OffsetRange(0, 0, 5_000_000_000)])
     assert found == [
         OffsetRange(0, 3, 5),
         OffsetRange(0, 7, 8),
         OffsetRange(0, 9, 10),
         OffsetRange(0, 100, 4_000_000_100),
     ]
-    assert record_ranges(state, OffsetRange(0, 4, 8)) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
-    assert record_ranges(state, OffsetRange(0, 4, 200), release=8) == [OffsetRange(0, 9, 10), OffsetRange(0, 100, 200)]
+    assert record_ranges(state, [OffsetRange(0, 4, 8)]) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8)]
+    parts = [OffsetRange(0, at, at + 1) for at in (4, 5, 6, 7, 8, 150, 151)]
+    assert record_ranges(state, parts[::-1]) == [OffsetRange(0, 4, 5), OffsetRange(0, 7, 8), OffsetRange(0, 150, 152)]
+    assert record_ranges(state, []) == []
+    assert record_ranges(state, [OffsetRange(0, 4, 200)], release=8) == [
+        OffsetRange(0, 9, 10),
+        OffsetRange(0, 100, 200),
+    ]
 
 
 def test_a_table_from_before_orders_gets_them_with_the_next_batch(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch
     read: list[int] = []
     entries = log.entries
 
-    def counted(uri: str, first: int, last: int) -> Iterator[log.Entry]:
+    def counted(uri: str, first: int, last: int) -> Iterator[log.LogEntry]:
         read.append(last - first + 1)
         return entries(uri, first, last)
 
