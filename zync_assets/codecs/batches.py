@@ -31,7 +31,7 @@ from zync_assets.pipeline import SideFormat
 
 
 @dataclass(frozen=True)
-class BadRecord:
+class BadPayload:
     """A record that could not be converted. ``index`` is its place in the array that was given."""
 
     index: int
@@ -49,7 +49,7 @@ class DecodedBatch:
 
     values: pa.Array
     schema_ids: pa.Array
-    bad: tuple[BadRecord, ...]
+    bad: tuple[BadPayload, ...]
     arrivals: tuple[Arrival, ...] = ()
 
 
@@ -62,12 +62,12 @@ class EncodedBatch:
     """
 
     payloads: pa.Array
-    bad: tuple[BadRecord, ...]
+    bad: tuple[BadPayload, ...]
 
 
-def bad_records(errors: dict[int, str]) -> tuple[BadRecord, ...]:
+def bad_records(errors: dict[int, str]) -> tuple[BadPayload, ...]:
     """The errors by index, in order."""
-    return tuple(BadRecord(index, errors[index]) for index in sorted(errors))
+    return tuple(BadPayload(index, errors[index]) for index in sorted(errors))
 
 
 Ints = npt.NDArray[np.int64]

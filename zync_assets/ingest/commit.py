@@ -13,7 +13,7 @@ import pyarrow as pa
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing
 from zync_assets.ingest import source
-from zync_assets.ingest.files import BatchFiles, Reading, added_fields, carry_times, write_losses, write_plain
+from zync_assets.ingest.files import BatchFiles, RangeReading, added_fields, carry_times, write_losses, write_plain
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreation_error, task_ranges
 from zync_assets.ingest.shape import write_with_shape
 from zync_assets.ingest.source import SchemaChange
@@ -111,13 +111,13 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     )
 
 
-def _reading(pipeline: Pipeline, batch: RawBatch) -> Reading:
+def _reading(pipeline: Pipeline, batch: RawBatch) -> RangeReading:
     plan = batch.plan
     table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
     orders = plan.state.orders if plan.state and plan.state.has_order else None
     attempt, now = quarantine.new_attempt(), now_millis()
-    return Reading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
+    return RangeReading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
 
 
 def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterSchema]) -> pa.Schema:
@@ -130,7 +130,7 @@ def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterS
 
 def _advance(
     plan: IngestPlan,
-    reading: Reading,
+    reading: RangeReading,
     files: BatchFiles,
     lost_files: Sequence[DataFile],
     schema: pa.Schema,

@@ -24,8 +24,8 @@ from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import SchemaError
 from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes
-from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, with_schemas, with_side_notes
-from zync_assets.ingest.task import Reader, TaskEnd, Types, write_part
+from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, with_schemas, with_side_notes
+from zync_assets.ingest.task import TaskEnd, TopicReader, Types, write_part
 from zync_assets.lake import quarantine, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-def merged_types(source: Source, schemas: Sequence[pa.Schema]) -> Source:
+def merged_types(source: TopicSource, schemas: Sequence[pa.Schema]) -> TopicSource:
     """The source with its sides' types after all files, in their order; what can't be merged has no say."""
     sides = {"key": source.key_type, "value": source.value_type}
     for schema in schemas:
@@ -49,7 +49,7 @@ def merged_types(source: Source, schemas: Sequence[pa.Schema]) -> Source:
     return replace(source, key_type=sides["key"], value_type=sides["value"])
 
 
-def can_read(source: Source, schema: pa.Schema) -> bool:
+def can_read(source: TopicSource, schema: pa.Schema) -> bool:
     """Whether a file can be read with the source's types. A new file has no long where the column is a double: only of a
     column that was widened later do readers expect that."""
     sides = {"key": source.key_type, "value": source.value_type}
@@ -59,7 +59,7 @@ def can_read(source: Source, schema: pa.Schema) -> bool:
     return all(holds(kind, column) and not has_longs(column, kind) for kind, column in pairs)
 
 
-def table_schema(schema: pa.Schema, source: Source) -> pa.Schema:
+def table_schema(schema: pa.Schema, source: TopicSource) -> pa.Schema:
     """The raw table's columns after a batch. Present columns keep their order."""
     batch_schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
     if set(schema.names) & {"key", "value"} == set(batch_schema.names) & {"key", "value"}:
@@ -87,7 +87,7 @@ def _paths(schema: pa.Schema) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RangeReading:
     """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
 
     ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of side
@@ -98,7 +98,7 @@ class Reading:
     spark: SparkSession = field(repr=False)
     lake: str
     item: Input
-    source: Source = field(repr=False)
+    source: TopicSource = field(repr=False)
     parts: Sequence[OffsetRange]
     now: int
     table: pa.Schema = field(repr=False)
@@ -135,7 +135,7 @@ class BatchFiles:
     files: list[DataFile]
     bad: list[DataFile]
     schema: pa.Schema
-    source: Source
+    source: TopicSource
     new_schemas: list[NewSchema]
     dropped: list[DataFile]
     left_out: Mapping[int, int]
@@ -146,14 +146,14 @@ class BatchFiles:
     notes: Mapping[str, Note]
 
 
-def reader_of(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> Reader:
-    """The reading half of the batch's tasks. ``rejections``, ``side_uri``: see ``Reader``."""
+def reader_of(reading: RangeReading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> TopicReader:
+    """The reading half of the batch's tasks. ``rejections``, ``side_uri``: see ``TopicReader``."""
     places = reading.times, reading.orders
-    return Reader(reading.source, reading.parts, reading.now, *places, rejections, side_uri, reading.side_name)
+    return TopicReader(reading.source, reading.parts, reading.now, *places, rejections, side_uri, reading.side_name)
 
 
 def batch_files(
-    reading: Reading,
+    reading: RangeReading,
     ends: Sequence[TaskEnd],
     schema: pa.Schema,
     schemas: Sequence[NewSchema],
@@ -185,7 +185,7 @@ def batch_files(
     )
 
 
-def write_plain(reading: Reading) -> BatchFiles:
+def write_plain(reading: RangeReading) -> BatchFiles:
     """Read, decode and write the records as they are."""
     baseline: list[NewSchema] = []
     while True:
@@ -210,7 +210,7 @@ def write_plain(reading: Reading) -> BatchFiles:
         # and the files of the other tasks stay invisible. The loop ends because each round widens the types.
 
 
-def write_losses(reading: Reading, losses: Sequence[OffsetRange]) -> list[DataFile]:
+def write_losses(reading: RangeReading, losses: Sequence[OffsetRange]) -> list[DataFile]:
     """Write the offset ranges that Kafka's retention removed to files of the side table."""
     files: list[DataFile] = []
     for row in loss_rows(reading.item.topic, losses, reading.now):
@@ -220,7 +220,7 @@ def write_losses(reading: Reading, losses: Sequence[OffsetRange]) -> list[DataFi
     return files
 
 
-def carry_times(reading: Reading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int], dict[int, Order]]:
+def carry_times(reading: RangeReading, batch: BatchFiles) -> tuple[BatchFiles, dict[int, int], dict[int, Order]]:
     """The files with times and orders that never decrease from part to part. Also partition → the highest time, and partition
     → the highest order, after the batch.
 
@@ -296,7 +296,7 @@ def decoded_types(lake: str, item: Input) -> Types | None:
     return key, value
 
 
-def commit_types(lake: str, item: Input, source: Source, notes: Mapping[str, Note]) -> pa.Schema:
+def commit_types(lake: str, item: Input, source: TopicSource, notes: Mapping[str, Note]) -> pa.Schema:
     """Keep the types that records are decoded to, with the notes of their sides; returns the columns that are kept."""
     uri = storage.decoded_uri(lake, item.pool, item.topic)
     schema = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
@@ -309,7 +309,7 @@ def commit_types(lake: str, item: Input, source: Source, notes: Mapping[str, Not
     return schema
 
 
-def with_types(source: Source, types: Sequence[Types]) -> Source:
+def with_types(source: TopicSource, types: Sequence[Types]) -> TopicSource:
     """The source with its types widened by other types. A type that can't be merged is skipped: the first type wins."""
     key, value = source.key_type, source.value_type
     for own_key, own_value in types:
@@ -320,7 +320,7 @@ def with_types(source: Source, types: Sequence[Types]) -> Source:
     return replace(source, key_type=key, value_type=value)
 
 
-def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFrame) -> pa.Schema:
+def shaped_schema(item: Input, source: TopicSource, table: pa.Schema, frame: DataFrame) -> pa.Schema:
     """The raw table's present columns (``table``) merged with the columns of a shaped ``frame``.
 
     Raises SchemaError for types that can't be merged.
@@ -341,7 +341,7 @@ def shaped_schema(item: Input, source: Source, table: pa.Schema, frame: DataFram
     return table_schema(table, replace(source, key_type=types["key"], value_type=types["value"]))
 
 
-def shaped_notes(item: Input, source: Source, before: pa.Schema, after: pa.Schema) -> dict[str, Note]:
+def shaped_notes(item: Input, source: TopicSource, before: pa.Schema, after: pa.Schema) -> dict[str, Note]:
     """Side → what Connect's schemas say of the whole key or value after the shape. ``before``, ``after``: the columns before
     and after it."""
     own = {side: connect_note_of(before.field(side)) for side in ("key", "value") if side in before.names}
@@ -353,7 +353,7 @@ def shaped_notes(item: Input, source: Source, before: pa.Schema, after: pa.Schem
 
 
 def _notes(
-    item: Input, source: Source, side: str, kind: pa.DataType, own: Mapping[str, Note] = MappingProxyType({})
+    item: Input, source: TopicSource, side: str, kind: pa.DataType, own: Mapping[str, Note] = MappingProxyType({})
 ) -> Notes:
     """What Connect's schemas say of a side as the shape makes it. ``kind``: its type; ``own``: what they say of a whole key or
     value before it is shaped."""

@@ -7,7 +7,8 @@ carries the orders within a partition. Records of an initial snapshot come befor
 An envelope shows its connector by the fields of its ``source`` struct. The functions work on whole columns.
 
 An END record of Debezium's transaction topic has the *end* of its transaction as its order: the least order above the orders
-of the transaction's changes. The id of the record holds the position (``transaction_ends``). A BEGIN record has no order.
+of the transaction's changes. The id of the record holds the position (``transaction_ends``). A BEGIN record has no order. The
+ids of MySQL and MariaDB hold no end. Their END records have no order either, and ETL finds the places of the transactions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ Longs = npt.NDArray[np.int64]
 _SNAPSHOTS = pa.array(["true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial"])
 _SEQUENCE = r'^\[\s*(?:"(?P<high>[0-9]{1,18})"|null)\s*,\s*(?:"(?P<low>[0-9]{1,18})"|null)\s*\]$'
 _TRANSACTION_ID = r"^(?P<txid>[0-9]{1,20}):(?P<lsn>[0-9]{1,18})$"
+_BINLOG_ID = r"^(file=.+,pos=[0-9]+|[0-9A-Fa-f-]{36}(:[a-z_0-9]+)?:[0-9]+|[0-9]+-[0-9]+-[0-9]+)$"
+"""The ids of MySQL's and MariaDB's transactions: the place of the transaction's begin, or the GTID of one of the two."""
 _FILE_NUMBER = r"\.(?P<number>[0-9]{1,6})$"
 
 
@@ -81,7 +84,7 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     records have no positions.
     """
     if order is not None and order.transactions:
-        return _of_transactions(topic, columns["value"])
+        return _of_transactions(topic, columns["kafka"], columns["value"])
     if order is not None and (order.time or order.by is not None):
         return None if order.path is None else _at_path(f"input {topic}, order.by: {order.by}", order.path, columns)
     value = columns["value"]
@@ -95,7 +98,7 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     return _orders(high, pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[1], pa.int64()), low))
 
 
-def _of_transactions(topic: str, value: pa.Array) -> pa.StructArray | None:
+def _of_transactions(topic: str, kafka: pa.Array, value: pa.Array) -> pa.StructArray | None:
     """The orders of the records of a transaction topic. SchemaError for records of another kind."""
     if pa.types.is_null(value.type):
         return None
@@ -110,15 +113,36 @@ def _of_transactions(topic: str, value: pa.Array) -> pa.StructArray | None:
     if not pa.types.is_string(ids.type):
         raise SchemaError(f"{place} has ids of type {ids.type}, and Debezium's are strings. {cure}.")
     high, low = transaction_ends(ids)
-    unknown = ids.filter(pc.and_(pc.is_valid(ids), pc.is_null(high)))
+    binlog = pc.fill_null(is_binlog_id(ids), False)
+    unknown = ids.filter(pc.and_(pc.is_valid(ids), pc.and_(pc.is_null(high), pc.invert(binlog))))
     if len(unknown):
+        raise SchemaError(_no_place(place, str(unknown[0].as_py())) + f" {cure}.")
+    partitions = pc.struct_field(kafka, "partition").filter(binlog)
+    if len(partitions) and (partition := pc.max(partitions).as_py()):
         raise SchemaError(
-            f"{place} has the transaction id {unknown[0].as_py()}, which holds no position in the log of the source. The ids of"
-            f" PostgreSQL (Debezium 2 or later) and SQL Server do. {cure}."
+            f"{place} has records in partition {partition}. The ids of MySQL and MariaDB hold no end, so that the order of the"
+            " records must show the order of the transactions. Nothing was ingested. Create the topic with one partition."
         )
     # A BEGIN record comes before the changes, and confirms nothing.
     is_end = pc.fill_null(pc.equal(pc.struct_field(value, "status").cast(pa.string()), "END"), False)
     return _orders(pc.if_else(is_end, high, pa.scalar(None, pa.int64())), low)
+
+
+def _no_place(place: str, id: str) -> str:
+    if id.startswith("{"):
+        return (
+            f"{place} has the transaction id {id} of MongoDB. MongoDB's connector writes an END record only when another change"
+            " comes. The last transaction of a quiet source would wait for ever."
+        )
+    return (
+        f"{place} has the transaction id {id}, which holds no position in the log of the source. The ids of PostgreSQL (Debezium"
+        " 2 or later), SQL Server, MySQL and MariaDB are known."
+    )
+
+
+def is_binlog_id(ids: pa.Array) -> pa.Array:
+    """Whether each id is a transaction of MySQL or MariaDB: a begin in a file of the binary log, or a GTID."""
+    return pc.match_substring_regex(ids, _BINLOG_ID)
 
 
 def transaction_ends(ids: pa.Array) -> Pair:

@@ -17,9 +17,9 @@ from zync_assets.audit.guard import check_before_ingest
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest import source
-from zync_assets.ingest.files import Reading, decoded_types
+from zync_assets.ingest.files import RangeReading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
-from zync_assets.ingest.source import Source, read_chunks
+from zync_assets.ingest.source import TopicSource, read_chunks
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
 from zync_assets.lake.raw import RawState
@@ -68,7 +68,7 @@ class RawBatch:
     """
 
     plan: IngestPlan
-    source: Source = field(repr=False)
+    source: TopicSource = field(repr=False)
     session: Session = field(repr=False)
 
     @property
@@ -84,7 +84,9 @@ class RawBatch:
         again in each Spark task: only committed records have the carried time."""
         source, parts, now = self.source, task_ranges(self.spark, self.plan), now_millis()
         if self.plan.input.shape is not None:
-            reading = Reading(self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0)
+            reading = RangeReading(
+                self.spark, "", self.plan.input, source, parts, now, raw_schema(pa.null(), pa.null()), 0
+            )
             return shaped_records(reading)
         if source.key_type is None and source.value_type is None:
             raise TopicMissing(f"topic {self.topic}: no schema is known before the first ingest. Ingest it first.")
@@ -151,7 +153,7 @@ def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPl
     return RawBatch(plan, source_of(pipeline, plan.input, plan.state), lazy_session(spark))
 
 
-def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source:
+def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> TopicSource:
     """The connections, formats and column types that a Spark task needs to read a topic into its raw table."""
     names = state.schema.names if state else []
 
@@ -161,7 +163,7 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> Source
     key, value = present("key"), present("value")
     if item.shape is not None:
         key, value = decoded_types(pipeline.lake, item) or (None, None)
-    return Source(
+    return TopicSource(
         pipeline.kafka,
         pipeline.registry,
         item.topic,

@@ -23,7 +23,7 @@ from zync_assets.errors import SchemaError, ZyncError
 from zync_assets.etl.rules.missing_fields import Expected, expected_fields
 from zync_assets.ingest.files import (
     BatchFiles,
-    Reading,
+    RangeReading,
     batch_files,
     commit_types,
     reader_of,
@@ -32,7 +32,7 @@ from zync_assets.ingest.files import (
     with_types,
 )
 from zync_assets.ingest.order import order_sql
-from zync_assets.ingest.source import NewSchema, Source, first_schemas, notes_of, read_chunks, with_schemas
+from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, read_chunks, with_schemas
 from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
@@ -41,8 +41,7 @@ from zync_assets.pipeline import Input, Pipeline, RecordShape, Shape
 from zync_assets.pipeline_file.conditions import without_root
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
 from zync_assets.pipeline_file.references import shape_in_lake_names
-from zync_assets.spark.sql import shape_sql
-from zync_assets.spark.tasks import (
+from zync_assets.spark.failures import (
     MOST,
     TEXT,
     cause_line,
@@ -50,12 +49,11 @@ from zync_assets.spark.tasks import (
     is_of_data,
     is_overflow,
     overflow_records,
-    run_tasks,
-    search_settings,
     short,
     spark_failures,
-    task_frame,
 )
+from zync_assets.spark.sql import shape_sql
+from zync_assets.spark.tasks import run_tasks, search_settings, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -149,7 +147,7 @@ def _in_lake_names(place: str, shape: RecordShape, types: Sequence[pa.DataType])
         raise SchemaError(f"{place}: {problem}") from None
 
 
-def write_with_shape(pipeline: Pipeline, reading: Reading) -> BatchFiles:
+def write_with_shape(pipeline: Pipeline, reading: RangeReading) -> BatchFiles:
     """Read, decode, shape and write. The source has the types of ``files.decoded_types``.
 
     Raises SchemaError if the shape does not fit the records or its result the table, FieldMissing for a field that no record
@@ -207,7 +205,7 @@ def write_with_shape(pipeline: Pipeline, reading: Reading) -> BatchFiles:
     return batch_files(job.reading, ends, schema, schemas, shaped_notes(job.reading.item, source, type_columns, schema))
 
 
-def _with_first_types(reading: Reading) -> tuple[Reading, list[NewSchema], list[NewSchema]]:
+def _with_first_types(reading: RangeReading) -> tuple[RangeReading, list[NewSchema], list[NewSchema]]:
     """Decode the records once for their types. Returns three values.
 
     The reading with these types; the writer schemas that the batch takes as known; and, if there is no such schema, every
@@ -233,10 +231,10 @@ class _Overflows(_FailsOnData):
 class _Job:
     """One attempt at a batch, or at a part of it."""
 
-    reading: Reading
+    reading: RangeReading
     rejections: Mapping[tuple[int, int], str]
 
-    def with_source(self, source: Source, item: Input) -> _Job:
+    def with_source(self, source: TopicSource, item: Input) -> _Job:
         return replace(self, reading=replace(self.reading, source=source, item=item))
 
     def run(self) -> list[TaskEnd]:
@@ -316,8 +314,8 @@ class _Job:
 
 
 def resolvable(
-    pipeline: Pipeline, item: Input, source: Source, frame: Callable[[Source], DataFrame]
-) -> tuple[Input, Source]:
+    pipeline: Pipeline, item: Input, source: TopicSource, frame: Callable[[TopicSource], DataFrame]
+) -> tuple[Input, TopicSource]:
     """The input and the source of decoded records, with what the input's shape names and no record has had.
 
     SchemaError or FieldMissing if Spark can't resolve the shape.
@@ -380,7 +378,7 @@ def _ends(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield pa.RecordBatch.from_arrays([ends], names=["found"])
 
 
-def shaped_records(reading: Reading) -> DataFrame:
+def shaped_records(reading: RangeReading) -> DataFrame:
     """The records of some ranges, shaped, as a lazy frame with the columns of a raw table; their types are looked at first."""
     types, _ = _first_look(reading)
     decoded_frame = _decoded_frame(replace(reading, source=with_types(reading.source, types)), {}, None)
@@ -389,13 +387,13 @@ def shaped_records(reading: Reading) -> DataFrame:
     return frame.select("kafka", *sides, "key_schema_id", "value_schema_id")
 
 
-def _decoded_frame(reading: Reading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
+def _decoded_frame(reading: RangeReading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> DataFrame:
     reader = reader_of(reading, rejections, side_uri)
     schema = spark_schema(decoded_schema(reading.source))
     return task_frame(reading.spark, len(reading.parts)).mapInArrow(reader.run, schema)
 
 
-def _first_look(reading: Reading) -> tuple[list[Types], list[NewSchema]]:
+def _first_look(reading: RangeReading) -> tuple[list[Types], list[NewSchema]]:
     """The types of all records, and the new writer schemas, by decoding the records without a write."""
     source, parts, now = reading.source, reading.parts, reading.now
 
@@ -444,7 +442,7 @@ def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
     return {name: _shape_without(part, void) for name, part in shape.items()}
 
 
-def _expectation(pipeline: Pipeline, item: Input, source: Source) -> Expected | None:
+def _expectation(pipeline: Pipeline, item: Input, source: TopicSource) -> Expected | None:
     """The fields that the shape of an input names and no record has had."""
     types = {"key": source.key_type, "value": source.value_type}
     return expected_fields(pipeline, item, types, {"key": source.key_schemas, "value": source.value_schemas})

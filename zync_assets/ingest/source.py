@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.batches import BadRecord, DecodedBatch
+from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
 from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
@@ -40,7 +40,7 @@ _TIME = pa.timestamp("us", "UTC")
 
 
 @dataclass(frozen=True)
-class Source:
+class TopicSource:
     """All that a task needs to read a topic. ``key_type`` and ``value_type`` are the raw table's present types, if any."""
 
     kafka: Mapping[str, str] = field(repr=False)
@@ -70,7 +70,7 @@ class NewSchema:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RecordChunk:
     """Some records of one partition, in offset order: the decoded records, and the bad records (``lake.raw_files.BAD_SCHEMA``).
 
     Decoded records have the columns of ``lake.raw_files.raw_schema``, and ``order`` where records have orders of their own.
@@ -84,8 +84,8 @@ class Chunk:
 
 
 def read_chunks(
-    source: Source, part: OffsetRange, now: int, rejections: Mapping[int, str] | None = None, *, floor: int = 0
-) -> Iterator[Chunk]:
+    source: TopicSource, part: OffsetRange, now: int, rejections: Mapping[int, str] | None = None, *, floor: int = 0
+) -> Iterator[RecordChunk]:
     """All records of a range, decoded. ``now``: the time of ingest, milliseconds since the epoch; ``rejections``: offset →
     why that record counts as bad (stage ``shape``); ``floor``: the time of the record before the range, so that times run
     on from there.
@@ -99,7 +99,7 @@ def read_chunks(
         yield chunk
 
 
-def make_decoders(source: Source) -> tuple[Decoder, Decoder]:
+def make_decoders(source: TopicSource) -> tuple[Decoder, Decoder]:
     """The decoders of keys and of values. SchemaError if the pipeline file's types don't fit the raw table's."""
     registry = Registry(source.registry) if source.registry else None
     schema_of = registry.schema if registry else _no_registry
@@ -133,7 +133,7 @@ def running_times(timestamps: pa.Array, highest: int, now: int) -> np.ndarray:
 
 
 def _decode(
-    source: Source,
+    source: TopicSource,
     partition: int,
     batch: pa.RecordBatch,
     key: Decoder,
@@ -141,13 +141,13 @@ def _decode(
     highest: int,
     now: int,
     rejections: Mapping[int, str],
-) -> Chunk:
+) -> RecordChunk:
     rows = batch.num_rows
     keys, values = key.decode(batch.column("key")), value.decode(batch.column("value"))
     errors = bad_sides(keys, values)
     if rejections:
         for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(rejections))).tolist():
-            error = BadRecord(index, rejections[batch.column("offset")[index].as_py()])
+            error = BadPayload(index, rejections[batch.column("offset")[index].as_py()])
             errors.setdefault(index, ("shape", error))
     good = np.ones(rows, dtype=bool)
     good[list(errors)] = False
@@ -170,8 +170,8 @@ def _decode(
     last_time = int(times[-1])
     arrivals = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:
-        return Chunk(records, _no_rows(), last_time, arrivals)
-    return Chunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
+        return RecordChunk(records, _no_rows(), last_time, arrivals)
+    return RecordChunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
 
 
 def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> tuple[NewSchema, ...]:
@@ -183,7 +183,7 @@ def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: D
     )
 
 
-def bad_sides(keys: DecodedBatch, values: DecodedBatch) -> dict[int, tuple[str, BadRecord]]:
+def bad_sides(keys: DecodedBatch, values: DecodedBatch) -> dict[int, tuple[str, BadPayload]]:
     """Row index → the side that could not be decoded, and the error. Only the key is named if both sides fail."""
     return {item.index: ("value", item) for item in values.bad} | {item.index: ("key", item) for item in keys.bad}
 
@@ -205,7 +205,7 @@ def _no_rows() -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], item.type) for item in BAD_SCHEMA], schema=BAD_SCHEMA)
 
 
-def _bad_rows(kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadRecord]]) -> pa.RecordBatch:
+def _bad_rows(kafka: pa.Array, batch: pa.RecordBatch, errors: Mapping[int, tuple[str, BadPayload]]) -> pa.RecordBatch:
     index = pa.array(sorted(errors), pa.int64())
     return pa.RecordBatch.from_arrays(
         [
@@ -252,7 +252,7 @@ def known_ids(state: RawState | None) -> tuple[tuple[int, ...], tuple[int, ...]]
     return keys, values
 
 
-def first_schemas(source: Source, item: Input, schemas: Sequence[NewSchema]) -> list[NewSchema]:
+def first_schemas(source: TopicSource, item: Input, schemas: Sequence[NewSchema]) -> list[NewSchema]:
     """The first schema, by partition and offset, of each side without a known schema. Only for ``quarantine``, else empty.
 
     The caller must read the batch again with these schemas as known, because a change needs a schema to compare with.
@@ -270,7 +270,7 @@ def first_schemas(source: Source, item: Input, schemas: Sequence[NewSchema]) -> 
     return firsts
 
 
-def with_schemas(source: Source, firsts: Sequence[NewSchema]) -> Source:
+def with_schemas(source: TopicSource, firsts: Sequence[NewSchema]) -> TopicSource:
     """The source with these schemas as known."""
     for first in firsts:
         side, schema = first.side, first.schema
@@ -281,7 +281,7 @@ def with_schemas(source: Source, firsts: Sequence[NewSchema]) -> Source:
 
 
 def schema_changes(
-    item: Input, source: Source, schemas: Sequence[NewSchema]
+    item: Input, source: TopicSource, schemas: Sequence[NewSchema]
 ) -> tuple[tuple[WriterSchema, ...], tuple[SchemaChange, ...]]:
     """A batch's new known schemas, and its schema changes. ``source`` has the columns' types after the batch.
 
@@ -309,7 +309,7 @@ def schema_changes(
 
 
 def with_lacking_fields(
-    schema: pa.Schema, source: Source, state: RawState | None, writers: Sequence[WriterSchema]
+    schema: pa.Schema, source: TopicSource, state: RawState | None, writers: Sequence[WriterSchema]
 ) -> pa.Schema:
     """A raw table's columns, each field with the writers' schemas that lack it, where one of ``writers`` is new to the table.
 

@@ -1,8 +1,8 @@
 """A Spark task of ingest: a range of Kafka's offsets → decoded columns → files of the raw table and of its quarantine.
 
-``Reader`` reads and decodes, for inputs with and without a shape. Without a shape, ``write_part`` writes the decoded records
-in the same loop. With a shape, Spark SQL stands between ``Reader`` and ``Writer`` (module ``shape``). The decoded records then
-pass through the task in memory. Spark's workers import this module, so it imports nothing that only the driver needs.
+``TopicReader`` reads and decodes, for inputs with and without a shape. Without a shape, ``write_part`` writes the decoded
+records in the same loop. With a shape, Spark SQL stands between ``TopicReader`` and ``Writer`` (module ``shape``). The decoded
+records then pass through the task in memory. Spark's workers import this module. It imports nothing that only the driver needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zync_assets.codecs.evolution import conform, holds
 from zync_assets.errors import ZyncError
 from zync_assets.etl.rules.output_schemas import type_notes
 from zync_assets.ingest.order import has_orders, source_name
-from zync_assets.ingest.source import NewSchema, Source, read_chunks
+from zync_assets.ingest.source import NewSchema, TopicSource, read_chunks
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import (
@@ -78,7 +78,7 @@ class TaskEnd:
     last_order: Order | None = None
 
 
-def decoded_schema(source: Source) -> pa.Schema:
+def decoded_schema(source: TopicSource) -> pa.Schema:
     """The columns between the two halves: those of decoded records with their own orders, and CONTROL."""
     sides = raw_schema(source.key_type or pa.null(), source.value_type or pa.null())
     orders = [pa.field(ORDER, ORDER_TYPE)] if has_orders(source.order, source.value_type) else []
@@ -86,13 +86,13 @@ def decoded_schema(source: Source) -> pa.Schema:
 
 
 @dataclass(frozen=True)
-class Reader:
+class TopicReader:
     """The reading half of a task.
 
-    ``times``, ``orders``: as in ``Reading``; ``rejections``: (partition, offset) → why the record goes to quarantine.
+    ``times``, ``orders``: as in ``RangeReading``; ``rejections``: (partition, offset) → why the record goes to quarantine.
     """
 
-    source: Source
+    source: TopicSource
     parts: Sequence[OffsetRange]
     now: int
     times: Mapping[int, int]
@@ -154,7 +154,7 @@ class Carrier:
     """Gives the records of one part their carried orders, batch by batch. ``first``, ``last``: the orders at both ends."""
 
     def __init__(self, orders: Mapping[int, Order] | None, partition: int) -> None:
-        """``orders``: as in ``Reading``. The records begin at the partition's order."""
+        """``orders``: as in ``RangeReading``. The records begin at the partition's order."""
         self.first: Order | None = None
         self.last = None if orders is None else orders.get(partition, LOWEST)
 
@@ -165,7 +165,7 @@ class Carrier:
         return records
 
 
-def write_part(reader: Reader, index: int, uri: str) -> TaskEnd:
+def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
     """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
     part, end = reader.parts[index], ReadEnd()
     orders = Carrier(reader.orders, part.partition)
@@ -210,7 +210,7 @@ class Writer:
     side_name: str
     schema: pa.Schema
     orders: Mapping[int, Order] | None
-    """As in ``Reading``."""
+    """As in ``RangeReading``."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:

@@ -13,7 +13,7 @@ from confluent_kafka.schema_registry import SchemaRegistryClient, topic_subject_
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from zync_assets.codecs.batches import BadRecord, decode_way
+from zync_assets.codecs.batches import BadPayload, decode_way
 from zync_assets.codecs.dispatch import Decoder, make_decoder, make_encoder
 from zync_assets.errors import RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.local.services import Services
@@ -126,7 +126,7 @@ def test_a_writer_that_does_not_fit_the_column_makes_its_records_bad_and_says_wh
     payloads = [*written(1, V1, {"id": 1, "name": "a"}), *written(2, other, {"id": 2, "place": {"zip": 1}})]
     decoder = avro({1: V1, 2: other}, target)
     decoded = decoder.decode(pa.array(payloads))
-    assert decoded.bad == (BadRecord(1, "schema id 2: value.place.zip: int64 does not fit into the lake's string"),)
+    assert decoded.bad == (BadPayload(1, "schema id 2: value.place.zip: int64 does not fit into the lake's string"),)
     assert decoded.values.to_pylist() == [{"id": 1, "place": None, "name": "a"}, None]
 
 
@@ -344,7 +344,7 @@ def test_text_must_be_utf8_and_bytes_are_taken_as_they_are() -> None:
     payloads = pa.array([b"a", b"\xff", None, "é".encode(), b""])
     text = make_decoder(SideFormat("string"), no_schemas, None).decode(payloads)
     assert text.values.to_pylist() == ["a", None, None, "é", ""]
-    assert text.bad == (BadRecord(1, "not UTF-8"),)
+    assert text.bad == (BadPayload(1, "not UTF-8"),)
     assert text.schema_ids.to_pylist() == [None] * 5
     assert make_decoder(SideFormat("json"), no_schemas, None).decode(payloads).values.equals(text.values)
     raw = make_decoder(SideFormat("bytes"), no_schemas, None).decode(payloads)

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from zync_assets import offsets
 from zync_assets.errors import SchemaError
 from zync_assets.ingest import files as ingest_files
-from zync_assets.ingest.files import Reading, batch_files, carry_times
+from zync_assets.ingest.files import RangeReading, batch_files, carry_times
 from zync_assets.ingest.order import connector_of, own_orders, source_name, transaction_names
-from zync_assets.ingest.source import Source
-from zync_assets.ingest.task import ReadEnd, Reader, write_part
+from zync_assets.ingest.source import TopicSource
+from zync_assets.ingest.task import ReadEnd, TopicReader, write_part
 from zync_assets.lake.log import Order
 from zync_assets.lake.quarantine import EVERYTHING
 from zync_assets.lake.raw import ORDER, RawState, open_raw
@@ -125,10 +125,14 @@ def test_mongodb_orders_by_second_and_number(places: list[tuple[int, int]]) -> N
     assert found == [(at // 1000, number) for at, number in places]
 
 
+def places(count: int, partition: int = 0) -> pa.Array:
+    return pa.array([{"partition": partition}] * count, pa.struct([("partition", pa.int32())]))
+
+
 def transaction_orders(*ids: str | None, status: str = "END") -> list[Order | None]:
     rows = [{"status": status, "id": each} for each in ids]
     value = pa.array(rows, pa.struct([("status", "string"), ("id", "string")]))
-    found = own_orders("shop.transaction", SourceOrder(transactions=True), {"value": value})
+    found = own_orders("shop.transaction", SourceOrder(transactions=True), {"kafka": places(len(rows)), "value": value})
     assert found is not None
     return [None if each is None else (each["high"], each["low"]) for each in found.to_pylist()]
 
@@ -144,6 +148,9 @@ def test_the_order_of_a_transaction_record_lies_between_its_changes_and_the_next
     (end, end_of_last), changes = transaction_orders(lsn, last), orders_of(SQL_SERVER, *lsns)
     assert [order < end for order in changes if order and end] == [True, False, False]
     assert [order < end_of_last for order in changes if order and end_of_last] == [True, True, True]
+    binlog = ["file=mysql-bin.000003,pos=4", "3e11fa47-71ca-11e1-9e33-c80aa9429562:23", "0-1-23"]
+    assert transaction_orders(*binlog) == [None] * 3, "the ids hold no end"
+    assert transaction_names(pa.array(binlog)).to_pylist() == binlog
     names = transaction_names(pa.array(["571:24023400", "571:24023360", lsn]))
     assert names.to_pylist() == ["571", "571", lsn]
 
@@ -151,14 +158,16 @@ def test_the_order_of_a_transaction_record_lies_between_its_changes_and_the_next
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (pa.array([{"id": "file=mysql-bin.000003,pos=4", "status": "END"}]), "holds no position"),
+        (pa.array([{"id": "0a001b00fe010000", "status": "END"}]), "holds no position"),
+        (pa.array([{"id": '{"id": {"$uuid": "d1"}}:3', "status": "END"}]), "of MongoDB.*would wait for ever"),
+        (pa.array([{"id": "0-1-23", "status": "END"}]), "has records in partition 1.*one partition"),
         (pa.array([{"id": 571, "status": "END"}]), "ids of type int64"),
         (pa.array([{"op": "c"}]), "without a field id"),
     ],
 )
 def test_records_of_another_kind_are_refused_as_transactions(value: pa.Array, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        own_orders("t", SourceOrder(transactions=True), {"value": value})
+        own_orders("t", SourceOrder(transactions=True), {"kafka": places(len(value), 1), "value": value})
 
 
 @pytest.mark.parametrize("kind", [POSTGRES, MYSQL, SQL_SERVER, MONGODB])
@@ -203,7 +212,7 @@ def batch_of(offset: int, orders: Sequence[Order | None], has_column: bool) -> p
 
 
 @dataclass(frozen=True)
-class GivenReader(Reader):
+class GivenReader(TopicReader):
     """Reads records that a test gives, instead of Kafka's."""
 
     chunks: dict[OffsetRange, list[pa.RecordBatch]] | None = None
@@ -240,8 +249,8 @@ def test_orders_never_run_back_however_ingest_is_cut(batches: list[list[list[lis
                     sent += chunk
                 chunks[OffsetRange(0, first, len(sent))] = made
             ranges = list(chunks)
-            source = Source({}, None, "t", SIDE, SIDE, None, None)
-            reading = Reading(None, lake, INPUT, source, ranges, 0, SCHEMA, 1, orders=before)  # type: ignore[arg-type]
+            source = TopicSource({}, None, "t", SIDE, SIDE, None, None)
+            reading = RangeReading(None, lake, INPUT, source, ranges, 0, SCHEMA, 1, orders=before)  # type: ignore[arg-type]
             reader = GivenReader(source, ranges, 0, {}, before, {}, None, "", chunks)
             ends = [write_part(reader, index, reading.uri) for index in range(len(ranges))]
             files, _, after = carry_times(reading, batch_files(reading, ends, SCHEMA, [], {}))

@@ -46,7 +46,7 @@ _ALL: Mask = np.empty(0, dtype=np.bool_)
 """For compiled loops: all records are valid."""
 
 
-class Source:
+class ByteSource:
     """The bytes of a batch, readable as bytes and as words at any position. ``odd``: per record.
 
     ``data`` ends with ``decoder.PADDING`` zeros, and is shorter than Arrow's limit of 2 GiB.
@@ -65,16 +65,16 @@ class Source:
 
 
 @dataclass
-class Span:
+class ByteSpan:
     """The positions of some records in the bytes: next byte, end, and index of the record. Reading moves ``pos``."""
 
-    source: Source
+    source: ByteSource
     pos: Ints
     end: Ints
     rows: Ints
 
-    def subset(self, mask: Mask) -> Span:
-        return Span(self.source, self.pos[mask], self.end[mask], self.rows[mask])
+    def subset(self, mask: Mask) -> ByteSpan:
+        return ByteSpan(self.source, self.pos[mask], self.end[mask], self.rows[mask])
 
     def flag(self, mask: Mask) -> None:
         if mask.any():
@@ -89,13 +89,13 @@ class Span:
         self.pos = pos
 
 
-def decode_columns(node: Node, source: Source, starts: Ints, ends: Ints) -> pa.Array:
+def decode_columns(node: Node, source: ByteSource, starts: Ints, ends: Ints) -> pa.Array:
     """The records at ``starts`` to ``ends``, of the plain type; meaningless where ``source.odd`` is set afterwards."""
     parts: list[pa.Array] = []
     size = CHUNK if source.loops is None else LARGE_CHUNK
     for first in range(0, len(starts), size):
         last = min(first + size, len(starts))
-        span = Span(source, starts[first:last].copy(), ends[first:last], np.arange(first, last))
+        span = ByteSpan(source, starts[first:last].copy(), ends[first:last], np.arange(first, last))
         parts.append(_read(node, span, None))
         span.flag(span.pos != span.end)
     if len(parts) == 1:
@@ -103,7 +103,7 @@ def decode_columns(node: Node, source: Source, starts: Ints, ends: Ints) -> pa.A
     return pa.concat_arrays(parts) if parts else pa.nulls(0, plain_type(node))
 
 
-def _read(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     """One value of each record (of the valid ones; null at the others)."""
     reader = _PRIMITIVES.get(node.kind)
     if reader is not None:
@@ -131,7 +131,7 @@ def _loops() -> ModuleType | None:
     return loops
 
 
-def _varints(loops: ModuleType, span: Span, valid: Mask | None, lengths: bool) -> Ints:
+def _varints(loops: ModuleType, span: ByteSpan, valid: Mask | None, lengths: bool) -> Ints:
     values, odd = np.empty(len(span.pos), np.int64), np.zeros(len(span.pos), np.bool_)
     mask = _ALL if valid is None else valid
     if loops.read_varints(span.source.bytes, span.pos, span.end, mask, values, odd, lengths):
@@ -139,7 +139,7 @@ def _varints(loops: ModuleType, span: Span, valid: Mask | None, lengths: bool) -
     return values
 
 
-def _long(span: Span, valid: Mask | None) -> Ints:
+def _long(span: ByteSpan, valid: Mask | None) -> Ints:
     """A zigzag varint of each record."""
     if span.source.loops is not None:
         return _varints(span.source.loops, span, valid, False)
@@ -173,7 +173,7 @@ def _long(span: Span, valid: Mask | None) -> Ints:
     return raw.view(np.int64)
 
 
-def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: npt.NDArray[np.integer[Any]]) -> None:
+def _long_tail(span: ByteSpan, longer: Mask, raw: npt.NDArray[np.uint64], length: npt.NDArray[np.integer[Any]]) -> None:
     """The ninth and tenth byte of the varints that have them."""
     at = span.pos[longer] + 8
     ninth = span.source.bytes[np.minimum(at, len(span.source.bytes) - 2)].astype(np.uint64)
@@ -188,7 +188,7 @@ def _long_tail(span: Span, longer: Mask, raw: npt.NDArray[np.uint64], length: np
     span.flag(odd)
 
 
-def _length(span: Span, valid: Mask | None) -> Ints:
+def _length(span: ByteSpan, valid: Mask | None) -> Ints:
     """A length in bytes or a count of each record: odd ones and those of invalid records are 0."""
     if span.source.loops is not None:
         return _varints(span.source.loops, span, valid, True)
@@ -202,7 +202,7 @@ def _length(span: Span, valid: Mask | None) -> Ints:
     return values
 
 
-def _read_int(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_int(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     values = _long(span, valid)
     narrow = values.astype(np.int32)
     wrong = narrow != values
@@ -210,11 +210,11 @@ def _read_int(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return numbers(narrow, pa.int32(), valid)
 
 
-def _read_long(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_long(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     return numbers(_long(span, valid), pa.int64(), valid)
 
 
-def _read_float(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_float(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     double = node.kind == "double"
     values = (span.source.words if double else span.source.halves)[span.pos]
     size = 8 if double else 4
@@ -222,7 +222,7 @@ def _read_float(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return numbers(values, pa.float64() if double else pa.float32(), valid)
 
 
-def _read_boolean(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_boolean(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     values = span.source.bytes[span.pos]
     wrong = values > 1
     span.flag(wrong if valid is None else wrong & valid)
@@ -231,7 +231,7 @@ def _read_boolean(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return pa.Array.from_buffers(pa.bool_(), len(values), [validity_buffer(valid), bits])
 
 
-def _read_bytes(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_bytes(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     if node.kind == "fixed":
         length = np.full(len(span.pos), node.size) if valid is None else np.where(valid, node.size, 0)
         over = span.pos + length > span.end
@@ -249,7 +249,7 @@ def _read_bytes(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return pa.Array.from_buffers(values.type, len(length), [validity_buffer(valid), offsets_buffer, data])
 
 
-def _take_bytes(span: Span, length: Ints) -> pa.Array:
+def _take_bytes(span: ByteSpan, length: Ints) -> pa.Array:
     """The next ``length`` bytes of each record."""
     count = len(length)
     if span.source.loops is not None:
@@ -267,7 +267,7 @@ def _take_bytes(span: Span, length: Ints) -> pa.Array:
     return gaps.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
-def _text(values: pa.Array, span: Span) -> pa.Array:
+def _text(values: pa.Array, span: ByteSpan) -> pa.Array:
     try:
         return values.cast(pa.string())
     except pa.ArrowInvalid:
@@ -291,7 +291,7 @@ def _find_bad_text(values: pa.Array, first: int, odd: Mask) -> None:
         _find_bad_text(values[half:], first + half, odd)
 
 
-def _read_enum(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_enum(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     index = _long(span, valid)
     wrong = (index < 0) | (index >= len(node.symbols))
     if wrong.any():
@@ -300,12 +300,12 @@ def _read_enum(node: Node, span: Span, valid: Mask | None) -> pa.Array:
     return pa.array(node.symbols, pa.string()).take(numbers(index, pa.int64(), valid))
 
 
-def _read_option(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_option(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     present = _option_mask(node, span, valid)
     return _read(node.child, span, None if present.all() else present)
 
 
-def _option_mask(node: Node, span: Span, valid: Mask | None) -> Mask:
+def _option_mask(node: Node, span: ByteSpan, valid: Mask | None) -> Mask:
     """Which records have the option's value, by its tag."""
     if span.source.loops is not None:
         present, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
@@ -324,11 +324,11 @@ def _option_mask(node: Node, span: Span, valid: Mask | None) -> Mask:
     return present
 
 
-def _read_null(node: Node, span: Span, valid: Mask | None) -> pa.Array:
+def _read_null(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
     return pa.nulls(len(span.pos), pa.string())
 
 
-def _read_record(node: Node, span: Span, valid: Mask | None = None) -> pa.Array:
+def _read_record(node: Node, span: ByteSpan, valid: Mask | None = None) -> pa.Array:
     visible = {name for name, _ in members(node)}
     children: list[pa.Array] = []
     for name, child in node.fields:
@@ -340,7 +340,7 @@ def _read_record(node: Node, span: Span, valid: Mask | None = None) -> pa.Array:
     return struct_of(plain_type(node), children, len(span.pos), valid)
 
 
-def _read_union(node: Node, span: Span) -> pa.Array:
+def _read_union(node: Node, span: ByteSpan) -> pa.Array:
     index = _long(span, None)
     wrong = (index < 0) | (index >= len(node.branches))
     span.flag(wrong)
@@ -356,7 +356,7 @@ def _read_union(node: Node, span: Span) -> pa.Array:
     return struct_of(plain_type(node), children, len(index), present)
 
 
-def _read_items(node: Node, span: Span) -> pa.Array:
+def _read_items(node: Node, span: ByteSpan) -> pa.Array:
     """Read arrays or maps, each with a single block and the end mark 0. Reads the k-th items of all records side by side."""
     count = _length(span, None)
     present = count > 0
@@ -386,7 +386,7 @@ def _read_items(node: Node, span: Span) -> pa.Array:
 
 
 def _gather(
-    node: Node, span: Span, count: Ints, keys: list[pa.Array], items: list[pa.Array], owners: list[Ints]
+    node: Node, span: ByteSpan, count: Ints, keys: list[pa.Array], items: list[pa.Array], owners: list[Ints]
 ) -> pa.Array:
     """Lists out of the first items of all, the second items of all, and so on."""
     type = plain_type(node)
@@ -411,7 +411,7 @@ def _values(node: Node, type: pa.DataType, keys: list[pa.Array], items: list[pa.
     return map_entries(type, keys[0] if keys else pa.nulls(0, pa.string()), values)
 
 
-def _flag_double_keys(keys: pa.Array, owner: Ints, span: Span) -> None:
+def _flag_double_keys(keys: pa.Array, owner: Ints, span: ByteSpan) -> None:
     encoding = keys.dictionary_encode()
     code = encoding.indices.to_numpy().astype(np.int64) + owner * np.int64(len(encoding.dictionary))
     values, first, times = np.unique(code, return_index=True, return_counts=True)

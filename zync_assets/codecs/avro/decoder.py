@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import Mask, isolate, numbers
-from zync_assets.codecs.avro.column_reader import Source, decode_columns
+from zync_assets.codecs.avro.column_reader import ByteSource, decode_columns
 from zync_assets.codecs.avro.schema import Node, is_hollow, note_of, parse
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import TrailingBytes, row_reader, to_lake
@@ -197,7 +197,7 @@ def decode_datums(
     """The bare datums at ``starts`` to ``ends`` of ``data``, of the lake's type, null where bad; errors by index."""
     type = plain_type(node)
     if native and is_native(node):
-        source = Source(data, len(starts))
+        source = ByteSource(data, len(starts))
         values = decode_columns(node, source, starts, ends)
         odd = np.flatnonzero(source.odd)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.codecs.batches import BadRecord, DecodedBatch
+from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
@@ -267,7 +267,7 @@ def test_one_wrong_record_in_a_large_batch() -> None:
     payloads = [enveloped(ROW, {"id": index, "after": {"price": "AQI="}}) for index in range(5000)]
     payloads[4321] = payloads[4321].replace(b'"id":4321', b'"id":"no"')
     decoded = decode(*payloads)
-    assert decoded.bad == (BadRecord(4321, 'payload.id: "no" is not a whole number (int32)'),)
+    assert decoded.bad == (BadPayload(4321, 'payload.id: "no" is not a whole number (int32)'),)
     assert [row["id"] for row in decoded.values.drop_null().to_pylist()] == [i for i in range(5000) if i != 4321]
 
 
@@ -306,7 +306,7 @@ def test_keys_may_be_no_structs() -> None:
 def test_without_schemas_a_ddl_gives_the_type() -> None:
     payloads = [b'{"id": 1, "more": 2}', b"null", b"", b'{"id": "x"}', enveloped(None, {"id": 3})]
     decoded = decode(*payloads, by=decoder("id BIGINT, name STRING"))
-    assert decoded.bad == (BadRecord(3, 'value.id: "x" is not a whole number (int64)'),)
+    assert decoded.bad == (BadPayload(3, 'value.id: "x" is not a whole number (int64)'),)
     rows = decoded.values.to_pylist()
     assert [rows[0], rows[4]] == [{"id": 1, "name": None}, {"id": 3, "name": None}]
     assert rows[1:4] == [None, None, None]
