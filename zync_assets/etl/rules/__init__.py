@@ -1,30 +1,39 @@
 """The kinds of rules, and the rules of a pipeline as Spark SQL, to read: what ``zync etl --explain`` prints.
 
-A module of this folder is a kind of rule (``stateless``, ``denorm``) or what the kinds share: ``matching`` has their interface.
+A module of this folder is a kind of rule (``stateless``, ``denorm``) or what the kinds share: ``kind`` has their interface.
 The section of a kind in the pipeline file's grammar is in ``pipeline_file.keys``. Ingest's shapes use ``shapes`` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from zync_assets.etl.rules.denorm import Denorm
-from zync_assets.etl.rules.matching import Kind
+from zync_assets.etl.rules.group import GroupKind
+from zync_assets.etl.rules.kind import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.etl.rules.stateless import Stateless
 from zync_assets.etl.rules.view import ViewKind, latest_sql, plan_text, query_sql
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule
 from zync_assets.spark.sql import name_sql, shape_sql
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (Stateless(), Denorm(), ViewKind())}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (Stateless(), Denorm(), ViewKind(), GroupKind())}
 """``type`` of a rule → its kind. ``pipeline_file.keys.SECTIONS`` has the same kinds; Spark's workers load no parser for it."""
 
 
 def kind_of(rule: Rule) -> Kind:
     """The kind of a rule."""
     return KINDS[rule.kind]
+
+
+def is_apart(rule: Rule, manifold: Collection[str]) -> bool:
+    """Whether the results of a rule are not made in one pass over the topic (``singles``). ``manifold``: the rules with
+    several outputs of a match."""
+    if rule.part_of is not None:
+        return False
+    return bool(rule.lookups) or not kind_of(rule).single or rule.name in manifold
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,10 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
             for item in pipeline.inputs_of(pool)
             if any(rule.view is None and item.topic in rule.topics for rule in rules)
         ]
-    for rule in pipeline.rules:
+    # Here: Spark's workers load no parser.
+    from zync_assets.pipeline_file.zed.types import explained
+
+    for rule in map(explained, pipeline.rules):
         pool, kind = pipeline.output(rule.out).pool, kind_of(rule)
         if isinstance(kind, ViewKind):
             found.append(Statement("rule", rule.name, query_sql(rule, kind, pipeline), pool))
@@ -90,7 +102,7 @@ def _assignment(item: Input, pool: str, rules: tuple[Rule, ...]) -> str:
 
 def _cases(topic: str, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
     for rule in rules:
-        if topic in rule.topics:
+        if topic in rule.topics and rule.part_of is None:
             where = rule.side(topic).where
             yield rule.name, f"({where})" if where else "value IS NOT NULL"
 
@@ -111,6 +123,7 @@ def _outputs(rule: Rule, pipeline: Pipeline) -> str:
             f"-- {rule.name}: {kind.summary}{dropped}",
             f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value{headers}",
             f"FROM {kind.from_sql(rule)}",
+            *([] if rule.explode is None else [f"LATERAL VIEW explode({rule.explode}) items AS item"]),
             *(
                 line
                 for item in rule.lookups

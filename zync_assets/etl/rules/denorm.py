@@ -14,18 +14,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import (
+from zync_assets.etl.rules import expiry
+from zync_assets.etl.rules.expiry import clock_of
+from zync_assets.etl.rules.kind import (
     BLAMED,
     LOOKED,
     Emission,
     Kind,
     Ordering,
     RuleRecords,
-    Target,
+    key_names,
     records_sql,
     source_sql,
+    union,
 )
+from zync_assets.etl.rules.parts import emitted
 from zync_assets.etl.rules.shapes import expression_type, type_sql, wider
 from zync_assets.pipeline import Rule, Side
 from zync_assets.spark.sql import name_sql
@@ -54,7 +57,8 @@ class Denorm(Kind):
             {side: keyed(rule, side, frame, kinds) for side, frame in frames.items()},
             kinds,
             join_text(rule, kinds) if kinds else None,
-            is_hashed_as_ever(kinds) and not rule.held,
+            is_hashed_as_ever(kinds) and not rule.held and rule.expiry is None,
+            clock=clock_of(rule, inputs),
         )
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
@@ -62,12 +66,13 @@ class Denorm(Kind):
         if len(records.frames) < 2 or emission.target is None:
             return [one_sided(records, side.name, emission) for side in rule.sides if side.name in records.frames]
         whole = {
-            side: matching.union([frame, keyed(rule, side, pending[side], kinds)]) if side in pending else frame
+            side: union([frame, keyed(rule, side, pending[side], kinds)]) if side in pending else frame
             for side, frame in records.frames.items()
         }
         if emission.together:
             whole = {side: frame.coalesce(1) for side, frame in whole.items()}
-        return [paired(records, whole, emission, emission.target)]
+        pairs = paired if rule.expiry is None else expiry.paired
+        return [pairs(records, whole, emission)]
 
     def key_sql(self, rule: Rule, topic: str, inputs: Mapping[str, DataFrame]) -> str | None:
         parts = zip(key_types(rule, inputs), rule.side(topic).keys, strict=True)
@@ -145,9 +150,10 @@ def join_text(rule: Rule, kinds: Sequence[DataType]) -> str:
     """
     types = [kind.simpleString() if _is_collated(kind) else _hashed_type(kind).simpleString() for kind in kinds]
     topics = {side.name: side.topic for side in rule.sides}
-    # Entries of a rule that was not held lack the hashes of source rows.
+    # Entries of a rule that was not held lack the hashes of source rows, and those of one without expiry their times.
     held = {"held": True} if rule.held else {}
-    return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held})
+    expires = {"expires": True} if rule.expiry is not None else {}
+    return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held, **expires})
 
 
 def _equalities(rule: Rule) -> list[tuple[str, str]]:
@@ -246,11 +252,7 @@ def keyed(rule: Rule, side: str, frame: DataFrame, kinds: Sequence[DataType]) ->
     return frame.selectExpr("*", *named, lone).selectExpr("*", f"{hash_sql(names, kinds)} AS hash")
 
 
-def key_names(rule: Rule) -> list[str]:
-    return [f"k{number}" for number in range(len(rule.sides[0].keys))]
-
-
-def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emission, target: Target) -> DataFrame:
+def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emission) -> DataFrame:
     """Pair the k-th left record of a join key with the k-th right one, by the order of their source, partition and offset.
 
     ``frames``: side → new and pending records together, from ``keyed``. New records without a counterpart, and those with a
@@ -280,7 +282,7 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
         pairs = emission.rows(records, pairs)
         out, made = LOOKED, f"{both} AND {LOOKED} = 'out'"
         last = f"CASE WHEN {both} AND {LOOKED} <> 'out' THEN {BLAMED} WHEN {later} THEN 1 ELSE 0 END"
-    return pairs.selectExpr(
+    about = (
         f"CASE WHEN {both} THEN {out} ELSE 'pending' END AS kind",
         f"{records.index} AS rule",
         f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
@@ -290,8 +292,8 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
         f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
         f"{first if emission.held else f'CASE WHEN NOT ({both}) THEN {first} END'} AS hash",
         *(_row_columns(names, ords, both) if emission.held else ()),
-        *(f"CASE WHEN {made} THEN {sql} END AS {name_sql(name)}" for name, sql in emission.columns(rule, target)),
     )
+    return emitted(pairs, rule, about, made, emission)
 
 
 def _row_columns(names: Sequence[str], ords: Mapping[str, str], both: str) -> list[str]:
@@ -339,6 +341,10 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
             "0 AS last",
             "0 AS waited",
             "hash",
+            "CAST(NULL AS array<boolean>) AS olds",
+            "unix_millis(time) AS since",
+            "false AS extra",
+            "0 AS number",
             *rows,
         )
     )

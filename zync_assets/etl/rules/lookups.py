@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.rules.denorm import hash_sql, part_type
-from zync_assets.etl.rules.matching import MISSING, SEVERAL, RuleRecords
+from zync_assets.etl.rules.kind import MISSING, SEVERAL, RuleRecords
 from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.pipeline import Rule
 from zync_assets.queries import Lookup

@@ -23,7 +23,7 @@ from zync_assets.kafka.registry import Registry, subject_name
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape
-from zync_assets.pipeline_file.conditions import Span, with_nulls
+from zync_assets.pipeline_file.conditions import TextSpan, with_nulls
 from zync_assets.pipeline_file.expressions import columns, parse
 
 _log = logging.getLogger(__name__)
@@ -150,12 +150,20 @@ def _of_rules(rules: Sequence[Rule]) -> Iterator[tuple[str, Sides]]:
 
 def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     """A rule's expressions, each with the topics of its sides; a condition has one side, without a name."""
-    sides = {side.name: side.topic for side in rule.sides}
+    sides = _sides(rule)
     yield from ((sql, sides) for side in rule.sides for sql in side.keys)
     yield from ((side.where, {"": side.topic}) for side in rule.sides if side.where is not None)
     yield from ((record, sides) for item in rule.lookups for record, _ in item.on)
-    for shape in (rule.key, rule.value, rule.headers, rule.keep):
+    yield from ((sql, sides) for sql in (() if rule.group is None else rule.group.expressions))
+    for shape in (rule.key, rule.value, rule.headers, rule.keep, rule.explode):
         yield from ((sql, sides) for sql in _leaves(shape))
+
+
+def _sides(rule: Rule) -> dict[str, str]:
+    """The names of records in a rule's expressions, in lower case, each with its topic."""
+    sides = {side.name.lower(): side.topic for side in rule.sides}
+    named = rule.group.named("first", "list") if rule.group is not None else ()
+    return sides | {item.name.lower(): sides[name.lower()] for item in named for name in item.arguments}
 
 
 def _leaves(shape: Shape) -> Iterator[str]:
@@ -333,7 +341,7 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     def edited(sql: str, sides: Sides) -> str:
         return _edited(sql, sides, known)
 
-    sides = {side.name: side.topic for side in rule.sides}
+    sides = _sides(rule)
     key = _filled(_shaped(rule.key, sides, known), rule.key, f"rule {rule.name}", "key")
     value = _filled(_shaped(rule.value, sides, known), rule.value, f"rule {rule.name}", "value")
     keep = None if rule.keep is None else edited(rule.keep, sides)
@@ -355,12 +363,16 @@ def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
     lookups = tuple(
         replace(item, on=tuple((edited(record, sides), row) for record, row in item.on)) for item in rule.lookups
     )
-    return replace(rule, sides=own, key=key, value=value, keep=keep, headers=headers, lookups=lookups)
+    explode = None if rule.explode is None else edited(rule.explode, sides)
+    group = None if rule.group is None else rule.group.edited(lambda sql: edited(sql, sides))
+    return replace(
+        rule, sides=own, key=key, value=value, keep=keep, headers=headers, lookups=lookups, group=group, explode=explode
+    )
 
 
 def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:
     """The expression with NULL for the fields that no table of ``known`` (by topic) has."""
-    missing: list[Span] = []
+    missing: list[TextSpan] = []
     for name in _names(sql):
         place = _place(name, sides)
         if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):

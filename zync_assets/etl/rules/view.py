@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zync_assets.etl.rules.matching import Kind
+from zync_assets.etl.rules.kind import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
 from zync_assets.spark.sql import leaves, name_sql, shape_sql

@@ -98,6 +98,7 @@ def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
         newest_type(away, item, "value", [987654321])
 
 
+@pytest.mark.slow
 def test_a_rule_may_be_there_before_the_field(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 from pyspark.sql.types import DataType, LongType, StringType
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules import denorm, matching
-from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules import assignment, denorm
+from zync_assets.etl.rules.kind import Emission, Ordering, OutputColumns, RuleRecords, in_frame
 from zync_assets.pipeline import Input, Rule, Side, SideFormat
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> Dat
     )
 
 
-def assignment(item: Input, records: DataFrame, rules: Sequence[Rule]) -> matching.Assignment:
-    return matching.assign(item, Ordering({item.topic: 0}), records, rules)
+def given(item: Input, records: DataFrame, rules: Sequence[Rule]) -> assignment.Assignment:
+    return assignment.assign(item, Ordering({item.topic: 0}), records, rules)
 
 
 def assigned(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
-    chosen = assignment(item, records, rules).choice({index: str(index) for index in range(len(rules))})
+    chosen = given(item, records, rules).choice({index: str(index) for index in range(len(rules))})
     found = records.orderBy("kafka.offset").selectExpr(f"{chosen} AS assigned").collect()
     return [row.assigned for row in found]
 
@@ -56,7 +56,7 @@ def assigned(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
 def left_over(item: Input, records: DataFrame, *rules: Rule) -> list[tuple[int, str]]:
     """(offset, class) of what the rules of a pool leave."""
     own = list(range(len(rules)))
-    rows = matching.singles(assignment(item, records, rules), rules, {}, own, [], matching.columns).collect()
+    rows = assignment.singles(given(item, records, rules), rules, {}, own, [], assignment.columns).collect()
     return sorted((row.source[0].offset, row.kind) for row in rows)
 
 
@@ -106,7 +106,7 @@ def test_the_hash_of_a_join_key_is_null_where_one_of_its_parts_is(spark: SparkSe
     keyed = denorm.keyed(
         rule,
         "left",
-        matching.in_frame(frame(spark, "x", "x", None), "left", Ordering({})),
+        in_frame(frame(spark, "x", "x", None), "left", Ordering({})),
         [StringType(), StringType()],
     )
     hashes = [row.hash for row in keyed.orderBy("left.kafka.offset").collect()]
@@ -131,13 +131,11 @@ def test_a_join_reads_and_moves_the_used_fields_alone_and_each_side_once(
     rule = join(Side("left", "t", keys=keys[:1]), Side("right", "u", keys=keys[1:]))
     records = spark.read.schema(schema).parquet(str(tmp_path / "records"))
     ordering = Ordering({"t": 0, "u": 1})
-    frames = {
-        side: denorm.keyed(rule, side, matching.in_frame(records, side, ordering), [kind]) for side in ("left", "right")
-    }
-    target = matching.Target("", None, None)
+    frames = {side: denorm.keyed(rule, side, in_frame(records, side, ordering), [kind]) for side in ("left", "right")}
+    target = OutputColumns("", None, None)
     outputs = [("out", "struct(left.value.name, right.value.id)")]
-    emission = matching.Emission(target, lambda rule, target: outputs, ordering, together=False)
-    found = denorm.paired(matching.RuleRecords(rule, 0, frames, [kind]), frames, emission, target)
+    emission = Emission(target, lambda rule, target: outputs, ordering, together=False)
+    found = denorm.paired(RuleRecords(rule, 0, frames, [kind]), frames, emission)
     plan = found._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
     read = re.findall(r"ReadSchema: (.*)", plan)
     assert len(read) == 2

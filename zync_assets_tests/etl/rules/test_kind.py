@@ -15,10 +15,11 @@ from zync_assets.cli.records import pending_rows, trace_rows
 from zync_assets.errors import PipelineFileError
 from zync_assets.etl import positions
 from zync_assets.etl.rules import KINDS, explain_rules
-from zync_assets.etl.rules.matching import Emission, Kind, RuleRecords, records_sql, source_sql, union
+from zync_assets.etl.rules.kind import Emission, Kind, RuleRecords, records_sql, source_sql, union
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Rule
-from zync_assets.pipeline_file.keys import SECTIONS, STATELESS, Key, Section
+from zync_assets.pipeline_file.key import Key
+from zync_assets.pipeline_file.keys import SECTIONS, STATELESS, Section
 from zync_assets_tests.mini import BOTH, mini, row
 
 if TYPE_CHECKING:
