@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,8 @@ from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import Rebuild
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import Columns, Ordering
+from zync_assets.etl.rules import assignment
+from zync_assets.etl.rules.kind import Columns, Ordering
 from zync_assets.etl.rules.shapes import note_schema, schema_of
 from zync_assets.etl.views.changes import (
     Change,
@@ -33,19 +34,20 @@ from zync_assets.etl.views.changes import (
 from zync_assets.etl.views.event_rows import EventRows
 from zync_assets.etl.views.failures import check_places, table_failures, view_failures, with_reason
 from zync_assets.etl.views.key_filter import checkpoint
-from zync_assets.etl.views.maintenance import DUPLICATE, Maintenance
-from zync_assets.etl.views.query import Query, rule_types
+from zync_assets.etl.views.maintenance import Maintenance
+from zync_assets.etl.views.query import DUPLICATE, Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
-from zync_assets.etl.views.state import Reader, StateFiles, state_files
+from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.tables import Table, TableType, definition_of, table_of, table_type, tables_of
 from zync_assets.lake.head import Head, TableEntry
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.staging import REPLACED, STATE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
-from zync_assets.spark.tasks import is_of_data, planned_once, raised_text
+from zync_assets.spark.failures import is_of_data, is_overflow, raised_text
+from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, planned_once
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -76,7 +78,7 @@ def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
 
 @dataclass(frozen=True)
 class ViewBatch:
-    """The views of a batch. ``rows``: their results (``matching``). ``facts``: about the records of their tables. ``files``: new
+    """The views of a batch. ``rows``: their results (``kind``). ``facts``: about the records of their tables. ``files``: new
     files of the state; ``removed``: files of tables that no view uses any more. ``columns``: of the state."""
 
     rows: Sequence[DataFrame]
@@ -126,6 +128,14 @@ class Stage:
     def head(self) -> Head:
         return self.state.head if self.state else Head()
 
+    @property
+    def measured(self) -> bool:
+        """Whether rows may be large."""
+        own = {topic: state for topic, state in self.raw.items() if state is not None and topic in self.frames}
+        files = (item for topic, state in own.items() for item in raw_files(state, self.ranges[topic]))
+        large = any(item.size > MEASURED * item.records for item in files)
+        return large or self.rebuild is not None or BATCH_BYTES in self.pipeline.spark
+
     def records(self, topic: str) -> DataFrame:
         """The records of a topic without those that fail."""
         frame, failed = self.frames[topic], self.known.condition(topic)
@@ -147,7 +157,7 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting)]
     if not tables and not head.tables and not head.views:
         return None
-    reader = Reader(stage.spark, uri)
+    reader = StateReader(stage.spark, uri)
     with _errors(stage.pool):
         with planned_once(stage.spark) if stage.small else nullcontext():
             changes, kinds, facts = _changes(stage, tables, anew, reader, folder)
@@ -177,7 +187,7 @@ def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
 
 
 def _changes(
-    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: Reader, folder: str
+    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: StateReader, folder: str
 ) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
     """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
 
@@ -190,7 +200,7 @@ def _changes(
         topic = table.topic
         if topic not in stage.frames:
             continue
-        if not matching.has_schema(stage.frames[topic]):
+        if not assignment.has_schema(stage.frames[topic]):
             untyped |= {topic: stage.records(topic)} if stage.ranges[topic] else {}
             continue
         kinds[name] = table_type(table, stage.frames[topic], stage.state)
@@ -204,12 +214,17 @@ def _changes(
     placeholder = stage.pipeline.unavailable_value
     found: dict[str, Change] = {}
     with _failures(stage, lambda: table_failures(stage.spark, sources)):
-        records, facts = table_records(parts, placeholder, small=stage.small)
-        for at, each in enumerate(records):
-            table = each.kind.table
+        records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured)
+
+        def written(at: int) -> Change:
+            table = records[at].kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
-            below = f"{folder}/state-{at}"
-            found[table.name] = write_changes(reader, each, before, below, placeholder)
+            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
+
+        # A small batch is planned longer than it runs, and its tables side by side.
+        with ThreadPoolExecutor(max(1, len(records)) if stage.small else 1) as pool:
+            made = list(pool.map(written, range(len(records))))
+        found = {each.kind.table.name: change for each, change in zip(records, made, strict=True)}
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
     return found, kinds, facts
@@ -220,7 +235,7 @@ def _results(
     kinds: Mapping[str, TableType],
     changes: Mapping[str, Change],
     anew: Collection[str],
-    reader: Reader,
+    reader: StateReader,
     columns: Columns,
 ) -> tuple[list[DataFrame], dict[str, str]]:
     """The results of the views, and the definitions of those that have been computed."""
@@ -277,12 +292,14 @@ def _failures(stage: Stage, search: Callable[[], Mapping[Place, Failure]]) -> Ge
         except (PySparkException, Py4JError) as error:
             found = (
                 {}
-                if is_split(error) or raised_text(error, DUPLICATE) is not None or not is_of_data(error)
+                if is_split(error)
+                or raised_text(error, DUPLICATE) is not None
+                or not (is_of_data(error) or is_overflow(error))
                 else search()
             )
             if not found:
                 raise
-            raise RowFailures(with_reason(found, error)) from error
+            raise RowFailures(found if is_overflow(error) else with_reason(found, error)) from error
     except RowFailures as error:
         check_places(stage.pool, error.failures, stage.ranges)
         raise

@@ -15,14 +15,15 @@ from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
-from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.key_filter import checkpoint
-from zync_assets.etl.views.state import Places, Reader, StateFiles, write_state
+from zync_assets.etl.views.query import CAUSE, CAUSES, ORD
+from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, write_new_rows, write_state
 from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
+from zync_assets.spark.failures import raised_text
 from zync_assets.spark.frames import union
 from zync_assets.spark.sql import name_sql, text_sql
-from zync_assets.spark.tasks import raised_text
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -45,18 +46,21 @@ class TableRecords:
     """The records of a batch for one table.
 
     ``frame``: key, row, partition, offset, high, low. ``count``: of the records. ``places``: of the keys, None for a large batch.
-    ``opens``: whether a row lacks an unchanged value that Debezium did not send.
+    ``span``: the least and the greatest place of the keys. ``opens``: whether a row lacks an unchanged value that Debezium did
+    not send. ``measured``: whether rows may be large.
     """
 
     kind: TableType
     frame: DataFrame = field(repr=False)
     count: int
     places: Places | None
+    span: Range
     opens: bool
+    measured: bool = False
 
 
 def record_rows(kind: TableType, records: DataFrame, ordering: Ordering) -> DataFrame:
-    """A table's rows in records: key, row (null: deleted), partition, offset, high, low. ``records``: as in ``matching``."""
+    """A table's rows in records: key, row (null: deleted), partition, offset, high, low. ``records``: as in ``kind``."""
     table = kind.table
     row = made_sql(kind.row_sql, kind.row, kind.state_row)
     return records.selectExpr(
@@ -70,7 +74,7 @@ def record_rows(kind: TableType, records: DataFrame, ordering: Ordering) -> Data
 
 
 def table_records(
-    parts: Mapping[str, tuple[TableType, DataFrame]], placeholder: str | None, *, small: bool
+    parts: Mapping[str, tuple[TableType, DataFrame]], placeholder: str | None, *, small: bool, measured: bool = False
 ) -> tuple[list[TableRecords], list[Fact]]:
     """The batch's records of each table, and the facts about these records. A single Spark job reads all tables.
 
@@ -88,6 +92,7 @@ def table_records(
                 "partition",
                 f"({null_sql('key', kind.state_key)}) AS keyless",
                 f"coalesce({opens or 'false'}, false) AS open",
+                f"{place_sql('key', kind.state_key)}.high AS high",
                 f"{place if small else 'CAST(NULL AS STRUCT<high: BIGINT, hash: BIGINT>)'} AS place",
             )
         )
@@ -98,6 +103,8 @@ def table_records(
         "count_if(keyless) AS keyless",
         "bool_or(open) AS open",
         "collect_set(place) AS places",
+        "min(high) AS least",
+        "max(high) AS most",
     )
     from pyspark.sql import functions as F
 
@@ -116,7 +123,9 @@ def table_records(
             places = _places(kind, {tuple(place) for row in own for place in row["places"]}) if small else None
             count = sum(row["count"] for row in own)
             rows = rows.coalesce(1) if small else rows
-            records.append(TableRecords(kind, rows, count, places, any(row["open"] for row in own)))
+            span = min(row["least"] for row in own), max(row["most"] for row in own)
+            opens = any(row["open"] for row in own)
+            records.append(TableRecords(kind, rows, count, places, span, opens, measured))
     return records, list(facts.values())
 
 
@@ -166,7 +175,7 @@ class Change:
 
 
 def write_changes(
-    reader: Reader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None
+    reader: StateReader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None
 ) -> Change:
     """Write the changes of a batch as files of the state, which no commit names yet.
 
@@ -180,17 +189,23 @@ def write_changes(
         pairs = checkpoint(_replacing(kind, records, placeholder, found), eager=False)
         files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
         return Change(kind, before, files, pairs)
+    same = before.within(records.span)
+    if not same.versions and not records.opens and not kind.table.by_time:
+        split, about = _split_sql(kind, "least(before, partition)", "greatest(before, partition)"), records.count
+        measured = records.measured
+        files = write_new_rows(reader, kind, records.frame, split, folder, count=about, measured=measured)
+        return Change(kind, before, files)
     found = _latest(kind, records, placeholder)
-    if not before.versions:
+    if not same.versions:
         checked = _checked(kind, _version_sql("partition", "last"), "lowest", "highest")
         frame = found.selectExpr("0 AS gone", "key", "row", f"{checked} AS version")
     else:
-        old = reader.live(kind, before).selectExpr("key AS old_key", "row AS old_row", "version AS old")
+        old = reader.live(kind, same).selectExpr("key AS old_key", "row AS old_row", "version AS old")
         frame = _versions(_replacing(kind, records, placeholder, found.join(old, F.expr("key = old_key"), "left")))
     return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
 
 
-def _looked_up(reader: Reader, kind: TableType, before: StateFiles, places: Places) -> DataFrame:
+def _looked_up(reader: StateReader, kind: TableType, before: StateFiles, places: Places) -> DataFrame:
     """The versions of the keys at places, and a few others: key, version (struct(gone, row, version))."""
     if not before.versions:
         row, version = (type_sql(spark_type(kind.schema.field(name).type)) for name in (kind.table.row_column, VERSION))
@@ -326,10 +341,14 @@ def _checked(kind: TableType, version: str, lowest: str, highest: str) -> str:
     """A version as SQL. It fails for a key that comes in two partitions, where the table forbids this."""
     if kind.table.by_time:
         return version
+    return f"CASE WHEN {lowest} <> {highest} THEN {_split_sql(kind, lowest, highest)} ELSE {version} END"
+
+
+def _split_sql(kind: TableType, lowest: str, highest: str) -> str:
+    """Fails for a key that comes in two partitions."""
     begin = text_sql(f"{_SPLIT}table {kind.table.name}: the record key ")
     places = f"CAST({lowest} AS STRING), ' and ', CAST({highest} AS STRING)"
-    text = f"concat({begin}, to_json(struct(key)), ' comes in partitions ', {places})"
-    return f"CASE WHEN {lowest} <> {highest} THEN raise_error({text}) ELSE {version} END"
+    return f"raise_error(concat({begin}, to_json(struct(key)), ' comes in partitions ', {places}))"
 
 
 _SPLIT = "[split key] "
@@ -366,3 +385,33 @@ def failed_facts(failures: Iterable[Failure]) -> list[Fact]:
     """The facts about failing records of tables."""
     counted = Counter((one.topic, one.partition) for one in failures)
     return [Fact("quarantined", None, None, *place, False, count, 0) for place, count in counted.items()]
+
+
+def cause_sql(ordering: Ordering, topic: str, offsets: str | None, last: str) -> tuple[str, str]:
+    """ORD and CAUSE of a version that some records of the table's topic made, or the record ``last`` alone."""
+    place = ordering.places[topic]
+    values = {
+        "rank": str(list(ordering.groups).index(ordering.domains.get(topic))),
+        "high": "version.high",
+        "low": "version.low",
+        "place": str(place),
+        "partition": "version.partition",
+        "offset": last,
+    }
+    order = ", ".join(f"{values[name]} AS {name}" for name in ordering.parts)
+
+    def each(offset: str) -> str:
+        return f"named_struct('place', {place}, 'partition', version.partition, 'offset', {offset})"
+
+    cause = f"array({each(last)})"
+    if offsets is not None:
+        # Spark interprets a lambda.
+        cause = f"CASE WHEN size({offsets}) = 1 THEN {cause} ELSE transform({offsets}, it -> {each('it')}) END"
+    return f"struct({order}) AS {ORD}", f"{cause} AS {CAUSE}"
+
+
+def no_cause_sql(ordering: Ordering) -> tuple[str, str]:
+    """ORD and CAUSE of a row that the batch does not change."""
+    kinds = {"rank": "INT", "place": "INT", "partition": "INT"}
+    order = ", ".join(f"{name}: {kinds.get(name, 'BIGINT')}" for name in ordering.parts)
+    return f"CAST(NULL AS STRUCT<{order}>) AS {ORD}", f"CAST(NULL AS {CAUSES}) AS {CAUSE}"

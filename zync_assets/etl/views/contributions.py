@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import CAUSE, KEY, Query, V
-from zync_assets.etl.views.state import Reader, state_files
+from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.tables import TableType, definition_of, stored_type, table_of
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
@@ -31,7 +31,9 @@ class Contribution:
     offset: int
 
 
-def contributions(spark: SparkSession, state: StagingState, rule: Rule, offset: int) -> list[Contribution] | None:
+def contributions(
+    spark: SparkSession, state: StagingState, rule: Rule, offset: int, partition: int = 0
+) -> list[Contribution] | None:
     """The rows from which the key of an output has its value now, by alias and record; empty if the key has none.
 
     None if the pool has no result of the view as the rule is now.
@@ -44,9 +46,9 @@ def contributions(spark: SparkSession, state: StagingState, rule: Rule, offset: 
             kinds[alias] = kind
     if state.head.views.get(rule.name) != definition_of(rule) or len(kinds) < len(tables):
         return None
-    staged = frames.output_frame(spark, state, rule.out, [OffsetRange(0, offset, offset + 1)])
+    staged = frames.output_frame(spark, state, rule.out, [OffsetRange(partition, offset, offset + 1)])
     key = staged.selectExpr(f"key AS {KEY}")
-    query, reader = Query(rule), Reader(spark, state.table.uri)
+    query, reader = Query(rule), StateReader(spark, state.table.uri)
     before = {alias: state_files(state, table) for alias, table in tables.items()}
     types = key.schema[KEY].dataType, key.schema[KEY].dataType, None
     found = _OneKey(query, 0, reader, Ordering({}), kinds, before, {}, types, fresh=False, small=True, key=key)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.rules import lookups
-from zync_assets.etl.rules.matching import BLAMED, LOOK_HASH, LOOKED, RuleRecords, has_schema
+from zync_assets.etl.rules.assignment import has_schema
+from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, RuleRecords
 from zync_assets.etl.rules.shapes import note_schema, type_sql
 from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_column
 from zync_assets.etl.views.query import pruned_sql, used_columns
-from zync_assets.etl.views.state import Reader, StateFiles, without_versions
+from zync_assets.etl.views.state import StateFiles, StateReader, without_versions
 from zync_assets.etl.views.tables import TableType, table_of, table_type
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
@@ -57,7 +58,7 @@ def row_sql(rule: Rule, item: Lookup, kind: DataType) -> str:
 class EventRows:
     """The latest rows of tables after a batch. ``kinds``, ``files``: by the name of the table. ``small``: see ``Stage``."""
 
-    reader: Reader
+    reader: StateReader
     kinds: Mapping[str, TableType]
     files: Mapping[str, StateFiles] = field(repr=False)
     small: bool

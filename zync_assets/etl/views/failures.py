@@ -9,19 +9,21 @@ alone and the batch changes the row of this table, the record of that row is the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
-from zync_assets.etl.rules.matching import Ordering
+from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import KEY, ORD, V
 from zync_assets.etl.views.tables import TableType
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
-from zync_assets.spark.sql import leaves, shape_sql
-from zync_assets.spark.tasks import cause_line, fails, search_settings
+from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records
+from zync_assets.spark.sql import leaves, shape_sql, text_sql
+from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -33,28 +35,119 @@ def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, Dat
     found: dict[Place, Failure] = {}
     with search_settings(spark):
         for name, (kind, records) in parts.items():
-            sides = {
-                "key": made_sql(kind.table.key, kind.key, kind.state_key),
-                "deleted": kind.deleted_sql,
-                "row": f"CASE WHEN NOT {kind.deleted_sql} THEN {made_sql(kind.row_sql, kind.row, kind.state_row)} END",
-            }
-            failed = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
-            rows = records.selectExpr("kafka.partition", "kafka.offset", f"CASE {failed} END AS failed")
-            for row in rows.where("failed IS NOT NULL").limit(MOST_FAILURES + 1).collect():
-                at = kind.table.topic, row["partition"], row["offset"]
-                found[at] = Failure(*at, f"table {name}", f"{row['failed']}: an expression fails on this record.")
+            row = f"CASE WHEN NOT {kind.deleted_sql} THEN {made_sql(kind.row_sql, kind.row, kind.state_row)} END"
+            key = made_sql(kind.table.key, kind.key, kind.state_key)
+            own = [
+                _Expression(side, side, fails(sql), sql)
+                for side, sql in (("key", key), ("deleted", kind.deleted_sql), ("row", row))
+            ]
+            place = f"kafka.partition AS partition, kafka.offset AS offset, {text_sql(kind.table.topic)} AS topic"
+            rows = records.selectExpr("*", f"struct({place}) AS z_at")
+            try:
+                failed = rows.selectExpr(f"{_number(own)} AS failed", "z_at").where("failed IS NOT NULL")
+                for each in failed.selectExpr("failed", "z_at.*").limit(MOST_FAILURES + 1).collect():
+                    at = each["topic"], each["partition"], each["offset"]
+                    found[at] = Failure(*at, f"table {name}", f"{own[each['failed']].path}: {_WORDS}")
+            except _spark_errors() as error:
+                if not is_overflow(error):
+                    raise
+                found |= _overflowing(rows, "z_at", f"table {name}", own)
     return found
 
 
 def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
     """The records that complete the rows on which an expression of a view fails."""
     with search_settings(maintenance.reader.spark):
-        # Conditions of joins first: the joined rows can't be made without them.
-        found = _row_failures(maintenance)
-        if found:
-            return found
-        joined = maintenance.joined(where=False)
-        return {} if joined is None else _joined_failures(maintenance, joined)
+        try:
+            # Conditions of joins first: the joined rows can't be made without them.
+            found = _row_failures(maintenance)
+            if found:
+                return found
+            joined = maintenance.joined(where=False)
+            return {} if joined is None else _joined_failures(maintenance, joined)
+        except _spark_errors() as error:
+            if not is_overflow(error):
+                raise
+            return _overflow_failures(maintenance)
+
+
+def _overflow_failures(it: Maintenance) -> dict[Place, Failure]:
+    """The records that complete the rows on which an expression overflows Java's stack. No expression of Spark catches this."""
+    query, found = it.query, dict[Place, Failure]()
+    name, topics = query.rule.name, {place: topic for topic, place in it.ordering.places.items()}
+    cases = " ".join(f"WHEN {place} THEN {text_sql(topic)}" for place, topic in topics.items())
+
+    def at(order: str) -> str:
+        place = f"CASE {order}.place {cases} END AS topic"
+        return f"struct({order}.partition AS partition, {order}.offset AS offset, {place}) AS z_at"
+
+    for alias in it.changes:
+        own = _row_expressions(it, alias)
+        if own:
+            rows = it.delta(alias).where(f"{V} = 1 AND z_changed").selectExpr("*", at(ORD))
+            found |= _overflowing(rows, "z_at", name, own)
+    joined = None if found else it.joined(where=False)
+    if joined is None:
+        return found
+    where = query.view.where
+    own = [] if where is None else [_Expression("where", where, "", where)]
+    guard = "true" if where is None else f"({where})"
+    own += [
+        _Expression(each.path, each.sql, "", f"CASE WHEN {guard} THEN {each.made} END") for each in _expressions(it)
+    ]
+    rows = joined.selectExpr("*", f"{query.order_sql} AS z_last").selectExpr("*", at("z_last"))
+    found = _overflowing(rows.where(f"{V} = 1 AND z_last IS NOT NULL"), "z_at", name, own)
+    if found or not query.groups:
+        return found
+    rows = (joined if where is None else joined.where(f"({where})")).selectExpr(
+        "*", f"{shape_sql(query.rule.key)} AS {KEY}"
+    )
+    lasts = rows.groupBy(KEY).agg(_column(f"max({query.order_sql}) AS z_last"))
+    lasts = lasts.where("z_last IS NOT NULL").selectExpr(f"{KEY} AS z_of", at("z_last"))
+    rows = rows.where(f"{V} = 1").join(lasts, _column(f"z_of <=> {KEY}"))
+    return _overflowing(rows, "z_at", name, _aggregating(it), [KEY, "z_at", *_grouped(it)])
+
+
+def _overflowing(
+    rows: DataFrame, at: str, rule: str, expressions: Sequence[_Expression], groups: Sequence[str] = ()
+) -> dict[Place, Failure]:
+    """The failures of the records ``at`` (struct of partition, offset and topic) on whose rows an expression overflows.
+    ``groups``: what the rows are grouped by, for expressions over aggregates. The rows of a group have the same ``at``."""
+    found: dict[Place, Failure] = {}
+    bounds = (_column(f"{name}({at}.offset) AS {name}") for name in ("min", "max"))
+    for span in rows.groupBy(f"{at}.topic", f"{at}.partition").agg(*bounds).collect():
+        topic = span["topic"]
+        mine = rows.where(f"{at}.topic = {text_sql(topic)} AND {at}.partition = {span['partition']}")
+
+        def overflows(part: OffsetRange, own: Sequence[_Expression] = expressions, mine: DataFrame = mine) -> bool:
+            inside = mine.where(f"{at}.offset >= {part.first} AND {at}.offset < {part.end}")
+            try:
+                made = [f"xxhash64({each.made}) AS h{number}" for number, each in enumerate(own)]
+                results = (
+                    inside.groupBy(*map(_column, groups)).agg(*map(_column, made))
+                    if groups
+                    else inside.selectExpr(*made)
+                )
+                results.agg(*(_column(f"max(h{number})") for number, _ in enumerate(own))).collect()
+            except _spark_errors() as error:
+                if is_overflow(error):
+                    return True
+                raise
+            return False
+
+        whole = OffsetRange(span["partition"], span["min"], span["max"] + 1)
+        for part in islice(overflow_records(whole, overflows), MOST + 1):
+            each = next((each for each in expressions if overflows(part, [each])), expressions[0])
+            place = topic, part.partition, part.first
+            found[place] = Failure(*place, rule, f"{each.text().removesuffix(_WORDS)}{TEXT}")
+    return found
+
+
+def _spark_errors() -> tuple[type[Exception], ...]:
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    return PySparkException, Py4JError
 
 
 def with_reason(found: Mapping[Place, Failure], error: Exception) -> dict[Place, Failure]:
@@ -82,11 +175,12 @@ _WORDS = "an expression fails on this record."
 
 
 class _Expression(NamedTuple):
-    """An expression over joined rows. ``failed``: a condition that it fails."""
+    """An expression over joined rows. ``failed``: the condition that marks a failing row. ``made``: what Spark computes."""
 
     path: str
     sql: str
     failed: str
+    made: str = ""
 
     def text(self) -> str:
         sql = self.sql if len(self.sql) <= 200 else f"{self.sql[:200]}…"
@@ -95,15 +189,23 @@ class _Expression(NamedTuple):
 
 def _row_failures(it: Maintenance) -> dict[Place, Failure]:
     """The changed rows that fail in a join, or in a part of the key."""
-    query, found = it.query, dict[Place, Failure]()
-    sides = [("from", sql) for join in query.view.joins for pair in join.on for sql in pair]
-    sides += [(path, sql) for path, sql in leaves(query.rule.key, "key")]
+    found: dict[Place, Failure] = {}
     for alias in it.changes:
-        own = [_Expression(path, sql, fails(f"({sql})")) for path, sql in sides if query.owners(sql) == {alias}]
+        own = _row_expressions(it, alias)
         if own:
             rows = it.delta(alias).where(f"{V} = 1 AND z_changed")
             found |= _failures(it, own, rows.selectExpr(f"{_number(own)} AS failed", f"{ORD} AS blamed"))
     return found
+
+
+def _row_expressions(it: Maintenance, alias: str) -> list[_Expression]:
+    """The expressions of joins and of the key over an alias alone."""
+    query = it.query
+    sides = [("from", sql) for join in query.view.joins for pair in join.on for sql in pair]
+    sides += [(path, sql) for path, sql in leaves(query.rule.key, "key")]
+    return [
+        _Expression(path, sql, fails(f"({sql})"), f"({sql})") for path, sql in sides if query.owners(sql) == {alias}
+    ]
 
 
 def _joined_failures(it: Maintenance, joined: DataFrame) -> dict[Place, Failure]:
@@ -131,20 +233,20 @@ def _joined_failures(it: Maintenance, joined: DataFrame) -> dict[Place, Failure]
 def _group_failures(it: Maintenance, joined: DataFrame, last: str) -> dict[Place, Failure]:
     """The records because of which an aggregate overflows, or an expression over aggregates fails."""
     each = joined.groupBy(_column(f"{shape_sql(it.query.rule.key)} AS {KEY}"))
-    values = [(path, sql) for path, sql in leaves(it.query.rule.value, "value") if has_aggregates(sql)]
+    values = _aggregating(it)
     after = f"FILTER (WHERE {V} = 1)"
     overflows: list[_Expression] = []
-    for path, sql in values:
-        for name, inner in aggregated(sql):
+    for value in values:
+        for name, inner in aggregated(value.sql):
             if name in ("sum", "avg"):
                 failed = f"(try_{name}({inner}) {after} IS NULL AND count({inner}) {after} > 0)"
-                overflows.append(_Expression(path, sql, failed))
+                overflows.append(_Expression(value.path, value.sql, failed))
     if overflows:
         rows = each.agg(_column(f"{_number(overflows)} AS failed"), _column(last))
         found = _failures(it, overflows, rows)
         if found:
             return found
-    own = [_Expression(path, sql, fails(f"({ordered(sql)})")) for path, sql in values]
+    own = [_Expression(path, sql, fails(made)) for path, sql, _, made in values]
     rows = joined.groupBy(_column(f"{shape_sql(it.query.rule.key)} AS {KEY}"), *map(_column, [V, *_grouped(it)]))
     found = rows.agg(_column(f"{_number(own)} AS failed"), _column(last))
     # The row that is the cause may have left the group.
@@ -153,8 +255,15 @@ def _group_failures(it: Maintenance, joined: DataFrame, last: str) -> dict[Place
     return _failures(it, own, both.selectExpr("failed", "coalesce(blamed, z_last) AS blamed"))
 
 
+def _aggregating(it: Maintenance) -> list[_Expression]:
+    """The expressions over aggregates."""
+    sides = [*leaves(it.query.rule.value, "value"), *(("headers", sql) for sql in it.query.header_leaves)]
+    return [_Expression(path, sql, "", f"({ordered(sql)})") for path, sql in sides if has_aggregates(sql)]
+
+
 def _grouped(it: Maintenance) -> list[str]:
-    return list(dict.fromkeys(name for sql in it.query.value_leaves for name in grouped(sql)))
+    texts = [*it.query.value_leaves, *it.query.header_leaves]
+    return list(dict.fromkeys(name for sql in texts for name in grouped(sql)))
 
 
 def _expressions(it: Maintenance) -> Iterator[_Expression]:
@@ -165,10 +274,10 @@ def _expressions(it: Maintenance) -> Iterator[_Expression]:
     sides += [] if view.on_duplicate_key is None else [("on-duplicate-key", view.on_duplicate_key)]
     for path, sql in sides:
         if not has_aggregates(sql):
-            yield _Expression(path, sql, fails(f"({sql})"))
+            yield _Expression(path, sql, fails(f"({sql})"), f"({sql})")
             continue
         for _, inner in aggregated(sql):
-            yield _Expression(path, sql, fails(f"({inner})"))
+            yield _Expression(path, sql, fails(f"({inner})"), f"({inner})")
 
 
 def _blamed(it: Maintenance, sql: str) -> str:

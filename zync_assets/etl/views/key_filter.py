@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
 from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.pipeline import Shape
 from zync_assets.spark.sql import listed_sql, long_sql, name_sql, shape_sql, text_sql
@@ -25,30 +28,39 @@ def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …; ``own``: the expressions over the alias
-    that must equal them. ``column``, ``listed``: a plain column and its values as SQL, which say the same as the frame."""
+    """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …, None for a ``span`` alone; ``own``: the
+    expressions over the alias that must equal them. ``column``: a plain column; ``listed``: its values as SQL, which say the same
+    as the frame; ``span``: in place of a list, its least and its greatest value."""
 
-    frame: DataFrame
+    frame: DataFrame | None
     own: Sequence[str]
     column: str | None = None
     listed: Sequence[str] = ()
     null_safe: bool = False
+    span: tuple[int, int] | None = None
 
     def within(self, rows: DataFrame) -> DataFrame:
-        """The rows (``row``) with one of the listed values."""
+        """The rows (``row``) with one of the listed values, or in the span."""
         return rows if self.column is None else rows.where(self._condition(f"row.{name_sql(self.column)}"))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ``within`` alone gives the rows."""
+        return self.column is not None and (self.span is None or self.frame is None)
 
     def keep(self, frame: DataFrame, alias: str) -> DataFrame:
         """The rows with one of the values. ``alias``: the column of the rows."""
         from pyspark.sql import functions as F
 
-        if self.column is not None:
-            return frame.where(self._condition(f"{name_sql(alias)}.{name_sql(self.column)}"))
+        if self.frame is None or self.is_exact:
+            return frame.where(self._condition(f"{name_sql(alias)}.{name_sql(self.column or '')}"))
         sign = "<=>" if self.null_safe else "="
         equal = " AND ".join(f"({sql}) {sign} k{at}" for at, sql in enumerate(self.own))
         return frame.join(self.frame, F.expr(equal), "left_semi")
 
     def _condition(self, sql: str) -> str:
+        if self.span is not None:
+            return f"{sql} BETWEEN {long_sql(self.span[0])} AND {long_sql(self.span[1])}"
         return listed_sql(sql, self.listed)
 
 
@@ -64,6 +76,15 @@ def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     return None
 
 
+def is_integral(kind: DataType, name: str) -> bool:
+    """Whether a row has a column of integers with that name."""
+    from pyspark.sql import types as spark
+
+    if not isinstance(kind, spark.StructType):
+        return False
+    return any(item.name.lower() == name.lower() and isinstance(item.dataType, spark.IntegralType) for item in kind)
+
+
 def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:
     """(expression, its place below ``path``) of each field of a key."""
     if isinstance(shape, str):
@@ -71,6 +92,18 @@ def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, part in (shape or {}).items():
         found += key_paths(part, f"{path}.{name_sql(name)}")
+    return found
+
+
+def key_columns(
+    shape: Shape, path: str, column: pa.Array | pa.ChunkedArray
+) -> list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]]:
+    """The fields of a key (``key_paths``), each with its values in a column of keys."""
+    if isinstance(shape, str):
+        return [((shape, path), column)]
+    found: list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]] = []
+    for at, (name, part) in enumerate((shape or {}).items()):
+        found += key_columns(part, f"{path}.{name_sql(name)}", pc.struct_field(column, [at]))
     return found
 
 

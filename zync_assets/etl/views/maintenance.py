@@ -11,32 +11,45 @@ A view without an earlier result takes all rows at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
-from zync_assets.etl.rules.matching import Columns, Ordering, Target
-from zync_assets.etl.views.changes import Change, RowFailures
+from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
+from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
 from zync_assets.etl.views.key_filter import (
     KeyFilter,
     cast_sql,
     checkpoint,
+    is_integral,
+    key_columns,
     key_paths,
     listed_values,
     plain_column,
     substituted,
 )
-from zync_assets.etl.views.query import CAUSE, CHOICE, HEADERS, KEY, ORD, VALUE, Query, Step, V, same_sql
-from zync_assets.etl.views.state import Reader, StateFiles, without_versions
+from zync_assets.etl.views.query import (
+    CAUSE,
+    KEY,
+    ORD,
+    Query,
+    V,
+    differences,
+    outputs,
+    same_sql,
+)
+from zync_assets.etl.views.state import Range, StateFiles, StateReader, is_few, without_versions
 from zync_assets.etl.views.tables import TableType, null_sql
 from zync_assets.lake.log import DataFile
+from zync_assets.queries import JoinStep
 from zync_assets.spark.frames import union
-from zync_assets.spark.sql import name_sql, shape_sql, text_sql
-from zync_assets.spark.tasks import planned_once
+from zync_assets.spark.sql import name_sql, shape_sql
+from zync_assets.spark.tasks import planned_once, sorted_groups
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -46,9 +59,6 @@ FEW = 200_000
 """Touched keys up to which the rows of each table are looked up by values. More are found by plain joins."""
 MOST_VALUES = 20_000
 """Values that are fetched and listed, so that Spark skips parts of files."""
-
-DUPLICATE = "[duplicate key] "
-"""Marks the text of a task's error."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Maintenance:
 
     query: Query
     index: int
-    reader: Reader
+    reader: StateReader
     ordering: Ordering
     kinds: Mapping[str, TableType]
     before: Mapping[str, StateFiles]
@@ -69,14 +79,16 @@ class Maintenance:
     types: tuple[DataType, DataType, DataType | None]
     fresh: bool
     small: bool
+    spans: dict[str, Range] = field(default_factory=dict[str, "Range"])
+    """The least and the greatest value of expressions, where the touched keys are many."""
 
     @property
     def all_new(self) -> bool:
         """Whether all result rows are new ones."""
         return self.fresh or not any(self.before[alias].versions for alias in self.query.aliases)
 
-    def results(self, target: Target, columns: Columns) -> DataFrame | None:
-        """The differences of the result as result rows (``matching``); None if no key of the view is touched.
+    def results(self, target: OutputColumns, columns: Columns) -> DataFrame | None:
+        """The differences of the result as result rows (``etl.rules.kind``); None if no key of the view is touched.
 
         Raises RowFailures for result rows with a null key.
         """
@@ -84,18 +96,23 @@ class Maintenance:
             sized, touched, few = self._begun()
         return sized.results_of(touched, target, columns, few=few)
 
-    def results_of(self, touched: DataFrame | None, target: Target, columns: Columns, *, few: bool) -> DataFrame | None:
+    def results_of(
+        self, touched: DataFrame | pa.Table | None, target: OutputColumns, columns: Columns, *, few: bool
+    ) -> DataFrame | None:
         """As ``results``, for these touched keys. ``few``: whether they are looked up by values."""
+        query = self.query
         with self._planning():
             joined = self.joined_rows(touched, few=few)
             if joined is None:
                 return None
-            found = checkpoint(self._differences(self.query.results(joined)), eager=not self.small)
+            found = checkpoint(
+                differences(query, query.results(joined), self.types[0], all_new=self.all_new), eager=not self.small
+            )
             keyless = null_sql(KEY, self.types[0])
             [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
                 raise RowFailures(self._keyless(joined))
-        return self._outputs(found, target, columns) if row["count"] or self.fresh else None
+        return outputs(query, self.index, found, target, columns) if row["count"] or self.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:
         """The joined rows of the touched keys, before and after the batch. ``where``: see ``Query.joined``."""
@@ -103,11 +120,11 @@ class Maintenance:
         return sized.joined_rows(touched, few=few, where=where)
 
     def _planning(self) -> AbstractContextManager[None]:
-        return planned_once(self.reader.spark) if self.small else nullcontext()
+        return planned_once(self.reader.spark) if self.small else sorted_groups(self.reader.spark)
 
-    def _begun(self) -> tuple[Maintenance, DataFrame | None, bool]:
-        """The maintenance, small only if few rows are read; the touched keys (None: there are none, or all are new); whether they
-        are few."""
+    def _begun(self) -> tuple[Maintenance, DataFrame | pa.Table | None, bool]:
+        """The maintenance, small only if few rows are read; the touched keys (None: there are none, or all are new), fetched if
+        they can be; whether they are few."""
         if self.all_new:
             large = any(files.versions for files in self.before.values())
             return (replace(self, small=False) if large else self), None, True
@@ -116,24 +133,40 @@ class Maintenance:
             return self, None, True
         table = self._fetched(touched)
         if table is not None:
-            return self, arrow_frame(self.reader.spark, table) if table.num_rows else None, True
+            return self, table if table.num_rows else None, True
         touched = checkpoint(touched)
-        count = touched.count()
-        return replace(self, small=False), touched if count else None, count <= FEW
+        count, spans = self._counted(touched)
+        return replace(self, small=False, spans=spans), touched if count else None, count <= FEW
 
-    def joined_rows(self, touched: DataFrame | None, *, few: bool, where: bool = True) -> DataFrame | None:
+    def _counted(self, touched: DataFrame) -> tuple[int, dict[str, Range]]:
+        """The number of touched keys, and the spans of their fields that are columns of integers."""
+        names = {sql: (path, plain_column(sql, alias)) for sql, path, alias in self._key_fields()}
+        paths = {
+            sql.strip(): path
+            for sql, (path, name) in names.items()
+            if name is not None and is_integral(self.kinds[next(iter(self.query.owners(sql)))].state_row, name)
+        }
+        sums = (f"struct(min({path}), max({path}), count({path})) AS f{at}" for at, path in enumerate(paths.values()))
+        [row] = touched.selectExpr("count(*) AS count", *sums).collect()
+        found = {sql: tuple(row[f"f{at}"]) for at, sql in enumerate(paths)}
+        # A null has no place in a span.
+        return row["count"], {sql: each[:2] for sql, each in found.items() if row["count"] and each[2] == row["count"]}
+
+    def _key_fields(self) -> list[tuple[str, str, str]]:
+        """(expression, its place below KEY, alias) of the key's fields of one alias."""
+        each = [(sql, path, self.query.owners(sql)) for sql, path in key_paths(self.query.rule.key, KEY)]
+        return [(sql, path, next(iter(owners))) for sql, path, owners in each if len(owners) == 1]
+
+    def joined_rows(self, touched: DataFrame | pa.Table | None, *, few: bool, where: bool = True) -> DataFrame | None:
         """As ``joined``, for these touched keys."""
         query = self.query
+        joining = partial(query.joined, where=where, few=self._few(), steady=self.steady)
         if self.all_new:
-            return query.joined({alias: self.rows(alias) for alias in query.aliases}, where=where)
+            return joining({alias: self.rows(alias) for alias in query.aliases})
         if touched is None:
             return None
         start, own = self._start()
-        paths = [(sql, path) for sql, path in key_paths(query.rule.key, KEY) if query.owners(sql) == {start}]
-        values = touched.selectExpr(*(f"{path} AS k{at}" for at, (_, path) in enumerate(paths)))
-        rows = {
-            start: self.rows(start, self._values(start, values, [sql for sql, _ in paths], few=few, null_safe=True))
-        }
+        rows = {start: self.rows(start, self._start_values(start, touched, few=few))}
         steps = query.outwards(start)
         for near in dict.fromkeys(step.near for step in steps):
             outwards = [step for step in steps if step.near == near]
@@ -141,14 +174,27 @@ class Maintenance:
                 rows[near] = checkpoint(rows[near], eager=not self.small)
             for step, found in zip(outwards, self._step_values(rows[near], outwards, few=few), strict=True):
                 rows[step.far] = self.rows(step.far, found)
-        joined = query.joined(rows, where=where)
+        joined = joining(rows)
         if not own:
             from pyspark.sql import functions as F
 
             mine = joined.withColumn("z_mine", F.expr(shape_sql(query.rule.key)))
-            other = touched.withColumnRenamed(KEY, "z_touched")
+            keys = arrow_frame(self.reader.spark, touched) if isinstance(touched, pa.Table) else touched
+            other = keys.withColumnRenamed(KEY, "z_touched")
             joined = mine.join(other, F.expr("z_mine <=> z_touched"), "left_semi").drop("z_mine")
         return joined
+
+    @property
+    def steady(self) -> set[str]:
+        """The joined aliases without a change: their rows are the same before and after the batch."""
+        return set(self.query.aliases) - {self.query.view.root, *self.changes}
+
+    def _few(self) -> set[str]:
+        """The aliases whose rows each task of a large batch may have."""
+        files = {alias: [*self.before[alias].versions] for alias in self.query.aliases}
+        for alias, change in self.changes.items():
+            files[alias] += change.files.all
+        return set() if self.small else {alias for alias, each in files.items() if is_few(each)}
 
     def _start(self) -> tuple[str, bool]:
         """The alias of the first field of the key that is of one alias; whether all fields are of this alias."""
@@ -187,9 +233,23 @@ class Maintenance:
                 values = self._values(far, each, [other for _, other in pairs], few=True)
             other = self.rows(far, values).selectExpr(f"{V} AS z_other", name_sql(far))
             equality = " AND ".join(f"({one}) = ({two})" for one, two in pairs) or "true"
-            frame = frame.join(other, F.expr(f"{V} = z_other AND {equality}")).drop("z_other")
+            equality += "" if far in self.steady else f" AND {V} = z_other"
+            frame = frame.join(other, F.expr(equality)).drop("z_other")
         key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
         return frame.selectExpr(f"{key} AS {KEY}")
+
+    def _start_values(self, start: str, touched: DataFrame | pa.Table, *, few: bool) -> KeyFilter | None:
+        """The fields of the touched keys that are of the alias; None if there are none."""
+        fields = [(sql, path) for sql, path, alias in self._key_fields() if alias == start]
+        own = [sql for sql, _ in fields]
+        if not fields:
+            return None
+        if isinstance(touched, pa.Table):
+            columns = {path: column for (_, path), column in key_columns(self.query.rule.key, KEY, touched[KEY])}
+            values = pa.table({f"k{at}": columns[path] for at, (_, path) in enumerate(fields)})
+            return self._listed(start, values, KeyFilter(None, own, null_safe=True))
+        frame = touched.selectExpr(*(f"{path} AS k{at}" for at, (_, path) in enumerate(fields)))
+        return self._values(start, frame, own, few=few, null_safe=True)
 
     def _values(
         self, alias: str, frame: DataFrame, own: Sequence[str], *, few: bool, null_safe: bool = False
@@ -198,31 +258,34 @@ class Maintenance:
 
         found = KeyFilter(frame, own, null_safe=null_safe)
         if not few:
-            return found
+            known = [(name, self.spans[sql.strip()]) for sql in own if (name := self._spanned(sql, alias)) is not None]
+            return replace(found, column=known[0][0], span=known[0][1]) if known else found
         table = self._fetched(frame)
         if table is None:
             return replace(found, frame=F.broadcast(checkpoint(frame)))
         return self._listed(alias, table, found)
 
     def _listed(self, alias: str, table: pa.Table, found: KeyFilter) -> KeyFilter:
-        """Fetched values."""
-        from pyspark.sql import functions as F
+        """Fetched values: in a list if they are of a plain column, else as a frame."""
         from pyspark.sql.types import StructType
 
-        found = replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
         kind, name = self.kinds[alias].state_row, plain_column(found.own[0], alias)
         types = {item.name.lower(): item for item in kind} if isinstance(kind, StructType) else {}
         item = types.get((name or "").lower())
-        if item is None or len(found.own) > 1 or (found.null_safe and table["k0"].null_count):
-            return found
-        listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
-        return found if listed is None else replace(found, column=item.name, listed=listed)
+        listed: list[str] | None = None
+        if item is not None and len(found.own) == 1 and not (found.null_safe and table["k0"].null_count):
+            listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
+        if item is not None and listed is not None:
+            return replace(found, frame=None, column=item.name, listed=listed)
+        from pyspark.sql import functions as F
 
-    def _step_values(self, near: DataFrame, steps: Sequence[Step], *, few: bool) -> list[KeyFilter | None]:
+        return replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
+
+    def _step_values(self, near: DataFrame, steps: Sequence[JoinStep], *, few: bool) -> list[KeyFilter | None]:
         """For each join from rows, the values that the joined rows must have; None for all rows."""
         each = [[f"{one} AS k{at}" for at, (one, _) in enumerate(step.pairs)] for step in steps]
         if not few:
-            return [None for _ in steps]
+            return [self._step_span(step) for step in steps]
         wanted = [f"struct({', '.join(names)}) AS s{at}" for at, names in enumerate(each) if names]
         table = self._fetched(near.selectExpr(*wanted)) if wanted else None
         found: list[KeyFilter | None] = []
@@ -237,6 +300,21 @@ class Maintenance:
                 if not any(pa.types.is_nested(kind) for kind in values.schema.types):
                     values = values.group_by(values.column_names).aggregate([])
                 found.append(self._listed(step.far, values, KeyFilter(near, own)))
+        return found
+
+    def _spanned(self, sql: str, alias: str) -> str | None:
+        """The column of integers that an expression is, if its span is known."""
+        name = plain_column(sql, alias) if sql.strip() in self.spans else None
+        return name if name is not None and is_integral(self.kinds[alias].state_row, name) else None
+
+    def _step_span(self, step: JoinStep) -> KeyFilter | None:
+        """The span of a column of the joined rows, where the other side of the join has one."""
+        found: KeyFilter | None = None
+        for one, other in step.pairs:
+            if one.strip() in self.spans:
+                self.spans.setdefault(other.strip(), self.spans[one.strip()])
+                name = self._spanned(other, step.far)
+                found = found or (KeyFilter(None, [other], name, span=self.spans[one.strip()]) if name else None)
         return found
 
     def _fetched(self, frame: DataFrame) -> pa.Table | None:
@@ -266,7 +344,7 @@ class Maintenance:
     def _unchanged(self, alias: str, values: KeyFilter | None) -> DataFrame:
         """The rows that the batch does not change."""
         before, change = self.before[alias], self.changes.get(alias)
-        cause = self._cause_sql(alias, "array(version.offset)", "version.offset") if self.fresh else self._no_cause()
+        cause = self._cause_sql(alias, None, "version.offset") if self.fresh else self._no_cause()
         found = self._of_versions(alias, before.versions, values, cause)
         pairs = None if change is None else change.pairs
         files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
@@ -276,8 +354,10 @@ class Maintenance:
         if self.small:
             found = found.repartition(1)
         if gone:
-            found = without_versions(found, union(gone).repartition(1) if self.small else union(gone))
-        versions = "1" if self.all_new else "explode(array(0, 1))"
+            replaced = [*files, *(change.files.replaced if change is not None else ())]
+            few = not self.small and is_few(replaced)
+            found = without_versions(found, union(gone).repartition(1) if self.small else union(gone), few=few)
+        versions = "1" if self.all_new or alias in self.steady else "explode(array(0, 1))"
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
 
     def _of_versions(
@@ -290,7 +370,7 @@ class Maintenance:
         made = self.query.row_sql(alias, kind.state_row)
         found = rows.selectExpr(f"{made} AS {name_sql(alias)}", "version", *columns)
         # The state has been looked up by listed values.
-        return found if values is None or values.column is not None else values.keep(found, alias)
+        return found if values is None or values.is_exact else values.keep(found, alias)
 
     def delta(self, alias: str) -> DataFrame:
         """The rows of the keys that the batch changes: the row under the alias, V, ORD, CAUSE, ``z_changed``. A row is
@@ -330,83 +410,12 @@ class Maintenance:
             )
         )
 
-    def _cause_sql(self, alias: str, offsets: str, last: str) -> tuple[str, str]:
-        """ORD and CAUSE of a version that some records of the table's topic made."""
-        ordering, topic = self.ordering, self.kinds[alias].table.topic
-        place = ordering.places[topic]
-        values = {
-            "rank": str(list(ordering.groups).index(ordering.domains.get(topic))),
-            "high": "version.high",
-            "low": "version.low",
-            "place": str(place),
-            "partition": "version.partition",
-            "offset": last,
-        }
-        order = ", ".join(f"{values[name]} AS {name}" for name in ordering.parts)
-        each = f"named_struct('place', {place}, 'partition', version.partition, 'offset', it)"
-        return f"struct({order}) AS {ORD}", f"transform({offsets}, it -> {each}) AS {CAUSE}"
+    def _cause_sql(self, alias: str, offsets: str | None, last: str) -> tuple[str, str]:
+        return cause_sql(self.ordering, self.kinds[alias].table.topic, offsets, last)
 
     def _no_cause(self) -> tuple[str, str]:
         """ORD and CAUSE of a row that the batch does not change."""
-        kinds = {"rank": "INT", "place": "INT", "partition": "INT"}
-        order = ", ".join(f"{name}: {kinds.get(name, 'BIGINT')}" for name in self.ordering.parts)
-        cause = "ARRAY<STRUCT<place: INT, partition: INT, offset: BIGINT>>"
-        return f"CAST(NULL AS STRUCT<{order}>) AS {ORD}", f"CAST(NULL AS {cause}) AS {CAUSE}"
-
-    def _differences(self, results: DataFrame) -> DataFrame:
-        """The keys whose result differs: KEY, VALUE and HEADERS (null: the result has no such key any more), ORD,
-        CAUSE. The frame fails for several result rows with one key."""
-        from pyspark.sql import functions as F
-
-        row = f"struct({VALUE}, {HEADERS})"
-        chosen = self.query.view.on_duplicate_key is not None
-
-        def picked(v: int) -> str:
-            best = f"struct({CHOICE}, to_json(struct({VALUE})))"
-            made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
-            return f"{made} FILTER (WHERE {V} = {v})"
-
-        columns = [
-            f"max({ORD}) AS {ORD}",
-            f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}",
-            f"{picked(1)} AS after",
-        ]
-        columns.append("CAST(0 AS BIGINT) AS copies" if chosen else f"count_if({V} = 1) AS copies")
-        if not chosen:
-            columns.append(f"concat_ws(' and ', min(to_json(struct({VALUE}))), max(to_json(struct({VALUE})))) AS texts")
-        if not self.all_new:
-            columns.append(f"{picked(0)} AS before")
-        found = results.groupBy(KEY).agg(*map(F.expr, columns))
-        if not self.all_new:
-            kind = found.schema["after"].dataType
-            found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
-        key = KEY
-        if not chosen:
-            begin = text_sql(f"{DUPLICATE}view {self.query.rule.name}: two result rows have the key ")
-            text = f"concat({begin}, to_json(struct({KEY} AS key)), ': ', texts)"
-            key = (
-                f"CASE WHEN copies > 1 AND NOT ({null_sql(KEY, self.types[0])}) THEN raise_error({text}) ELSE {KEY} END"
-            )
-        sides = (f"after.{name} AS {name}" for name in (VALUE, HEADERS))
-        return found.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
-
-    def _outputs(self, found: DataFrame, target: Target, columns: Columns) -> DataFrame:
-        """The differences as result rows."""
-        # The columns hold what the rule makes: the rule's shapes are their names.
-        rule = replace(self.query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
-        if self.query.rule.headers is None:
-            rule = replace(rule, headers=None)
-        at = f"named_struct('place', {ORD}.place, 'partition', {ORD}.partition, 'offset', {ORD}.offset)"
-        return found.selectExpr(
-            "'out' AS kind",
-            f"{self.index} AS rule",
-            f"{ORD} AS ord",
-            f"sort_array({CAUSE}) AS source",
-            f"CAST(array_position(sort_array({CAUSE}), {at}) - 1 AS INT) AS last",
-            "0 AS waited",
-            "CAST(NULL AS BIGINT) AS hash",
-            *(f"{sql} AS {name_sql(name)}" for name, sql in columns(rule, target)),
-        )
+        return no_cause_sql(self.ordering)
 
     def _keyless(self, joined: DataFrame) -> dict[Place, Failure]:
         """The records that complete result rows with a null key."""

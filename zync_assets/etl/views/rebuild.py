@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
-from zync_assets.etl.rules.matching import Ordering, has_schema
+from zync_assets.etl.rules.assignment import has_schema
+from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
-from zync_assets.etl.views.state import Reader, state_files
+from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.tables import Table, table_type
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
@@ -80,7 +81,7 @@ def state_counts(
     records, _ = table_records({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
     if not records:
         return Counts(0, 0)
-    live = Reader(spark, state.table.uri).live(kind, state_files(state, table)).where("row IS NOT NULL")
+    live = StateReader(spark, state.table.uri).live(kind, state_files(state, table)).where("row IS NOT NULL")
     live = live.selectExpr("key AS live_key", "row AS live_row")
     wanted = latest_rows(records[0], placeholder).where("row IS NOT NULL")
     both = live.join(wanted, F.expr("live_key = key"), "full_outer")
@@ -90,7 +91,7 @@ def state_counts(
 
 
 def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering) -> DataFrame:
-    """The result rows (``matching``) that differ from the last staged record of their key, and a tombstone for each staged key
+    """The result rows (``kind``) that differ from the last staged record of their key, and a tombstone for each staged key
     that the result lacks.
 
     ``rows``: the whole result of the view's rule, ``index``; ``staged``: of its output ``topic`` (``frames.output_frame``).

@@ -3,24 +3,35 @@
 Files are sorted by the place of their keys (``tables.place_sql``). The Delta log has the least and the greatest place of each
 file, so that a look-up of few keys opens few files. A look-up lists the wanted values: Spark hands a list of up to
 ``spark.sql.parquet.pushdown.inFilterThreshold`` values to Parquet, which skips pages. Spark compiles the same code for any list.
+
+A large batch writes the rows of new keys in one pass. Spark sorts the records by the place of their key, and by their order
+within the key. Each task takes the last record of each key, and writes the file with Arrow. An aggregation by key takes three
+times as long, and Spark's writer twice as long.
 """
 
 from __future__ import annotations
 
+import pickle
+import uuid
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.etl.views.tables import VERSION, Table, TableType, place_sql
+from zync_assets.etl.views.tables import VERSION, VERSION_TYPE, Table, TableType, place_sql
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.spark import frames
 from zync_assets.spark.sql import listed_sql, long_sql, name_sql
+from zync_assets.spark.tasks import tune_worker, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -75,6 +86,16 @@ class StateFiles:
         """The number of live versions."""
         return sum(item.records for item in self.versions) - sum(item.records for item in self.replaced)
 
+    def within(self, span: Range) -> StateFiles:
+        """The files that may have keys at places of a span."""
+
+        def may_have(item: DataFile) -> bool:
+            if item.min_order is None or item.max_order is None:
+                return True
+            return item.min_order[0] <= span[1] and span[0] <= item.max_order[0]
+
+        return StateFiles(*(list(filter(may_have, files)) for files in (self.versions, self.replaced)))
+
 
 def state_files(state: StagingState | None, table: Table) -> StateFiles:
     """The files of a table in a version of the staging table."""
@@ -84,7 +105,7 @@ def state_files(state: StagingState | None, table: Table) -> StateFiles:
 
 
 @dataclass(frozen=True)
-class Reader:
+class StateReader:
     """Reads the state of tables. ``uri``: the staging table."""
 
     spark: SparkSession = field(repr=False)
@@ -110,10 +131,21 @@ class Reader:
         return without_versions(found, self.rows(kind, files.replaced)) if files.replaced else found
 
 
-def without_versions(frame: DataFrame, replaced: DataFrame) -> DataFrame:
-    """The versions that are not among the replaced ones."""
+FEW_RECORDS, FEW_BYTES = 400_000, 8 << 20
+"""Rows that each task of a large batch may have whole, and their bytes in files."""
+
+
+def is_few(files: Sequence[DataFile]) -> bool:
+    """Whether each task may have the rows of some files."""
+    records, size = sum(item.records for item in files), sum(item.size for item in files)
+    return records <= FEW_RECORDS and size <= FEW_BYTES
+
+
+def without_versions(frame: DataFrame, replaced: DataFrame, *, few: bool = False) -> DataFrame:
+    """The versions that are not among the replaced ones. ``few``: each task gets all replaced versions."""
     from pyspark.sql import functions as F
 
+    replaced = F.broadcast(replaced) if few else replaced
     gone = replaced.selectExpr("version.partition AS gone_partition", "version.offset AS gone_offset")
     same = F.expr("version.partition = gone_partition AND version.offset = gone_offset")
     return frame.join(gone, same, "left_anti")
@@ -181,3 +213,177 @@ def _bounds(about: pq.FileMetaData, name: str) -> Range:
         column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == name)
         found.append((column.statistics.min, column.statistics.max))
     return min((low for low, _ in found), default=0), max((high for _, high in found), default=0)
+
+
+TASK_RECORDS = 250_000
+"""Records of a task, about."""
+_GATHERED = 50_000
+"""Records that are looked at together."""
+
+
+def write_new_rows(
+    reader: StateReader, kind: TableType, records: DataFrame, split: str, folder: str, *, count: int, measured: bool
+) -> StateFiles:
+    """Write the last record of each key as a version of a row. No commit names the files yet.
+
+    ``records``: see ``TableRecords``. No key of them is in the state, and none has a value that was not sent. ``split``: SQL that
+    fails, for a key in the partitions ``before`` and ``partition``. ``count``: of the records, about. ``measured``: whether rows
+    may be large.
+    """
+    place = place_sql("key", kind.state_key)
+    within = "(PARTITION BY place.high, place.low, key ORDER BY offset)"
+    rows = (
+        records.selectExpr("*", f"{place} AS place")
+        .repartition(max(2, -(-count // TASK_RECORDS)), "place.high", "place.low", "key")
+        .selectExpr("*", f"lag(partition) OVER {within} AS before")
+        .selectExpr(
+            f"CASE WHEN before <> partition THEN {split} ELSE before IS NULL END AS first",
+            "key",
+            "row",
+            "place",
+            "struct(partition, offset, high, low) AS version",
+        )
+    )
+    writer = KeyWriter(reader.uri, folder, kind.table.versions, kind.schema)
+    with nullcontext() if measured else unmeasured(reader.spark):
+        found = rows.mapInArrow(writer.run, "found binary").collect()
+    files: list[DataFile] = [pickle.loads(bytes(row["found"])) for row in found]
+    return StateFiles(sorted(files, key=lambda item: item.min_order or (0, 0)))
+
+
+@dataclass(frozen=True)
+class KeyWriter:
+    """Writes the last record of each key of one task. ``schema``: of the file: ORDER, VERSION, and the columns of key and row."""
+
+    uri: str
+    folder: str
+    group: str
+    schema: pa.Schema
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """A row with the pickled log entry of the file."""
+        tune_worker()
+        path = f"{self.folder}/part-{uuid.uuid4().hex}.parquet"
+        uri = storage.join(self.uri, path)
+        system, full = storage.filesystem(uri)
+        writer: pq.ParquetWriter | None = None
+        records, bounds = 0, list[tuple[int, int, int, int]]()
+        with storage.access_errors(uri, "can't be written"):
+            for table in _groups(self._versions(rows) for rows in _keys(_gathered(batches))):
+                if writer is None:
+                    system.create_dir(full.rsplit("/", 1)[0], recursive=True)
+                    writer = _writer(full, system, table.schema)
+                writer.write_table(table)
+                records += len(table)
+                bounds.append(_place_bounds(table[ORDER].combine_chunks()))
+            if writer is None:
+                return
+            writer.close()
+            low, high = (min(each[:2] for each in bounds), max(each[2:] for each in bounds))
+            least, most = (low[0], min(each[1] for each in bounds)), (high[0], max(each[3] for each in bounds))
+            size = storage.file_size(uri)
+        entry = DataFile(path, size, records, group=self.group, min_order=least, max_order=most)
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(entry)], pa.binary())], ["found"])
+
+    def _versions(self, keys: tuple[pa.RecordBatch, pa.ListArray]) -> pa.RecordBatch:
+        """Last records as versions, with the columns of the file."""
+        rows, offsets = keys
+        partition, offset, high, low = rows["version"].flatten()
+        version = pa.StructArray.from_arrays([partition, offset, high, low, offsets], fields=list(VERSION_TYPE))
+        made = [rows["place"].cast(ORDER_TYPE), version, rows["key"], rows["row"]]
+        names = [ORDER, VERSION, *(name for name in self.schema.names if name not in (ORDER, VERSION))]
+        types = [self.schema.field(name).type for name in names]
+        arrays = [one if one.type.equals(kind) else one.cast(kind) for one, kind in zip(made, types, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, names)
+
+
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows, size = rows + len(batch), size + batch.get_total_buffer_size()
+        if rows >= _GATHERED or size >= ROW_GROUP:
+            yield pa.concat_batches(held)
+            held, rows, size = [], 0, 0
+    if rows:
+        yield pa.concat_batches(held)
+
+
+def _keys(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, pa.ListArray]]:
+    """The last record of each key, and the offsets of all records of the key. The records are sorted by key."""
+    last: pa.RecordBatch | None = None
+    held: list[np.ndarray[Any, Any]] = []
+    for batch in batches:
+        starts = np.flatnonzero(batch["first"].to_numpy(zero_copy_only=False))
+        offsets = batch["version"].field("offset").to_numpy()
+        if not len(starts):
+            last = batch.take(pa.array([len(batch) - 1]))
+            held.append(offsets.copy())
+            continue
+        if starts[0]:
+            last = batch.slice(starts[0] - 1, 1)
+            held.append(offsets[: starts[0]])
+        if last is not None:
+            yield last, _lists(np.concatenate(held), [0, sum(map(len, held))])
+        if len(starts) > 1:
+            inner = batch.take(pa.array(starts[1:] - 1))
+            yield inner, _lists(offsets[starts[0] : starts[-1]], starts - starts[0])
+        last, held = batch.take(pa.array([len(batch) - 1])), [offsets[starts[-1] :].copy()]
+    if last is not None:
+        yield last, _lists(np.concatenate(held), [0, sum(map(len, held))])
+
+
+def _lists(values: np.ndarray[Any, Any], bounds: Any) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), pa.array(values, pa.int64()))
+
+
+def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The same rows in row groups."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.get_total_buffer_size()
+        if size >= ROW_GROUP:
+            yield pa.Table.from_batches(held)
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
+    """The least high and low, and the greatest high and low."""
+    high, low = (part.to_numpy() for part in order.flatten())
+    return int(high.min()), int(low.min()), int(high.max()), int(low.max())
+
+
+def _writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    numbers = [f"{ORDER}.high", f"{ORDER}.low"]
+    numbers += [f"{VERSION}.{name}" for name in ("partition", "offset", "high", "low", "offsets.list.element")]
+    texts = list(_texts(schema))
+    return pq.ParquetWriter(
+        path,
+        schema,
+        filesystem=system,
+        compression="zstd",
+        use_dictionary=texts,  # type: ignore[arg-type]  # a list of names too
+        column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
+        write_page_index=True,
+        max_rows_per_page=PAGE_RECORDS,
+    )
+
+
+def _texts(schema: pa.Schema) -> Iterator[str]:
+    """The leaf columns of texts, by their paths in Parquet."""
+    for item in schema:
+        yield from _text_paths(item.name, item.type)
+
+
+def _text_paths(path: str, kind: pa.DataType) -> Iterator[str]:
+    if pa.types.is_struct(kind):
+        for at in range(kind.num_fields):
+            yield from _text_paths(f"{path}.{kind.field(at).name}", kind.field(at).type)
+    elif pa.types.is_string(kind):
+        yield path

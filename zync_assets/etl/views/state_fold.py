@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zync_assets.crashes import crash_point
-from zync_assets.etl.views.state import Reader, StateFiles, state_files, without_versions, write_state
+from zync_assets.etl.views.state import StateFiles, StateReader, state_files, without_versions, write_state
 from zync_assets.etl.views.tables import TableType, place_sql, stored_tables, stored_type
 from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.log import DataFile
@@ -81,7 +81,9 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             if due is None or kind is None:
                 continue
             everything = len(due.all) == len(state_files(state, table).all)
-            frame = folded(Reader(spark, uri), kind, due, deleted=not everything or has_quarantined(state, table.topic))
+            frame = folded(
+                StateReader(spark, uri), kind, due, deleted=not everything or has_quarantined(state, table.topic)
+            )
             parts = max(1, sum(item.records for item in due.versions) // FILE_RECORDS)
             if parts > 1:
                 frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", kind.state_key)))
@@ -104,7 +106,7 @@ def has_quarantined(state: StagingState, topic: str) -> bool:
     return any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "quarantined"))
 
 
-def folded(reader: Reader, kind: TableType, files: StateFiles, *, deleted: bool) -> DataFrame:
+def folded(reader: StateReader, kind: TableType, files: StateFiles, *, deleted: bool) -> DataFrame:
     """The versions of some files that none of the files replaces, and the replaced versions of other files: key, row, version,
     gone. ``deleted``: with deleted rows."""
     versions, replaced = reader.rows(kind, files.versions), reader.rows(kind, files.replaced)

@@ -140,3 +140,38 @@ def test_an_earlier_record_that_a_new_view_fails_on_is_an_error(
         EtlError, match=r"CAST\(t.size AS INT\).*an earlier record: topic .*\.t, partition 0, offset 1\."
     ):
         edited.etl()
+
+
+@pytest.mark.slow
+def test_a_row_that_overflows_java_s_stack_stops_no_other_row(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, "{plain: \"t.size rlike '^(a|b)*$'\"}")
+    it.send(it.left, row(1, "ab"), row(2, "ab" * 300_000), row(3, "c"))
+    it.step()
+    assert it.values() == [{"plain": True}, {"plain": False}]
+    [(topic, offset, text)] = reasons(it)
+    assert (topic, offset) == (it.left, 1)
+    assert "more stack than Java has" in text
+
+
+@pytest.mark.slow
+def test_an_aggregate_that_overflows_java_s_stack_keeps_the_earlier_row_of_its_key(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    value = """{name: u.name, plain: "concat_ws('', collect_list(t.size)) rlike '^(a|b)*$'"}"""
+    it = made(services, spark, tmp_path, unique, value, key="u.id")
+    it.send(it.right, name(1, "Ann"), name(2, "Bob"))
+    it.send(it.left, row(1, "ab", 1), row(2, "c", 2))
+    it.step()
+    it.send(it.left, row(3, "b", 2), row(4, "ab" * 300_000, 1), row(2, "a", 2))
+    it.step()
+    before = {1: {"name": "Ann", "plain": True}, 2: {"name": "Bob", "plain": True}}
+    assert {row["key"]["id"]: row["value"] for row in it.staged()} == before
+    [(topic, offset, text)] = reasons(it)
+    assert (topic, offset) == (it.left, 3)
+    assert text.startswith("value.plain: ") and "more stack than Java has" in text
+    # A short row takes the place of the long one.
+    it.send(it.left, row(4, "c", 1))
+    it.step()
+    assert it.values()[-1] == {"name": "Ann", "plain": False}

@@ -25,7 +25,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import positions
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
-from zync_assets.etl.views import state_fold
+from zync_assets.etl.views import maintenance, state, state_fold
 from zync_assets.etl.views.state import state_files
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.kafka.topics import create_topic
@@ -165,6 +165,15 @@ TOTALS_SQL = """
     FROM c LEFT JOIN o ON c.id = o.customer GROUP BY c.id, c.name"""
 
 
+NAMED = """
+from: o JOIN c ON o.customer = c.id
+key: "concat(o.id, '-', c.name)"
+value: {status: o.status}
+"""
+"""No field of the key is of one table alone."""
+NAMED_SQL = "SELECT concat(o.id, '-', c.name), {'status': o.status} FROM o JOIN c ON o.customer = c.id"
+
+
 def test_a_document_follows_its_tables(make: Make) -> None:
     shop = make(DOCUMENTS)
     out = shop.it.out
@@ -197,14 +206,17 @@ def test_a_document_follows_its_tables(make: Make) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small batches and in large ones, with folds of state between them."""
+    """In small batches, in large ones, and in large ones that touch many keys; with folds of state between them."""
     monkeypatch.setattr(state_fold, "FILES", 4)
     monkeypatch.setattr(positions, "SMALL", 0 if seed else positions.SMALL)
-    shop = make(DOCUMENTS, ROWS, TOTALS)
+    if seed == 2:
+        monkeypatch.setattr(maintenance, "FEW", 0)
+        monkeypatch.setattr(state, "FEW_RECORDS", 0)
+    shop = make(DOCUMENTS, ROWS, TOTALS, NAMED)
     outs = [item.topic for item in shop.it.pipeline.outputs]
-    views = dict(zip(outs, (DOCUMENTS_SQL, ROWS_SQL, TOTALS_SQL), strict=True))
+    views = dict(zip(outs, (DOCUMENTS_SQL, ROWS_SQL, TOTALS_SQL, NAMED_SQL), strict=True))
     chance = random.Random(seed)
     for batch in range(5):
         for _ in range(chance.randint(1, 25)):
@@ -311,6 +323,7 @@ def test_a_killed_batch_or_fold_run_again_ends_as_if_nothing_had_been(make: Make
     assert state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark).passed
 
 
+@pytest.mark.slow
 def test_a_rebuild_stages_the_differences(make: Make) -> None:
     shop = make(DOCUMENTS)
     out, path = shop.it.out, shop.it.pipeline.path

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
@@ -63,6 +65,7 @@ class Topics:
         self.it.send(topic, *((framed(key, KEY, {"id": row["id"]}), framed(value, kind, row)) for row in rows))
 
 
+@pytest.mark.slow
 def test_a_left_join_needs_no_record_of_its_table(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -82,6 +85,7 @@ def test_a_left_join_needs_no_record_of_its_table(
     assert it.values()[2:] == [{"status": "new", "lines": 1}]
 
 
+@pytest.mark.slow
 def test_a_column_that_a_view_does_not_use_changes_nothing(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
