@@ -1,6 +1,6 @@
 """The account of an ETL batch: the class of each input record, and the ledger rows that hold it.
 
-The Spark tasks that make the result rows (see ``etl.rules.matching``) count the rows, and make an entry for each record that was
+The Spark tasks that make the result rows (see ``etl.rules.kind``) count the rows, and make an entry for each record that was
 pending or makes no output. Spark SQL would need more jobs over the same rows. Result rows have numbers in place of the names of
 topics and rules, because full names would double the size of the rows.
 
@@ -12,7 +12,7 @@ in the other classes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
-from zync_assets.etl.rules.matching import MISSING, SEVERAL
+from zync_assets.etl.rules.kind import MISSING, SEVERAL
 from zync_assets.etl.waits import limits, since_text
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange, normalize, split
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark.sql import name_sql
 from zync_assets.spark.tasks import tune_worker
 
@@ -37,7 +37,8 @@ class Labels:
     """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index;
     ``views``: the indexes of the views. The sources of a view's output are counted once, when they become rows of a table.
     ``waits``: the indexes of the rules whose records may wait for a row. ``since``: the time at which those of the batch begin to
-    wait."""
+    wait. ``expiries``: by rule, why a record expires, null where quarantine does not list it. ``parts``: the index of a further
+    output of a rule → that of the rule's first output, for which the rule's records wait."""
 
     topics: Sequence[str]
     rules: Sequence[str]
@@ -45,9 +46,15 @@ class Labels:
     views: frozenset[int] = frozenset()
     waits: frozenset[int] = frozenset()
     since: str = ""
+    expiries: Sequence[str | None] = ()
+    parts: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def rule(self, index: int | None) -> str | None:
         return None if index is None else self.rules[index]
+
+    def taker(self, index: int | None) -> str | None:
+        """The rule that the records wait for of which an output was made."""
+        return None if index is None else self.rules[self.parts.get(index, index)]
 
     def of_topic(self, out: str) -> str:
         """The indexes of an output topic's rules, as a list in SQL."""
@@ -61,11 +68,19 @@ def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     known = limits(rules)
     waits = frozenset(index for index, rule in enumerate(rules) if rule.name in known)
     topics = [item.topic for item in pipeline.inputs]
-    return Labels(topics, [rule.name for rule in rules], [rule.out for rule in rules], views, waits, since_text())
+    names, outs = [rule.name for rule in rules], [rule.out for rule in rules]
+    expiries = [_expiry_text(rule) for rule in rules]
+    parts = {index: names.index(rule.part_of) for index, rule in enumerate(rules) if rule.part_of is not None}
+    return Labels(topics, names, outs, views, waits, since_text(), expiries, parts)
 
 
-KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended", MISSING, SEVERAL)
-OUT, PENDING, DROPPED = (KINDS.index(kind) for kind in ("out", "pending", "dropped"))
+def _expiry_text(rule: Rule) -> str | None:
+    listed = rule.expiry is not None and rule.expiry.action == "quarantine"
+    return f"rule {rule.name}: {rule.expiry.reason}" if listed and rule.expiry is not None else None
+
+
+KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended", MISSING, SEVERAL, "expired")
+OUT, PENDING, DROPPED, EXPIRED = (KINDS.index(kind) for kind in ("out", "pending", "dropped", "expired"))
 CHANGE = "change"
 _QUARANTINED = KINDS.index("quarantined")
 
@@ -91,11 +106,12 @@ class Count(NamedTuple):
     """Result rows of one kind and rule, counted for the sources in one input partition.
 
     ``entries``: the number of sources; ``rows``: the number of rows, counted at their first source; ``place``: the input's
-    label; ``old``: whether the sources were pending.
+    label; ``old``: whether the sources were pending; ``taker``: the rule for which they were.
     """
 
     kind: str
     rule: int | None
+    taker: int | None
     place: int
     partition: int
     old: bool
@@ -104,7 +120,8 @@ class Count(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A batch's counts. ``out``: the output topic; ``topic``: the input's; the rest is as of Count."""
+    """A batch's counts. ``out``: the output topic; ``topic``: the input's; the rest is as of Count. Without ``taker``, the
+    sources were pending for ``rule``."""
 
     kind: str
     out: str | None
@@ -114,13 +131,15 @@ class Fact(NamedTuple):
     old: bool
     entries: int
     rows: int
+    taker: str | None = None
 
 
 class Sources:
     """The sources of result rows, each as an element of arrays of one length."""
 
     def __init__(self, rows: pa.RecordBatch) -> None:
-        """``rows``: with kind, rule, source, waited and hash, and ``rows`` where an output is held."""
+        """``rows``: with kind, rule, source, waited and hash, ``rows`` where an output is held, ``olds`` where a rule gathers
+        records, and ``takers`` where outputs are merged."""
         lengths = pc.list_value_length(rows["source"]).to_numpy()
         self.row = np.repeat(np.arange(len(rows)), lengths)
         """The index of its row."""
@@ -130,8 +149,18 @@ class Sources:
         self.place, self.partition, self.offset = place.to_numpy(), partition.to_numpy(), offset.to_numpy()
         self.kind = pc.index_in(rows["kind"], pa.array(KINDS)).to_numpy()[self.row]
         self.rule = rows["rule"].fill_null(-1).to_numpy()[self.row]
-        self.old = (rows["waited"].to_numpy()[self.row] >> self.at & 1).astype(bool)
+        self.old = (rows["waited"].to_numpy()[self.row] >> np.minimum(self.at, 62) & 1).astype(bool)
+        self.taker = self.rule.copy()
+        """The rule that took the source."""
+        for name, into in (("olds", self.old), ("takers", self.taker)):
+            if name in rows.schema.names:
+                there = np.flatnonzero(pc.is_valid(rows[name]).to_numpy(zero_copy_only=False))
+                into[np.isin(self.row, there)] = rows[name].flatten().to_numpy(zero_copy_only=False)
         self.hash = rows["hash"]
+        extra = rows["extra"].fill_null(False) if "extra" in rows.schema.names else pa.repeat(False, len(rows))
+        self.extra = extra.to_numpy(zero_copy_only=False)[self.row]
+        """Whether the row is a further output of a match: its sources are counted already."""
+        self.since = rows["since"] if "since" in rows.schema.names else None
         held = "rows" in rows.schema.names
         nulls = pa.nulls(len(self.row), pa.int64()), pa.nulls(len(self.row), pa.bool_())
         self.source_row, self.creates = rows["rows"].flatten().flatten() if held else nulls
@@ -141,25 +170,28 @@ class Sources:
 def counts(found: Sources) -> list[Count]:
     """Few, whatever the number of sources."""
     # One number for all that they are counted by; a partition's takes 31 bits.
-    rules, places = (int(each.max(initial=0)) + 2 for each in (found.rule, found.place))
-    code = ((found.kind * rules + found.rule + 1) * places + found.place) * 2 + found.old
+    taker = np.where(found.old, found.taker, found.rule)
+    rules, takers, places = (int(each.max(initial=0)) + 2 for each in (found.rule, taker, found.place))
+    code = (((found.kind * rules + found.rule + 1) * takers + taker + 1) * places + found.place) * 2 + found.old
     each = pa.array(code.astype(np.int64) << 31 | found.partition).dictionary_encode()
     index = each.indices.to_numpy()
-    entries, rows = (np.bincount(index, weights).tolist() for weights in (None, found.at == 0))
+    entries, rows = (np.bincount(index, weights).tolist() for weights in (~found.extra, found.at == 0))
     made: list[Count] = []
     for number, known in enumerate(each.dictionary.to_pylist()):
         rest, partition = divmod(known, 1 << 31)
         rest, old = divmod(rest, 2)
         rest, place = divmod(rest, places)
+        rest, own = divmod(rest, takers)
         kind, rule = divmod(rest, rules)
         made.append(
             Count(
                 KINDS[kind],
                 rule - 1 if rule else None,
+                own - 1 if own else None,
                 place,
                 partition,
                 bool(old),
-                entries[number],
+                int(entries[number]),
                 int(rows[number]),
             )
         )
@@ -168,9 +200,9 @@ def counts(found: Sources) -> list[Count]:
 
 def summed(found: Iterable[Count]) -> list[Count]:
     """The counts of all rows together. ``found``: counts of some rows each."""
-    sums: dict[tuple[str, int | None, int, int, bool], Count] = {}
+    sums: dict[tuple[str, int | None, int | None, int, int, bool], Count] = {}
     for one in found:
-        key = one[:5]
+        key = one[:6]
         before = sums.get(key, Count(*key, 0, 0))
         sums[key] = Count(*key, before.entries + one.entries, before.rows + one.rows)
     return list(sums.values())
@@ -179,15 +211,17 @@ def summed(found: Iterable[Count]) -> list[Count]:
 def fact(one: Count, labels: Labels) -> Fact:
     """A count with names in place of numbers."""
     out = labels.outs[one.rule] if one.kind == "out" and one.rule is not None else None
-    found = Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[3:])
+    taker = labels.taker(one.taker) if one.taker != one.rule or one.rule in labels.parts else None
+    found = Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[4:], taker)
     return found._replace(entries=0) if one.rule in labels.views else found
 
 
 def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
     """The rows of ENTRIES for the sources that were pending or make no output."""
-    completed = found.old & np.isin(found.kind, (OUT, DROPPED))
+    completed = found.old & np.isin(found.kind, (OUT, DROPPED)) & ~found.extra
     wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (OUT, _QUARANTINED)))
-    kind, rule, offset = found.kind[wanted], found.rule[wanted], found.offset[wanted]
+    kind, rule, offset = found.kind[wanted], found.taker[wanted], found.offset[wanted]
+    takers = [labels.taker(index) for index in range(len(labels.rules))]
     done = completed[wanted]
     creates = found.creates.take(pa.array(wanted)).fill_null(True).to_numpy(zero_copy_only=False)
     changes = (kind == PENDING) & ~creates
@@ -199,15 +233,19 @@ def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
         "partition": pa.array(found.partition[wanted]),
         "first": pa.array(offset),
         "end": pa.array(offset + 1),
-        "rule": _named(labels.rules, rule, rule < 0),
+        "rule": _named(takers, rule, rule < 0),
         "hash": pc.if_else(pa.array(kind == PENDING), found.hash.take(pa.array(found.row[wanted])), None),
         "text": _named(("dropped", CHANGE, labels.since), text, ~(done & (kind == DROPPED) | changes | waits)),
         "row": pc.if_else(pa.array(kind == PENDING), found.source_row.take(pa.array(wanted)), None),
     }
+    if found.since is not None:
+        since = found.since.take(pa.array(found.row[wanted])).cast(pa.string())
+        texts = _named(labels.expiries, rule, (rule < 0) | (kind != EXPIRED))
+        columns["text"] = pc.coalesce(columns["text"], since, texts)
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=ENTRIES)
 
 
-def _named(names: Iterable[str], index: np.ndarray, null: np.ndarray | None = None) -> pa.Array:
+def _named(names: Iterable[str | None], index: np.ndarray, null: np.ndarray | None = None) -> pa.Array:
     return pa.array(list(names), pa.string()).take(pa.array(index, mask=null))
 
 

@@ -16,7 +16,7 @@ from zync_assets.etl.failures import NONE
 from zync_assets.etl.pending import WANTED, look_up
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import lookups
-from zync_assets.etl.rules.matching import has_schema
+from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.views.changes import record_rows
 from zync_assets.etl.views.event_rows import row_frames, row_sql
 from zync_assets.etl.views.tables import table_of, table_type

@@ -18,15 +18,18 @@ from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import pending as pending_records
 from zync_assets.etl import positions, retries, source_rows
 from zync_assets.etl.account import CHANGE, Labels, labels_of
+from zync_assets.etl.coalescence import finished
 from zync_assets.etl.failures import Failures
-from zync_assets.etl.frontier import Span
+from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.hold import HeldRecord, Hold, Place, decide
-from zync_assets.etl.output_types import OutputType, output_types
+from zync_assets.etl.output_types import OutputType, output_types, questions
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
-from zync_assets.etl.rules import kind_of, matching
+from zync_assets.etl.rules import is_apart, kind_of
+from zync_assets.etl.rules.assignment import Assignment, assign, has_schema, singles
+from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumns, RuleRecords, in_frame, union
 from zync_assets.etl.rules.lookups import with_lookups
-from zync_assets.etl.rules.matching import Assignment, Columns, Emission, Ordering, RuleRecords
+from zync_assets.etl.rules.parts import optional_columns, parts_of, several
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
 from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes, held_rules, row_columns
 from zync_assets.etl.views.batch import Stage, ViewBatch
@@ -102,25 +105,26 @@ class Transform:
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @property
-    def spans(self) -> list[list[Span]]:
+    def spans(self) -> list[list[OrderSpan]]:
         """The orders of the records that go through the rules, by the statistics of their files, group by group."""
         return [[span for topic in topics for span in self._spans(topic)] for topics in self.ordering.groups.values()]
 
-    def _spans(self, topic: str) -> Iterator[Span]:
+    def _spans(self, topic: str) -> Iterator[OrderSpan]:
         for item in self.files.get(topic, ()):
             bounds = item.min_order or LOWEST, item.max_order or LOWEST
             if topic not in self.ordering.domains:
                 bounds = ((item.min_time or 0) * 1000, 0), ((item.max_time or 0) * 1000, 0)
             place = self.ordering.places[topic], item.partition or 0, item.first or 0, (item.last or 0) + 1
-            yield Span(*bounds, item.records, *place)
+            yield OrderSpan(*bounds, item.records, *place)
 
 
 @dataclass(frozen=True)
 class ResultRows:
-    """``frame``: see ``matching``. ``joins``: rule → the definition of its join hashes, as in ``Head``."""
+    """``frame``: see ``kind``. ``joins``: rule → the definition of its join hashes. ``optional``: columns of some rules."""
 
     frame: DataFrame
     joins: Mapping[str, str]
+    optional: Sequence[str] = ()
 
 
 def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
@@ -130,7 +134,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
     """
     plan, rules = batch.plan, pipeline.rules_of(batch.plan.pool)
     places = {item.topic: place for place, item in enumerate(pipeline.inputs) if item.topic in plan.ranges}
-    held = held_rules(rules)
+    held = NO_HELD_RULES if plan.recomputed is not None else held_rules(rules)
     ordering = Ordering(places, plan.domains, bool(held))
     states = {topic: state for topic, state in plan.raw.items() if state is not None}
     files = {topic: raw.raw_files(state, plan.reads(topic)) for topic, state in states.items()}
@@ -145,7 +149,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         typed = declared_frame(pipeline, batch.spark, topic, records.get(topic))
         if typed is not None:
             records[topic] = typed
-    learn_types(matching.questions(rules, records))
+    learn_types(questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
     rows = sum(_records(item, plan.reads(topic)) for topic, each in files.items() for item in each)
@@ -160,7 +164,7 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
         files,
         {topic: frame for topic, frame in records.items() if topic not in tabular},
         output_types(pipeline, plan.pool, plan.state, records, tables, lacks=lacks),
-        rows <= positions.SMALL and plan.rebuild is None,
+        rows <= positions.SMALL and not plan.is_rebuild,
         held,
         {topic: frame for topic, frame in records.items() if topic in tabular},
     )
@@ -189,7 +193,7 @@ def result_rows(
     """
     plan, rules, types = transform.plan, transform.rules, transform.types
     assignments = {
-        topic: matching.assign(
+        topic: assign(
             transform.pipeline.input(topic),
             transform.ordering,
             note_schema(_decided(transform, pending.hold, topic, frame), schema_of(frame)),
@@ -203,16 +207,15 @@ def result_rows(
     }
     untyped = [index for index, rule in enumerate(rules) if rule.name in types[rule.out].untyped]
     of_records = [(index, rule) for index, rule in enumerate(rules) if rule.view is None]
-    others = [
-        index for index, rule in of_records if (rule.lookups or not kind_of(rule).single) and index not in untyped
-    ]
+    manifold = several(rules)
+    others = [index for index, rule in of_records if is_apart(rule, manifold) and index not in untyped]
     targets = {
         index: types[rule.out].target(rule.name)
         for index, rule in of_records
-        if index not in others and rule.name in types[rule.out].targets
+        if index not in others and rule.part_of is None and rule.name in types[rule.out].targets
     }
     parts = [
-        matching.singles(
+        singles(
             assignment,
             rules,
             {index: target for index, target in targets.items() if topic in rules[index].topics},
@@ -234,16 +237,22 @@ def result_rows(
     for records in each:
         target = types[records.rule.out].targets.get(records.rule.name)
         rows = views.events.joined if views is not None and records.lookups is not None else None
-        emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held), rows)
+        outputs = parts_of(rules, types, records.rule) if target is not None and records.rule.name in manifold else []
+        emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held), rows, outputs)
         waiting = _pending_frames(transform, records, pending, failures)
         parts += kind_of(records.rule).results(records, waiting, emission)
+    merges = any(transform.pipeline.output(rule.out).coalesce for rule in rules)
+    optional = optional_columns(
+        [records.rule for records in each if records.frames], manifold, merges=merges and bool(parts)
+    )
     joins = {records.rule.name: records.join for records in each if records.join is not None}
-    found = matching.without_dropped(matching.union(parts), rules) if parts else None
+    together = transform.small
+    found = finished(union(parts), transform.pipeline, rules, types, together=together) if parts else None
     each = [*([] if found is None else [found]), *(views.rows if views is not None else ())]
-    return ResultRows(matching.union(each or [_no_rows(transform)]), joins)
+    return ResultRows(union(each or [no_rows(transform)]), joins, optional)
 
 
-def _no_rows(transform: Transform) -> DataFrame:
+def no_rows(transform: Transform) -> DataFrame:
     """Result rows of a batch without any."""
     source = "array(struct(0 AS place, 0 AS partition, 0L AS offset))"
     order = transform.ordering.of_parts("part")
@@ -340,15 +349,9 @@ def _records_at(transform: Transform, state: RawState, places: Sequence[tuple[in
 def _rule_records(transform: Transform, index: int, assignments: Mapping[str, Assignment]) -> RuleRecords:
     """The new records of a rule. A side whose topic has no schema yet has none."""
     rule, records, ordering = transform.rules[index], transform.frames, transform.ordering
-    topics = {
-        side.name: side.topic
-        for side in rule.sides
-        if side.topic in records and matching.has_schema(records[side.topic])
-    }
+    topics = {side.name: side.topic for side in rule.sides if side.topic in records and has_schema(records[side.topic])}
     own = {
-        side: matching.in_frame(
-            assignments[topic].by(index) if topic in assignments else records[topic], side, ordering
-        )
+        side: in_frame(assignments[topic].by(index) if topic in assignments else records[topic], side, ordering)
         for side, topic in topics.items()
     }
     inputs = {side: records[topic] for side, topic in topics.items()}
@@ -369,7 +372,7 @@ def _pending_frames(
             frame = _old_records(transform, pending.hold, failures, side.topic, frame)
             if pending.hold.concerns(side.topic):
                 frame = frame.where("coalesce(fate <> 'ended', true)")
-            frames_by_side[side.name] = matching.in_frame(frame, side.name, transform.ordering)
+            frames_by_side[side.name] = in_frame(frame, side.name, transform.ordering)
     return frames_by_side
 
 
@@ -407,7 +410,11 @@ def _decided(transform: Transform, hold: Hold, topic: str, frame: DataFrame) -> 
 
 
 def _released(
-    transform: Transform, hold: Hold, failures: Failures, targets: Mapping[int, matching.Target], columns: Columns
+    transform: Transform,
+    hold: Hold,
+    failures: Failures,
+    targets: Mapping[int, OutputColumns],
+    columns: Columns,
 ) -> list[DataFrame]:
     """The results of pending records of earlier batches that follow the record before them."""
     parts: list[DataFrame] = []
@@ -419,7 +426,7 @@ def _released(
         found = _records_at(transform, state, places).selectExpr("*", "true AS old")
         frame = _old_records(transform, hold, failures, topic, found)
         item = Assignment(transform.pipeline.input(topic), transform.ordering, frame, [(at, "true")], decided=True)
-        parts.append(matching.singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True))
+        parts.append(singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True))
     return parts
 
 

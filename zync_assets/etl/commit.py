@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -27,31 +27,40 @@ from zync_assets.etl.account import Labels
 from zync_assets.etl.arrivals import arrivals
 from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
 from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
+from zync_assets.etl.expiries import begun, expiries_of
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
-from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row_sql, staged_topic
+from zync_assets.etl.output_files import BucketWriter, Results
+from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, with_partition_columns
 from zync_assets.etl.pending import PendingRecords, fold_ledger
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
-from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
+from zync_assets.etl.positions import Numbered, Outcome, new_counts, next_head, output_positions, table_schema
+from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_bounds, rebuild_rows, refuse_failures
 from zync_assets.etl.result_checks import Positions, check_classes, output_ends, overdue_failures, without_rows
 from zync_assets.etl.retries import carve
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import MISSING, SEVERAL
+from zync_assets.etl.rule_changes import fingerprints
+from zync_assets.etl.rules import assignment
+from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns, union
 from zync_assets.etl.rules.missing_fields import with_missing_fields
+from zync_assets.etl.rules.parts import several_topics
+from zync_assets.etl.topic_outputs import TopicOutputs, row_sql, staged_topic
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.state_fold import fold_state
 from zync_assets.etl.waits import time_of
 from zync_assets.lake import raw, staging, storage
+from zync_assets.lake.head import Partitioning
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file.references import with_lake_names
+from zync_assets.pipeline_file.zed.types import with_topic_types
+from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import BATCH_BYTES, spark_failures
+from zync_assets.spark.tasks import BATCH_BYTES, MEASURED
 from zync_assets.upkeep import apply_retention, keep_up
 
 if TYPE_CHECKING:
@@ -59,9 +68,6 @@ if TYPE_CHECKING:
 
 ROUNDS = 20
 """How often a batch is tried, each time without the records that the attempt before failed on."""
-
-MEASURED = 1_000
-"""Mean bytes of a record in its file from which on rows are measured on their way to Python."""
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
@@ -86,18 +92,23 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
         )
     ):
+        rules = fingerprints(pipeline.rules_of(batch.plan.pool))
+        pipeline = with_topic_types(pipeline, batch.plan.raw)
         try:
-            return _commit(pipeline, batch)
+            return _commit(pipeline, batch, rules)
         except FieldMissing as error:
             known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
             if known is None:
                 raise error
             own, tables = known
-            return _commit(own, with_raw(pipeline, batch, tables))
+            return _commit(own, with_raw(pipeline, batch, tables), rules)
 
 
-def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
-    """One batch in the steps of the protocol. Until step 6 no commit names a file of the batch, and a kill leaves nothing."""
+def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> EtlCommit:
+    """One batch in the steps of the protocol. Until step 6 no commit names a file of the batch, and a kill leaves nothing.
+
+    ``rules``: the fingerprints of the pool's rules.
+    """
     started = time.monotonic()
 
     # 1. Positions before the batch. The end of a new output's topic in Kafka fixes the output's base.
@@ -109,11 +120,13 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     plan, state, labels = staged.plan, staged.plan.state, staged.transform.labels
     committing = False
     try:
+        if plan.recomputed is not None and not staged.results.facts and is_rebuilt(pipeline, plan):
+            return EtlCommit(plan.pool, plan.head.batch, {}, {}, {}, time.monotonic() - started)
         crash_point("etl:outputs-written")
 
         # 3. Write the account: the class of every new record, and of every older record that the batch looks at again.
         undecoded = undecoded_rows(batch.spark, pipeline, plan)
-        ledger = [*_ledger_files(staged, undecoded), *_settled_files(staged)]
+        ledger = [*_ledger_files(staged, undecoded), *_settled_files(staged)] if plan.recomputed is None else []
         crash_point("etl:ledger-written")
 
         # 4. Positions after the batch: seen, next output offsets, and counts.
@@ -123,17 +136,22 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             staged.ends,
             staged.transform.types,
             quarantined(undecoded),
-            staged.failures.waited(plan),
+            staged.failures.waited(plan, staged.transform.rules),
             staged.joins,
             staged.results.nullable,
-            {name: time_of(labels.since) for name in map(labels.rule, labels.waits) if name is not None},
+            begun(staged.transform)
+            | {name: time_of(labels.since) for name in map(labels.rule, labels.waits) if name is not None},
+            staged.partitionings,
+            several_topics(staged.transform.rules),
         )
-        head = next_head(plan, outputs, outcome)
+        head = replace(next_head(plan, outputs, outcome), rules=rules)
 
         # 5. Write the ledger files again from which records leave their class. Fold many ledger files into one.
         added, removed = _tidied_ledger(staged)
         if added:
             crash_point("etl:ledger-folded")
+        if plan.recomputed is not None:
+            head, added, removed = rebuild_account(pipeline, plan, head, staged.folder)
 
         # 6. Commit outputs, account and positions: one Delta commit on the table as the plan saw it. A table that another
         #    process changed is a conflict.
@@ -154,8 +172,11 @@ def _commit(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     fold_state(batch.spark, state)
     for topic, table in plan.raw.items():
         apply_retention(pipeline, pipeline.input(topic), table)
-    ranges = {topic: OffsetRange(0, outputs[topic, 0].next, end) for topic, end in staged.ends.items()}
-    new_outputs = {topic: (part,) for topic, part in ranges.items() if not part.empty}
+    new_outputs: dict[str, tuple[OffsetRange, ...]] = {}
+    for (topic, partition), end in sorted(staged.ends.items()):
+        part = OffsetRange(partition, outputs[topic, partition].next, end)
+        if not part.empty:
+            new_outputs[topic] = (*new_outputs.get(topic, ()), part)
     return EtlCommit(plan.pool, head.batch, new_outputs, plan.ranges, new_counts(facts), time.monotonic() - started)
 
 
@@ -164,8 +185,8 @@ class Staged:
     """The written outputs of a batch, which no commit names yet.
 
     ``uri``: the staging table. ``folder``: the files of this attempt, below the table. ``failures``: the records for
-    quarantine. ``joins``: rule → the definition of its join hashes. ``ends``: output topic → the first output offset of the
-    next batch.
+    quarantine. ``joins``: rule → the definition of its join hashes. ``ends``: (output topic, partition) → the first output
+    offset of the next batch. ``partitionings``: as in ``Head``.
     """
 
     transform: Transform
@@ -175,7 +196,8 @@ class Staged:
     pending: PendingRecords = field(repr=False)
     joins: Mapping[str, str]
     results: Results = field(repr=False)
-    ends: Mapping[str, int]
+    ends: Mapping[tuple[str, int], int]
+    partitionings: Mapping[str, Partitioning]
     views: ViewBatch | None = None
     """The state of the views' tables, which no commit names yet."""
 
@@ -200,9 +222,10 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
     """
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     transform = transform_of(pipeline, batch)
-    if again := arrivals(transform):
-        batch = with_parts(batch, again)
-        transform = transform_of(pipeline, batch)
+    expiries = expiries_of(transform)
+    again = [*arrivals(transform), *expiries.overdue]
+    batch = with_parts(batch, again, expiries.oldest)
+    transform = transform_of(pipeline, batch) if again else replace(transform, batch=batch)
     pending = PendingRecords(batch)
     known = Failures({one.place: one for one in overdue_failures(transform)})
     try:
@@ -220,6 +243,7 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 continue
             except (EncodingFailures, RowFailures) as error:
                 found = error.failures
+            refuse_failures(batch.plan, found)
             known = Failures({**known.found, **found})
             # A record that waits behind a failing record goes its way.
             pending.hold = NO_HOLD
@@ -244,9 +268,9 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     plan, pipeline, types, labels = transform.plan, transform.pipeline, transform.types, transform.labels
     present: set[str] = set()
 
-    def columns(rule: Rule, target: matching.Target) -> list[tuple[str, str]]:
+    def columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
         # Notes the columns here, because ``frame.columns`` takes as long as the analysis of the whole batch.
-        made = matching.columns(rule, target)
+        made = assignment.columns(rule, target)
         present.update(name for name, _ in made)
         return made
 
@@ -254,30 +278,53 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     uri = storage.staging_uri(pipeline.lake, plan.pool)
     results: Results | None = None
     views: ViewBatch | None = None
+    partitions: dict[str, Partitions] = {}
     done = False
     try:
         views = view_batch(transform.stage(known), uri, folder, columns)
-        rows = result_rows(transform, pending, known, columns, views)
+        if plan.recomputed is None:
+            rows = result_rows(transform, pending, known, columns, views)
+        else:
+            rows = rebuild_rows(transform)
+            present.update(rows.frame.columns)
         limits = size_limits(pipeline, types)
+        counts = counts_of(outputs)
+        # An output that the file has no more keeps its place in the account.
+        known_topics = {topic for topic in counts if topic in types and present.issuperset(types[topic].columns)}
+        partitions, partitionings = topic_partitions(
+            pipeline, plan.head, {topic: types[topic] for topic in counts if topic in known_topics}, labels, counts
+        )
         topics = [
-            staged_topic(types[topic], f"{folder}/topic={topic}", position.next, labels, limits.get(topic))
-            for (topic, _), position in outputs.items()
-            # An output that the file has no more keeps its place in the account.
-            if topic in types and present.issuperset(types[topic].columns)
+            staged_topic(
+                types[topic],
+                f"{folder}/topic={topic}",
+                [outputs[topic, partition].next for partition in range(counts[topic])],
+                labels,
+                limits.get(topic),
+                partitions[topic],
+            )
+            for topic in partitions
         ]
+        frame = with_partition_columns(rows.frame, pipeline, partitions, labels, present)
         suspect = suspect_sql(pipeline, labels, types, present, limits)
-        wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=matching.LACKING in present)
+        wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=LACKING in present)
         about = ["kind", "rule", "source", "last", "waited", "hash"]
+        wanted += rows.optional
         row, order = ["rows", f"{_ends_sql(topics, labels)} AS ends"], ["ords", "exact"]
         held, small = bool(transform.held), transform.small
         if held:
             wanted += [*row, *order] if small else row
-        outs, parts = [labels.of_topic(topic.topic) for topic in topics], transform.ordering.parts
-        bounds, unused = positions.bucket_bounds(transform.spans, parts), order if held and not small else ()
-        numbered = positions.arranged(rows.frame, parts, bounds, wanted, outs, together=small, held=held, unused=unused)
+        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in partitions.items()]
+        parts = transform.ordering.parts
+        bounds = positions.bucket_bounds(transform.spans, parts)
+        if plan.recomputed is not None:
+            bounds = rebuild_bounds(transform, parts)
+        unused = order if held and not small else ()
+        ties = [*(["follows"] if held else []), *(["number"] if "number" in rows.optional else [])]
+        numbered = positions.arranged(frame, parts, bounds, wanted, outs, together=small, ties=ties, unused=unused)
 
         def records() -> DataFrame:
-            return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], held=True)
+            return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], ties=["follows"])
 
         settles, measured = small and pending.hold is NO_HOLD, _has_large_records(transform)
         writer = BucketWriter(uri, topics, labels, held=transform.held, settles=settles)
@@ -288,14 +335,14 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         check_classes(transform, results)
         check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
         ends = output_ends(plan, results, outputs)
-        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, views)
+        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, partitionings, views)
         done = True
         return staged
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:
         # Before the state of tables is removed, which the rules read.
-        found = find_failures(transform, pending, known, views)
+        found = find_failures(transform, pending, known, views, partitions)
         if not found:
             raise error
         raise RowFailures(found) from error
@@ -306,7 +353,7 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
             storage.remove_files(storage.join(uri, folder))
 
 
-def _ends_sql(topics: Sequence[StagedTopic], labels: Labels) -> str:
+def _ends_sql(topics: Sequence[TopicOutputs], labels: Labels) -> str:
     """Whether an output is a tombstone, or a record without a rule deletes its source row."""
     cases: list[str] = []
     for staged in topics:
@@ -357,7 +404,7 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
     parts = [results.entries(), *([] if undecoded is None else [undecoded])]
     if failed.num_rows:
         parts.append(arrow_frame(spark, failed))
-    frame = account.ledger_frame(spark, covered, matching.union(parts))
+    frame = account.ledger_frame(spark, covered, union(parts))
     _write(frame.selectExpr("struct(*) AS account"), storage.join(staged.uri, folder))
     paths = storage.list_files(storage.join(staged.uri, folder), ".parquet")
     files = [staging.ledger_file(staged.uri, f"{folder}/{name}") for name in paths]
@@ -377,8 +424,8 @@ def _settled_files(staged: Staged) -> list[DataFile]:
 def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
     """Ledger files to add and to remove, in addition to the batch's own files."""
     plan = staged.plan
-    leaving = [*plan.reopening.parts, *staged.failures.waited(plan)]
-    if plan.state is None:
+    leaving = [*plan.reopening.parts, *staged.failures.waited(plan, staged.transform.rules)]
+    if plan.state is None or plan.recomputed is not None:
         return [], []
     added, removed = carve(plan.state, leaving) if leaving else ([], [])
     # Every batch may bring rows for pending records. The ledger gets short all the same.

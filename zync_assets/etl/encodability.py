@@ -275,7 +275,7 @@ def suspect_sql(
     present: Collection[str],
     limits: Mapping[str, int],
 ) -> str:
-    """A condition for result rows (see ``matching``) with the columns ``present``: an output that may be impossible to
+    """A condition for result rows (see ``etl.rules.kind``) with the columns ``present``: an output that may be impossible to
     encode; null or false: it is not. ``limits``: see ``size_limits``."""
     from zync_assets.codecs.spark_types import spark_type
 

@@ -10,7 +10,7 @@ A record that overflows Java's stack fails the search too. ``OverflowSearch`` fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,16 +20,18 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import failures
 from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
+from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
 from zync_assets.etl.pending import PendingRecords
-from zync_assets.etl.rules import kind_of, matching
-from zync_assets.etl.rules.matching import Columns
+from zync_assets.etl.rules import assignment, kind_of
+from zync_assets.etl.rules.group import AGGREGATE, COMPLETE
+from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
-from zync_assets.spark import tasks
+from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records
 from zync_assets.spark.sql import leaves
-from zync_assets.spark.tasks import MOST, TEXT, cause_line, is_overflow, overflow_records
+from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -94,7 +96,7 @@ class OverflowSearch:
         """The rule whose ``where`` or ``join-on`` overflows on a record, and which of both it is."""
         topic, partition, offset = place
         frame = self.transform.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
-        asked = matching.conditions(self.transform.pipeline.input(topic), frame, self.rules)
+        asked = assignment.conditions(self.transform.pipeline.input(topic), frame, self.rules)
         frame = frame.selectExpr("*", *failures.names_sql(self.rules, topic))
         for end, (index, _) in enumerate(asked):
             chosen = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in asked[: end + 1])} END"
@@ -117,7 +119,7 @@ class OverflowSearch:
         )
 
         def overflows(rule: Rule, side: str, sql: Callable[[str], str]) -> bool:
-            def only(other: Rule, target: matching.Target) -> list[tuple[str, str]]:
+            def only(other: Rule, target: OutputColumns) -> list[tuple[str, str]]:
                 sides = failures.sides_sql(other, target) if other.name == rule.name else {}
                 return [("it", sql(sides[side]) if side in sides else "false")]
 
@@ -127,16 +129,16 @@ class OverflowSearch:
         for row in rows:
             rule = self.rules[row["rule"]]
             sides = ("shape", "key", "value", "headers")
-            side = next((side for side in sides if overflows(rule, side, tasks.fails)), None)
+            side = next((side for side in sides if overflows(rule, side, fails)), None)
             if side is None:
                 continue
             blamed = completing
             alone = [
                 at
-                for at, each in enumerate(rule.sides if len(rule.sides) > 1 else ())
+                for at, each in enumerate(rule.sides if len(rule.sides) > 1 and rule.group is None else ())
                 if overflows(rule, side, partial(failures.fails_alone, rule, side=each.name))
             ]
-            if len(alone) == 1:
+            if len(alone) == 1 and len(row["source"]) == len(rule.sides):
                 source = row["source"][alone[0]]
                 blamed = self.topics[source["place"]], source["partition"], source["offset"]
             yield blamed, rule, side
@@ -167,6 +169,8 @@ def _overflows(frame: DataFrame, *columns: str) -> bool:
     return False
 
 
+_PARTITION = "partition-by"
+"""The part that fails where an output's partition can't be computed."""
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
 TEXTS = 8
@@ -175,20 +179,33 @@ every expression quotes Spark."""
 
 
 def find_failures(
-    transform: Transform, pending: PendingRecords, known: Failures, views: ViewBatch | None = None
+    transform: Transform,
+    pending: PendingRecords,
+    known: Failures,
+    views: ViewBatch | None = None,
+    partitions: Mapping[str, Partitions] | None = None,
 ) -> dict[Place, Failure]:
     """Place → failure of each failing record that is not ``known``; empty if the batch fails for another reason.
 
-    ``views``: as for ``result_rows``. Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS
-    jobs. Raises Spark's own error if the search itself fails.
+    ``views``: as for ``result_rows``. ``partitions``: of the output topics, as far as they are known.
+
+    Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if the
+    search itself fails.
     """
     # A search is for records that go to rules. Those of views' tables go to none.
-    return _Search(transform, pending, known, views).run() if transform.frames else {}
+    return _Search(transform, pending, known, views, partitions or {}).run() if transform.frames else {}
 
 
 class _Search:
-    def __init__(self, transform: Transform, pending: PendingRecords, known: Failures, views: ViewBatch | None) -> None:
-        self.transform, self.pending, self.known = transform, pending, known
+    def __init__(
+        self,
+        transform: Transform,
+        pending: PendingRecords,
+        known: Failures,
+        views: ViewBatch | None,
+        partitions: Mapping[str, Partitions],
+    ) -> None:
+        self.transform, self.pending, self.known, self.partitions = transform, pending, known, partitions
         # Results of views name no records, and the search is for records.
         self.views = None if views is None else replace(views, rows=())
         self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
@@ -199,7 +216,7 @@ class _Search:
         self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
-        with tasks.search_settings(self.transform.spark):
+        with search_settings(self.transform.spark):
             self._records()
             for _ in range(MOST_JOBS):
                 if not self._outputs():
@@ -229,8 +246,21 @@ class _Search:
         """Look for outputs that can't be made; whether there are some."""
         before = len(self.found)
         self._without(self.overflow.outputs(), self._failing_outputs)
+        if len(self.found) == before:
+            # Keys and values are sound.
+            self._failing_partitions()
         self._check()
         return len(self.found) > before
+
+    def _failing_partitions(self) -> None:
+        if not any(item.by for item in self.partitions.values()):
+            return
+        frame = self._rows(assignment.columns)
+        for rows in failing_partitions(frame, self.pipeline, self.partitions, self.transform.labels):
+            for row in rows.select("rule", "last", "source").limit(failures.MOST_FAILURES + 1).collect():
+                of = row["source"][row["last"]]
+                topic = self.pipeline.inputs[of["place"]].topic
+                self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], _PARTITION)
 
     def _failing_outputs(self) -> None:
         rows = self._rows(failures.failing_sides)
@@ -239,7 +269,9 @@ class _Search:
         found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "last", "blamed", "source")
         for row in found.limit(failures.MOST_FAILURES + 1).collect():
             names = [side.name for side in self.rules[row["rule"]].sides]
-            of = row["source"][row["last"] if row["blamed"] is None else names.index(row["blamed"])]
+            # The output of a record that expired has that record alone.
+            alone = row["blamed"] is None or len(row["source"]) < len(names)
+            of = row["source"][row["last"] if alone else names.index(row["blamed"])]
             topic = self.pipeline.inputs[of["place"]].topic
             self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
 
@@ -291,7 +323,7 @@ class _Search:
         made: dict[Place, Failure] = {}
         for place in order:
             rule, side = self.found[place]
-            expressions = _expressions(rule, side, place[0])
+            expressions = self._expressions(rule, side, place[0])
             where, sql = expressions[0] if len(expressions) == 1 else (side, "")
             words = "an expression fails on this record."
             if place in self.overflowing:
@@ -307,12 +339,12 @@ class _Search:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 
-        expressions = _expressions(rule, side, place[0])
+        expressions = self._expressions(rule, side, place[0])
         if len(expressions) == 1:
             return expressions[0]
         first = failures.first_failing(expressions)
         try:
-            with tasks.search_settings(self.transform.spark):
+            with search_settings(self.transform.spark):
                 rows = self._rows(lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place)
                 found = rows.where(self._is_of(place)).where("at IS NOT NULL").select("at").limit(1).collect()
         except (PySparkException, Py4JError):
@@ -334,29 +366,51 @@ class _Search:
         try:
             if side in ("where", kind_of(rule).join, failures.LOOKUP):
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
-                asked = matching.conditions(self.pipeline.input(topic), frame, self.rules)
+                asked = assignment.conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
-                keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else join_keys(rule, topic)
+                keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else self._join_keys(rule, topic)
                 sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
-                rows = self._rows(matching.columns, place)
-                rows.where(self._is_of(place)).collect()
+                rows = self._rows(assignment.columns, place).where(self._is_of(place))
+                if side == _PARTITION:
+                    mine = rows.where(f"rule = {self.rules.index(rule)}")
+                    rows = partition_numbers(mine, self.pipeline, rule.out, self.partitions[rule.out].count)
+                rows.collect()
         except (PySparkException, Py4JError) as error:
             return cause_line(error)
         return "an expression fails on this record."
 
+    def _join_keys(self, rule: Rule, topic: str) -> list[str]:
+        """The expressions of a rule's join key, and of a group also the arguments of aggregates."""
+        if rule.group is None:
+            return join_keys(rule, topic)
+        inputs = {side.name: self.frames[side.topic] for side in rule.sides if side.topic in self.frames}
+        inputs = {name: frame for name, frame in inputs.items() if assignment.has_schema(frame)}
+        return [kind_of(rule).key_sql(rule, topic, inputs) or "NULL"]
+
+    def _expressions(self, rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
+        """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
+        if side == _PARTITION:
+            return [(side, self.pipeline.output(rule.out).partition_by or "")]
+        return _expressions(rule, side, topic)
+
 
 def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
-    """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
     if side == "where":
         return [(side, rule.side(topic).where or "")]
     if side == failures.LOOKUP:
         return [(side, " AND ".join(failures.lookup_keys(rule, topic)))]
+    if side == kind_of(rule).join and rule.group is not None:
+        return [(f"{side}, or the argument of an aggregate", "")]
     if side == kind_of(rule).join:
         return [(side, " AND ".join(join_keys(rule, topic)))]
+    if side in (COMPLETE, AGGREGATE):
+        return [(side, "" if rule.group is None or side == AGGREGATE else rule.group.complete)]
     if side == "shape":
         return [(side, rule.keep or "")]
+    if side == "explode":
+        return [(side, rule.explode or "")]
     if side == "headers":
         return [(side, "" if rule.headers is None else headers_sql(rule.headers))]
     return list(leaves({"key": rule.key, "value": rule.value}[side], side))

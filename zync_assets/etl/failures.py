@@ -20,8 +20,9 @@ from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
-from zync_assets.etl.rules import kind_of, matching
-from zync_assets.etl.rules.matching import Target, conditions, has_schema, wanted
+from zync_assets.etl.rules import kind_of
+from zync_assets.etl.rules.assignment import conditions, has_schema, wanted
+from zync_assets.etl.rules.kind import OutputColumns, union
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.lake import quarantine, raw
 from zync_assets.lake.log import DataFile
@@ -31,24 +32,29 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Rule
 from zync_assets.spark import frames
+from zync_assets.spark.failures import fails
 from zync_assets.spark.sql import shape_sql
-from zync_assets.spark.tasks import fails
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-def sides_sql(rule: Rule, target: Target) -> dict[str, str]:
+def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
     """A rule's output expressions: side (shape, key, value, headers) → SQL."""
     sides = {} if rule.keep is None else {"shape": rule.keep}
     sides |= {side: wanted(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
     if target.headers and rule.headers is not None:
         sides["headers"] = wanted(rule, headers_sql(rule.headers))
+    if rule.explode is not None:
+        # The expressions of every element.
+        sides = {"explode": rule.explode} | {
+            side: f"transform({rule.explode}, item -> {sql})" for side, sql in sides.items()
+        }
     return sides
 
 
-def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
-    """The columns ``failed`` and ``blamed`` for ``etl.rules.matching.singles`` and ``paired``, as (name, SQL).
+def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+    """The columns ``failed`` and ``blamed`` for ``etl.rules.assignment.singles`` and ``paired``, as (name, SQL).
 
     ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
     fail with any record on the others. Null if several records fail alone, or if only the records together fail.
@@ -56,7 +62,7 @@ def failing_sides(rule: Rule, target: Target) -> list[tuple[str, str]]:
     sides = sides_sql(rule, target)
     found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
-    if len(rule.sides) > 1:
+    if len(rule.sides) > 1 and rule.group is None:
         cases = [f"WHEN {fails(sql)} THEN {_alone(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
     return [("failed", f"CASE {found} END"), ("blamed", blamed)]
@@ -215,9 +221,14 @@ class Failures:
             )
         ]
 
-    def waited(self, plan: EtlPlan) -> list[ClassRange]:
-        """The failing pending records, which leave the class pending."""
-        return [ClassRange(one.topic, "pending", one.rule, one.part) for one in self.of(plan, old=True)]
+    def waited(self, plan: EtlPlan, rules: Sequence[Rule]) -> list[ClassRange]:
+        """The failing pending records, which leave the class pending. A record waits for the first of a rule's outputs,
+        whichever output it fails on."""
+        takers = {rule.name: rule.part_of or rule.name for rule in rules}
+        return [
+            ClassRange(one.topic, "pending", takers.get(one.rule, one.rule), one.part)
+            for one in self.of(plan, old=True)
+        ]
 
 
 NONE = Failures()
@@ -241,7 +252,7 @@ def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> Da
         ]
         if side is not None and files:
             frames.append(_rows(spark, plan, topic, state, side.uri, files))
-    return matching.union(frames) if frames else None
+    return union(frames) if frames else None
 
 
 def quarantined(rows: DataFrame | None) -> Counter[tuple[str, int]]:

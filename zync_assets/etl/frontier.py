@@ -82,7 +82,7 @@ class Stream:
         return self.topic, self.partition
 
 
-class Key(NamedTuple):
+class OrderKey(NamedTuple):
     """A place in the sequence of a domain's records. A key with LEAST in its last parts is below all that share the rest."""
 
     high: int
@@ -175,7 +175,7 @@ def _file_below(stream: Stream, end: int) -> File | None:
     return stream.files[at - 1] if at else None
 
 
-def offset_at(stream: Stream, key: Key, read: ReadOrders) -> int:
+def offset_at(stream: Stream, key: OrderKey, read: ReadOrders) -> int:
     """The offset at which the stream's records reach a key, at least ``seen``; ``next`` if they do not."""
     order = (key.high, key.low)
     mine, tie = (stream.place, stream.partition), (key.place, key.partition)
@@ -233,7 +233,7 @@ Ends: TypeAlias = dict[tuple[str, int], int]
 class Batch(NamedTuple):
     """The part of the streams that a batch takes: the records below ``key``, and therefore the offsets below ``ends``."""
 
-    key: Key
+    key: OrderKey
     ends: Ends
 
 
@@ -242,14 +242,14 @@ def batch_of(
     limit: Order,
     records: int,
     read: ReadOrders,
-    stops: Callable[[Key], Iterable[Key]] = lambda key: (key,),
+    stops: Callable[[OrderKey], Iterable[OrderKey]] = lambda key: (key,),
 ) -> Batch:
     """A batch of about ``records`` records whose orders are below ``limit``.
 
     The batch takes from each stream the records below one key. A batch without records ends where the streams were seen.
     ``stops``: the keys at which a batch may end, for a key at which it has enough records.
     """
-    whole = Batch(Key(*limit), _ends(streams, Key(*limit), read))
+    whole = Batch(OrderKey(*limit), _ends(streams, OrderKey(*limit), read))
     spans = [span for stream in streams for span in spans_of(stream, whole.ends[stream.name])]
     total, wanted = sum(span.records for span in spans), records
     while wanted < total:
@@ -262,12 +262,12 @@ def batch_of(
     return whole
 
 
-def _ends(streams: Iterable[Stream], key: Key, read: ReadOrders) -> Ends:
+def _ends(streams: Iterable[Stream], key: OrderKey, read: ReadOrders) -> Ends:
     return {stream.name: max(stream.seen, offset_at(stream, key, read)) for stream in streams}
 
 
 @dataclass(frozen=True)
-class Span:
+class OrderSpan:
     """Some records of one file, with their lowest and highest order. Their offsets are ``first`` to before ``end``."""
 
     low: Order
@@ -279,20 +279,20 @@ class Span:
     end: int = 0
 
 
-def spans_of(stream: Stream, end: int) -> list[Span]:
+def spans_of(stream: Stream, end: int) -> list[OrderSpan]:
     """The spans of a stream's records from ``seen`` to ``end``. A part of a file counts as its share of the offsets."""
-    found: list[Span] = []
+    found: list[OrderSpan] = []
     for item in stream.files:
         low, high = item.first or 0, (item.last or 0) + 1
         first, last = max(low, stream.seen), min(high, end)
         if first < last:
             share = item.records * (last - first) / (high - low)
             orders = item.min_order or LOWEST, item.max_order or LOWEST
-            found.append(Span(*orders, share, stream.place, stream.partition, first, last))
+            found.append(OrderSpan(*orders, share, stream.place, stream.partition, first, last))
     return found
 
 
-def keys_at(spans: Sequence[Span], counts: Sequence[float]) -> list[Key]:
+def keys_at(spans: Sequence[OrderSpan], counts: Sequence[float]) -> list[OrderKey]:
     """Ascending keys, each with about one of the ``counts`` (ascending) of records below it. Equal keys are one.
 
     The records of a span count as spread evenly over its orders.
@@ -302,7 +302,7 @@ def keys_at(spans: Sequence[Span], counts: Sequence[float]) -> list[Key]:
     # A file may begin with records before all changes. Its other records lie among the changes.
     least = min(known, default=LOWEST[0])
     whole = [
-        Span((least, LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
+        OrderSpan((least, LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
         if span.low[0] == LOWEST[0] < span.high[0]
         else span
         for span in spans
@@ -310,13 +310,13 @@ def keys_at(spans: Sequence[Span], counts: Sequence[float]) -> list[Key]:
     return sorted(set(_keys(whole, counts, ())))
 
 
-def _keys(spans: Sequence[Span], counts: Sequence[float], shared: tuple[int, ...]) -> list[Key]:
+def _keys(spans: Sequence[OrderSpan], counts: Sequence[float], shared: tuple[int, ...]) -> list[OrderKey]:
     """``shared``: the parts of the key that all spans have in common."""
     part = len(shared)
     if part == len(LOWEST):
         return [_key_in_tie(spans, count, shared) for count in counts]
     points, below, at = spread([(span.low[part], span.high[part], span.records) for span in spans])
-    found: list[Key] = []
+    found: list[OrderKey] = []
     for count in counts:
         index = int(np.searchsorted(below + at, count))
         if index == len(points):
@@ -328,11 +328,11 @@ def _keys(spans: Sequence[Span], counts: Sequence[float], shared: tuple[int, ...
             start, before = points[index - 1], float(below[index - 1] + at[index - 1])
             share = (count - before) / (float(below[index]) - before)
             value = start + max(1, int((points[index] - start) * share))
-            found.append(Key(*[*shared, min(value, points[index])]))
+            found.append(OrderKey(*[*shared, min(value, points[index])]))
     return found
 
 
-def _key_in_tie(spans: Sequence[Span], count: float, shared: tuple[int, ...]) -> Key:
+def _key_in_tie(spans: Sequence[OrderSpan], count: float, shared: tuple[int, ...]) -> OrderKey:
     """The key in a sequence of records that share one order."""
     ordered = sorted(spans, key=lambda span: (span.place, span.partition, span.first))
     totals = np.cumsum([span.records for span in ordered])
@@ -340,7 +340,7 @@ def _key_in_tie(spans: Sequence[Span], count: float, shared: tuple[int, ...]) ->
     span = ordered[at]
     share = 1 - (float(totals[at]) - count) / span.records
     offset = span.first + round((span.end - span.first) * min(1.0, share))
-    return Key(*[*shared, span.place, span.partition, offset])
+    return OrderKey(*[*shared, span.place, span.partition, offset])
 
 
 def spread(

@@ -9,6 +9,11 @@ wait. ``decide`` goes through the records of these rows in the order of the sour
 batch, and changes them (``applied``). Otherwise, or if pending records of earlier batches play a part, the batch runs once more
 with the decision (``Hold``). A batch without such a row runs once, and sorts nothing.
 
+The second run sorts all outputs again. The place of an output in the sequence gives its Spark task and its number, and the first
+run has written the numbers to files. A record that waits leaves the sequence or moves behind another output, and all later
+outputs get other numbers. The rows could be known before the sort only from the pairs. Every batch would then compute its
+pairs twice, for the few batches in which a record waits.
+
 A delete that no rule takes ends its row too, and keeps its own class. A delete emits its tombstone all the same if one of the
 pending records is a change of the row: an earlier record of the row may have made an output.
 """

@@ -1,39 +1,34 @@
 """A batch's result rows on their way: outputs become files of the staging table, and all rows are accounted for, in the Spark
 tasks that hold a bucket each.
-
-Parquet is written by Arrow: Spark's own writer takes four times as long for the same file, as it writes row by row.
 """
 
 from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
+from zync_assets.codecs.spark_types import arrow_frame, spark_schema
 from zync_assets.errors import ZyncError
-from zync_assets.etl import account, encodability, source_rows
+from zync_assets.etl import account, source_rows
 from zync_assets.etl.account import ENTRIES, Count, Labels
 from zync_assets.etl.encodability import encoding_errors, text_problems
 from zync_assets.etl.failures import MOST_FAILURES
-from zync_assets.etl.output_types import OutputType
-from zync_assets.etl.rules.matching import LACKING
 from zync_assets.etl.rules.output_schemas import FieldPath, null_masks
-from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, RowTimes, Settled
-from zync_assets.lake import staging, storage
+from zync_assets.etl.topic_outputs import OutputFile, TopicOutputs
+from zync_assets.lake import staging
 from zync_assets.lake.log import DataFile
-from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import ignore_release_errors, tune_worker, unmeasured
+from zync_assets.spark.failures import ignore_release_errors
+from zync_assets.spark.tasks import tune_worker, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -43,70 +38,6 @@ _LOOKED_AT, _LOOKED_AT_BYTES = 20_000, 64 << 20
 
 GROUP_BYTES = 64 << 20
 """Bytes of the row groups that a task gathers at one time."""
-
-_REPEATED = (
-    "kafka.topic",
-    "kafka.partition",
-    "rule",
-    "schema",
-    *(f"source.list.element.{name}" for name in ("topic", "partition")),
-)
-"""Columns with few values, for which Parquet's dictionary pays; to try it on every column takes half of the writing."""
-
-_LEFT_OUT = "left_out"
-
-
-@dataclass(frozen=True)
-class StagedTopic:
-    """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset; ``columns``: the
-    topic's own, with their types; ``schemas``: fingerprints of output schemas by the rule's index; ``texts``: output schemas
-    by fingerprint; ``limit``: bytes that a record batch may have, if that is known; ``required``: fields of
-    values that the schemas have no null for."""
-
-    topic: str
-    folder: str
-    next: int
-    columns: Mapping[str, pa.DataType]
-    schemas: Sequence[str]
-    texts: Mapping[str, str]
-    limit: int | None
-    required: Sequence[FieldPath] = ()
-
-    def rows(self, outputs: pa.RecordBatch, first: int, labels: Labels) -> pa.RecordBatch:
-        """Outputs as they are staged, numbered from ``first``."""
-        count = len(outputs)
-        kafka = {
-            "topic": pa.repeat(pa.scalar(self.topic), count),
-            "partition": pa.repeat(pa.scalar(0, pa.int32()), count),
-            "offset": pa.array(np.arange(first, first + count)),
-        }
-        made: dict[str, pa.Array] = {
-            "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
-            "rule": pa.array(labels.rules, pa.string()).take(outputs["rule"]),
-            "source": _named(outputs["source"], labels),
-            "schema": pa.array(self.schemas, pa.string()).take(outputs["rule"]),
-            "left_out": outputs[_LEFT_OUT],
-        }
-        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(self.columns)
-        made |= {name: outputs[name] for name in self.columns}
-        arrays = [
-            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
-        ]
-        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
-
-
-def staged_topic(kind: OutputType, folder: str, next: int, labels: Labels, limit: int | None) -> StagedTopic:
-    """The outputs of a topic in a batch. The parameters are those of ``StagedTopic``."""
-    return StagedTopic(
-        kind.topic,
-        folder,
-        next,
-        kind.columns,
-        [kind.targets[name].fingerprint if name in kind.targets else "" for name in labels.rules],
-        {kind.targets[name].fingerprint: text for name, text in kind.texts.items()},
-        limit,
-        tuple(kind.required),
-    )
 
 
 @dataclass(frozen=True)
@@ -133,40 +64,12 @@ class Written:
     settled: bool
 
 
-def row_sql(
-    topics: Sequence[StagedTopic], labels: Labels, suspect: str, placeholder: str | None, *, lacking: bool = False
-) -> list[str]:
-    """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
-    encode; ``placeholder``: see ``unavailable``; ``lacking``: the rows have the column of that name (``matching``)."""
-    wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
-    for at, staged in enumerate(topics):
-        values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
-        value = staging.value_column(staged.topic)
-        if value in values:
-            made = encodability.left_out(values[value], spark_type(staged.columns[value]), "value", placeholder)
-            values[value], paths = made or (values[value], paths)
-            if lacking:
-                both = f"array_distinct(concat(coalesce({paths}, array()), coalesce({LACKING}, array())))"
-                paths = f"IF({name_sql(value)} IS NULL OR size({both}) = 0, NULL, {both})"
-        # Under names without dots, which mapInArrow would take for paths.
-        sides = (
-            f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"
-            for side, (name, sql) in enumerate(values.items())
-        )
-        # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
-        made = f"array(struct({', '.join([f'{paths} AS {_LEFT_OUT}', *sides])}))"
-        wanted.append(
-            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(staged.topic)}) THEN {made} END AS out{at}"
-        )
-    return wanted
-
-
 @dataclass(frozen=True)
 class BucketWriter:
     """Writes the outputs of one Spark partition in order, and accounts for every row. The rows belong to one bucket."""
 
     uri: str
-    topics: Sequence[StagedTopic]
+    topics: Sequence[TopicOutputs]
     labels: Labels
     group: int = 50_000
     """The most records of a row group. A row group also ends when the topics together reach GROUP_BYTES."""
@@ -177,7 +80,8 @@ class BucketWriter:
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of _RESULT: account entries first, then one row with the pickled results."""
         tune_worker()
-        files: dict[int, _File] = {}
+        files: dict[tuple[int, int], OutputFile] = {}
+        starts: list[int] | None = None
         counted: list[Count] = []
         encoding_failures: list[EncodingFailure] = []
         nullable: set[tuple[str, FieldPath]] = set()
@@ -185,6 +89,7 @@ class BucketWriter:
         settled: Settled | None = None
         try:
             for before, batch, is_whole in _gathered(batches):
+                starts = batch["starts"][0].as_py() if not before else starts
                 sources = account.Sources(batch)
                 each, records = self.held.report(sources, batch, before)
                 times.append(each)
@@ -202,10 +107,10 @@ class BucketWriter:
                 entries = account.entries(sources, self.labels)
                 if len(entries) or records is not None:
                     yield _result(None, entries, records)
-                for at, outputs in made:
-                    file = files[at] = files.get(at) or self._begun(self.topics[at], outputs)
+                for at, partition, outputs in self._shared(made):
+                    file = files[at, partition] = files.get((at, partition)) or self._begun(at, partition, starts)
                     file.add(outputs)
-                    if file.waiting >= self.group or file.size >= GROUP_BYTES // len(self.topics):
+                    if file.waiting >= self.group or file.size >= GROUP_BYTES // max(len(self.topics), len(files)):
                         file.write_group()
             done, sums = [file.closed() for file in files.values()], account.summed(counted)
             null, is_settled = frozenset(nullable), settled is not None
@@ -214,20 +119,33 @@ class BucketWriter:
             found = error
         yield _result(found, None, None)
 
-    def _begun(self, staged: StagedTopic, outputs: pa.RecordBatch) -> _File:
-        """The file of a topic whose first outputs these are."""
+    def _begun(self, at: int, partition: int, starts: Sequence[int] | None) -> OutputFile:
+        """The file of a topic's outputs in a partition. ``starts``: see ``positions.arranged``."""
+        staged = self.topics[at]
         path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
-        return _File(self.uri, path, staged, self.labels, staged.next + outputs["first"][0].as_py())
+        before = sum(len(other.next) for other in self.topics[:at])
+        first = staged.next[partition] + (0 if starts is None else starts[before + partition])
+        return OutputFile(self.uri, path, staged, self.labels, first, partition)
+
+    def _shared(self, made: Iterable[tuple[int, pa.RecordBatch]]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """The outputs of each topic by partition, in order within each."""
+        for at, outputs in made:
+            if len(self.topics[at].next) == 1:
+                yield at, 0, outputs
+                continue
+            partitions = self.topics[at].partitions.of(outputs)
+            for partition in np.unique(partitions).tolist():
+                yield at, partition, outputs.take(pa.array(np.flatnonzero(partitions == partition)))
 
     def _outputs(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Each topic's outputs: the rows' columns, and then LEFT_OUT and the topic's own."""
-        about = batch.select(["rule", "source", "last", "suspect", "first"])
+        about = batch.select(["rule", "source", "last", "suspect"])
         for at, staged in enumerate(self.topics):
             sides = pa.RecordBatch.from_struct_array(batch[f"out{at}"].flatten())
             if not len(sides):
                 continue
             own = about if len(sides) == len(batch) else about.filter(pc.is_valid(batch[f"out{at}"]))
-            for name, column in zip((_LEFT_OUT, *staged.columns), sides.columns, strict=True):
+            for name, column in zip(staged.columns_made, sides.columns, strict=True):
                 own = own.append_column(name, column)
             yield at, own
 
@@ -247,7 +165,7 @@ def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.Recor
         yield before, pa.concat_batches(held), not before
 
 
-def _encoding_failures(staged: StagedTopic, outputs: pa.RecordBatch, labels: Labels) -> Iterator[EncodingFailure]:
+def _encoding_failures(staged: TopicOutputs, outputs: pa.RecordBatch, labels: Labels) -> Iterator[EncodingFailure]:
     errors = text_problems(outputs, staged.columns)
     marked = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
     marked[list(errors)] = False
@@ -261,74 +179,10 @@ def _encoding_failures(staged: StagedTopic, outputs: pa.RecordBatch, labels: Lab
         yield EncodingFailure(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
 
 
-def _null_fields(staged: StagedTopic, outputs: pa.RecordBatch) -> list[FieldPath]:
+def _null_fields(staged: TopicOutputs, outputs: pa.RecordBatch) -> list[FieldPath]:
     """The required fields that are null all the same: where they are in the source, what they lie in is null there."""
     name = staging.value_column(staged.topic)
     return list(null_masks(outputs[name], staged.required)) if staged.required and name in staged.columns else []
-
-
-@dataclass
-class _File:
-    """One file under way, its next records waiting to be a row group."""
-
-    uri: str
-    path: str
-    staged: StagedTopic
-    labels: Labels
-    first: int
-    written: int = 0
-    waiting: int = 0
-    size: int = 0
-    _group: list[pa.RecordBatch] = field(default_factory=list[pa.RecordBatch])
-    _writer: pq.ParquetWriter | None = None
-
-    def add(self, outputs: pa.RecordBatch) -> None:
-        self._group.append(self.staged.rows(outputs, self.first + self.written + self.waiting, self.labels))
-        self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.get_total_buffer_size()
-
-    def write_group(self) -> None:
-        uri = storage.join(self.uri, self.path)
-        table = pa.Table.from_batches(self._group)
-        with storage.access_errors(uri, "can't be written"):
-            if self._writer is None:
-                self._writer = _writer(uri, table.schema)
-            self._writer.write_table(table)
-        self.written += len(table)
-        self._group, self.waiting, self.size = [], 0, 0
-
-    def closed(self) -> DataFile:
-        if self._group:
-            self.write_group()
-        uri = storage.join(self.uri, self.path)
-        with storage.access_errors(uri, "can't be written"):
-            if self._writer is not None:
-                self._writer.close()
-            size = storage.file_size(uri)
-        last = self.first + self.written - 1
-        return DataFile(self.path, size, self.written, 0, self.first, last, group=self.staged.topic)
-
-
-def _named(source: pa.ListArray, labels: Labels) -> pa.ListArray:
-    """Sources with topics in place of the inputs' places."""
-    places, partitions, offsets = source.values.flatten()
-    topics = pa.array(labels.topics, pa.string()).take(places)
-    each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
-    return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
-
-
-def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
-    system, path = storage.filesystem(uri)
-    system.create_dir(path.rsplit("/", 1)[0], recursive=True)
-    return pq.ParquetWriter(
-        path,
-        schema,
-        filesystem=system,
-        compression="snappy",
-        use_dictionary=list(_REPEATED),  # type: ignore[arg-type]  # a list of names too
-        column_encoding={"kafka.offset": "DELTA_BINARY_PACKED"},
-        # Rows are in order of offsets: of other columns the least and the most of a row group help nobody to skip it.
-        write_statistics=["kafka.offset"],  # type: ignore[arg-type]
-    )
 
 
 _RECORDS = "records binary"
@@ -378,8 +232,8 @@ class Results:
         except BaseException:
             self.release()
             raise
-        self.files = sorted((file for each in tasks for file in each.files), key=lambda file: (file.group, file.first))
-        """By topic, in order of offsets."""
+        self.files = sorted((file for each in tasks for file in each.files), key=_place)
+        """By topic and partition, in order of offsets."""
         counted = account.summed(count for each in tasks for count in each.counts)
         self.facts = [account.fact(count, writer.labels) for count in counted]
         self.encoding_failures = [one for each in tasks for one in each.encoding_failures]
@@ -421,6 +275,10 @@ class Results:
             if frame is not None:
                 with ignore_release_errors():
                     frame.unpersist()
+
+
+def _place(file: DataFile) -> tuple[str, int, int]:
+    return file.group or "", file.partition or 0, file.first or 0
 
 
 def _written(packed: bytearray) -> Written:

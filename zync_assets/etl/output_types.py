@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from zync_assets.codecs.dispatch import check_fits
 from zync_assets.codecs.fields import PLAIN, Note, topic_type_of
 from zync_assets.codecs.spark_types import has_forbidden, original_name, spark_type
 from zync_assets.errors import EtlError, SchemaError
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import Target
+from zync_assets.etl.rules import assignment
+from zync_assets.etl.rules.group import aggregate_types
+from zync_assets.etl.rules.kind import OutputColumns
 from zync_assets.etl.rules.output_schemas import (
     FieldPath,
     lacking_sql,
@@ -33,12 +34,14 @@ from zync_assets.etl.rules.output_schemas import (
     with_notes,
     written_forms,
 )
-from zync_assets.etl.rules.shapes import check_headers, own_type, shape_type, unify, void_fields
+from zync_assets.etl.rules.parts import ITEM, item_frame
+from zync_assets.etl.rules.shapes import Question, check_headers, own_type, shape_type, unify, void_fields
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline, Rule
+from zync_assets.spark.sql import shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -52,7 +55,7 @@ class OutputType:
     topic: str
     columns: Mapping[str, pa.DataType]
     """Column name → type. A side that is NULL in every rule has no column; neither have headers that no rule sets."""
-    targets: Mapping[str, Target]
+    targets: Mapping[str, OutputColumns]
     texts: Mapping[str, str]
     """Rule → its output schema, as JSON."""
     required: Collection[FieldPath]
@@ -60,7 +63,7 @@ class OutputType:
     untyped: Mapping[str, str]
     """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
 
-    def target(self, rule: str) -> Target:
+    def target(self, rule: str) -> OutputColumns:
         return self.targets[rule]
 
 
@@ -111,7 +114,7 @@ def _output_type(
             if (found := _rule_types(rule, frames, state)) is not None:
                 made[name] = found
         except EtlError as error:
-            if matching.has_schema(frames[rule.topics[0]]):
+            if assignment.has_schema(frames[rule.topics[0]]):
                 raise
             unknown[name] = (
                 f"{error} No value has come yet, only tombstones; a rule for these can use their keys alone."
@@ -146,7 +149,7 @@ def _output_type(
     with_headers = any(rule.headers is not None for rule in rules.values())
     if with_headers:
         columns[staging.HEADERS_COLUMN] = HEADERS_TYPE
-    targets: dict[str, Target] = {}
+    targets: dict[str, OutputColumns] = {}
     earlier = _Earlier.of(item.topic, state)
     unresolved = [rule for name, rule in rules.items() if name not in made]
     texts = _schema_texts(item, {name: (rules[name], own[name]) for name in made}, earlier, tables, unresolved)
@@ -157,10 +160,30 @@ def _output_type(
         ]
         shape = rules[name].value
         lacking = lacking_sql(shape, _tables_of(rules[name], tables)) if lacks else []
-        targets[name] = Target(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
+        targets[name] = OutputColumns(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
     values = [json.loads(text)["value"]["schema"] for text in texts.values()]
     required = {path for schema in values if schema is not None for path in required_fields(schema)}
     return OutputType(item.topic, columns, targets, texts, required, untyped | unknown)
+
+
+def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Question]:
+    """The expressions whose types a batch needs (``shapes.learn_types``), of rules whose topics have a schema. ``frames``: input
+    topic → records."""
+    found: list[Question] = []
+    for rule in rules:
+        # Expressions of rules with tables name rows.
+        if rule.tables or not all(topic in frames and assignment.has_schema(frames[topic]) for topic in rule.topics):
+            continue
+        sides = {side.name: frames[side.topic] for side in rule.sides}
+        for side in rule.sides:
+            found += [({side.name: sides[side.name]}, f"({sql})") for sql in side.keys]
+            found += [({"": sides[side.name]}, f"({side.where})")] if side.where is not None else []
+        found += (
+            []
+            if rule.group is not None or rule.explode is not None
+            else [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
+        )
+    return found
 
 
 def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
@@ -196,16 +219,20 @@ def _rule_types(
             return None
         _check_names(rule, *found[:2])
         return found[:2]
-    if len(rule.sides) > 1 and not all(matching.has_schema(frames[topic]) for topic in rule.topics):
+    if len(rule.sides) > 1 and not all(assignment.has_schema(frames[topic]) for topic in rule.topics):
         return None
     sides = {side.name: frames[side.topic] for side in rule.sides}
+    if rule.group is not None:
+        sides = {"": aggregate_types(rule, sides)}
     if rule.lookups:
         from zync_assets.etl.views.event_rows import row_frames
 
         rows = row_frames(rule, frames, state)
-        if not rows or not all(map(matching.has_schema, sides.values())):
+        if not rows or not all(map(assignment.has_schema, sides.values())):
             return None
         sides |= rows
+    if rule.explode is not None:
+        sides |= {ITEM: item_frame(sides, rule)}
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
     key, value = (
@@ -308,8 +335,9 @@ def _schema_texts(
 
 
 def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
-    """Side → the columns of its raw table. The expressions of a view name rows, and no columns of raw tables."""
-    if rule.view is not None:
+    """Side → the columns of its raw table. The expressions of a view name rows, those of a group aggregates, and no
+    columns of raw tables."""
+    if rule.view is not None or rule.group is not None:
         return {}
     return {side.name: tables[side.topic] for side in rule.sides}
 

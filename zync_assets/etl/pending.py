@@ -26,8 +26,8 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl.hold import NO_HOLD, Place
 from zync_assets.etl.plan import EtlBatch
-from zync_assets.etl.rules import matching
-from zync_assets.etl.rules.matching import RuleRecords
+from zync_assets.etl.retries import is_in, spans_of
+from zync_assets.etl.rules.kind import RuleRecords, union
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import RecentCache
@@ -35,8 +35,8 @@ from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
+from zync_assets.spark.failures import ignore_release_errors
 from zync_assets.spark.sql import text_sql
-from zync_assets.spark.tasks import ignore_release_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -293,6 +293,7 @@ def rows_at(state: StagingState, places: Collection[Place]) -> Rows:
 MOST_MATCHES = 20_000
 """Places that are handed to Spark from here."""
 
+_REOPENED = pa.schema([("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 _PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 
 Side = tuple[str, str]
@@ -335,13 +336,13 @@ class PendingRecords:
         if not hashes or plan.state is None:
             self._spans = {}
             return
-        if small and self._look_up_here(plan.state, matching.union(hashes)):
+        if small and self._look_up_here(plan.state, union(hashes)):
             return
         entries = frames.ledger_frame(self.batch.spark, plan.state)
         matches = (
             entries.where("kind = 'pending' AND hash IS NOT NULL")
             .select("rule", "topic", "partition", "first", "hash")
-            .join(matching.union(hashes), ["rule", "topic", "hash"], "left_semi")
+            .join(union(hashes), ["rule", "topic", "hash"], "left_semi")
             .join(
                 entries.where("kind = 'completed'").select("topic", "partition", "first"),
                 ["topic", "partition", "first"],
@@ -349,6 +350,10 @@ class PendingRecords:
             )
             .select("rule", "topic", "partition", "first")
         )
+        reopened = [(item.topic, *at) for item in plan.reopening.parts if item.kind == "pending" for at in item.places]
+        if reopened:
+            # A reopened record is new for this batch.
+            matches = matches.join(listed_frame(self.batch.spark, _REOPENED, reopened), _PLACE, "left_anti")
         self.release()  # of an attempt whose join keys failed
         self._places = matches.persist()
         found: dict[Side, list[OffsetRange]] = defaultdict(list)
@@ -363,7 +368,10 @@ class PendingRecords:
         if matches is None or matches.num_rows > MOST_MATCHES:
             return False
         found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        again = spans_of(self.batch.plan.reopening.parts)
         rows = [tuple(row.values()) for row in matches.to_pylist()]
+        # A reopened record is new for this batch.
+        rows = [row for row in rows if not is_in(again, (row[1], row[2], row[3]), "pending")]
         for rule, topic, partition, span in sorted({(*row[:3], row[3] // frames.SPAN) for row in rows}):
             found[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
         if rows:

@@ -23,6 +23,7 @@ from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, divided, reopen, with_joins
+from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
 from zync_assets.etl.waits import NO_WAITS, Waits, waits_of
 from zync_assets.lake import publication, raw, staging
@@ -114,6 +115,16 @@ _ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What the event rules of a staging pool make of the raw history, in a scratch pool. ``prefix``: of the names of the scratch
+    pool's output topics; ``topics``: the output topics that get what differs."""
+
+    state: StagingState = field(repr=False)
+    prefix: str
+    topics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EtlPlan:
     """The new and reopened offsets of one batch for a staging pool.
 
@@ -133,13 +144,19 @@ class EtlPlan:
     """Domain → its part of the batch. Empty if there is nothing new."""
     rebuild: Rebuild | None = None
     """What the batch computes again, in place of the new records."""
+    recomputed: Recomputed | None = None
+    """What the batch compares with the staged outputs, in place of the new records."""
     waits: Waits = field(default=NO_WAITS, repr=False)
     """The records that wait for a row."""
 
     @property
     def nothing_to_do(self) -> bool:
         idle = not any(self.ranges.values()) and not self.reopening.parts
-        return idle and not self.waits.overdue and self.rebuild is None
+        return idle and not self.waits.overdue and not self.is_rebuild
+
+    @property
+    def is_rebuild(self) -> bool:
+        return self.rebuild is not None or self.recomputed is not None
 
     @property
     def reads_nothing(self) -> bool:
@@ -208,20 +225,27 @@ class EtlCommit:
     seconds: float
 
 
-def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int = BATCH_RECORDS) -> EtlPlan:
+def plan_etl(
+    pipeline: Pipeline,
+    pool: str,
+    retry: Retry = NOTHING,
+    limit: int = BATCH_RECORDS,
+    until: Mapping[tuple[str, int], int] | None = None,
+) -> EtlPlan:
     """The plan of the next batch: about ``limit`` new records of a staging pool, the earliest in time.
 
-    The plan also has every record to match again: replays, and the records that ``retry`` selects. Raises EtlError for a raw
-    table that was replaced.
+    The plan also has every record to match again: replays, and the records that ``retry`` selects. ``until``: (topic,
+    partition) → the offset that the batch must not reach, 0 for other partitions; None: the batch has no such limit. Raises
+    EtlError for a raw table that was replaced.
     """
     # Reads against the flow of the data, because another process may commit meanwhile: published, staging, raw.
     verified = publication.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
     state = staging.open_staging(pipeline.lake, pool)
     head = state.head if state else Head()
-    for topic, offset in verified.items():
-        position = head.outputs.get((topic, 0))
+    for topic in dict.fromkeys(topic for topic, _ in verified):
         recreate = pipeline.command("to-kafka", "--recreate", topic)
-        error = publication.rollback_error(pool, topic, offset, position.next if position else None, recreate)
+        parts = {p: offset for (name, p), offset in verified.items() if name == topic}
+        error = publication.rollback_error(pool, topic, parts, head.output_ends(topic), recreate)
         if error is not None:
             raise error
     if state is None and pipeline.rules_of(pool):
@@ -235,8 +259,17 @@ def plan_etl(pipeline: Pipeline, pool: str, retry: Retry = NOTHING, limit: int =
             continue
         _check_table(pool, head, topic, found)
         if _is_outdated(pipeline, pool, head, topic, found):
-            return plan_etl(pipeline, pool, retry, limit)
+            return plan_etl(pipeline, pool, retry, limit, until)
     ranges = unseen(states, head)
+    if until is not None:
+        ends = {
+            topic: [(part, until.get((topic, part.partition), 0)) for part in parts] for topic, parts in ranges.items()
+        }
+        ranges = {
+            topic: tuple(replace(part, end=min(part.end, end)) for part, end in parts if end > part.first)
+            for topic, parts in ends.items()
+        }
+    retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head.waiting)))
     reopening = reopen(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
     if any(ranges.values()) or reopening.parts or waits.overdue:
@@ -312,16 +345,16 @@ def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) ->
     return _with_plan(batch, replace(plan, reopening=reopening))
 
 
-def with_parts(batch: EtlBatch, parts: Sequence[ClassRange]) -> EtlBatch:
-    """The batch, where some pending records are matched again like new records."""
+def with_parts(batch: EtlBatch, parts: Sequence[ClassRange], oldest: Mapping[str, int]) -> EtlBatch:
+    """The batch, where some pending records are matched again like new records. ``oldest``: as in ``Waits``, without them."""
     plan = batch.plan
-    if plan.state is None or not parts:
+    if plan.state is None or (not parts and oldest == plan.waits.oldest):
         return batch
     own = plan.reopening
     again, expired = divided(parts, plan.state, plan.raw)
     some = frozenset((item.rule, item.topic) for item in parts if item.rule is not None)
     own = replace(own, again=(*own.again, *again), expired=(*own.expired, *expired), some=own.some | some)
-    return _with_plan(batch, replace(plan, reopening=own))
+    return _with_plan(batch, replace(plan, reopening=own, waits=replace(plan.waits, oldest=oldest)))
 
 
 def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:

@@ -1,12 +1,14 @@
 """Positions of an ETL batch: the order and the offsets of its outputs, and the account's head before and after it.
 
 Parallel tasks order and number the outputs. Results are divided into buckets by their order. A bucket is a Spark partition,
-and is sorted. A row's offset is the bucket's first offset plus the row's place in the bucket. The bounds of the buckets come
-from the statistics of the raw files. ``repartitionByRange`` would sample the rows instead, and so run the joins twice.
+and is sorted. An output's offset is the bucket's first offset in the output's topic and partition, plus the number of
+outputs before it that the bucket has for the same partition. The bounds of the buckets come from the statistics of the raw
+files. ``repartitionByRange`` would sample the rows instead, and so run the joins twice.
 
-A bucket's first offset is the count of the rows in the earlier buckets. A subquery of the writing query counts the rows, over
-the same shuffle, and Spark runs a common shuffle once (``spark.sql.exchange.reuse``). A cache would write and read the rows once
-more. The writing tasks report their own counts, and so show whether both queries had the same rows.
+A bucket's first offset in a partition is the count of the outputs of the partition in the earlier buckets. A subquery of
+the writing query counts the rows, over the same shuffle, and Spark runs a common shuffle once
+(``spark.sql.exchange.reuse``). A cache would write and read the rows once more. The writing tasks report their own counts,
+and so show whether both queries had the same rows.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.etl.account import Fact
-from zync_assets.etl.frontier import LEAST, Key, Span, keys_at
+from zync_assets.etl.frontier import LEAST, OrderKey, OrderSpan, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.waits import next_waits
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
-from zync_assets.lake.head import Head, OutputPosition, Position
+from zync_assets.lake.head import Head, OutputPosition, Partitioning, Position
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark.sql import long_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
 BUCKET_RECORDS = 150_000
 """New raw records for each bucket, about."""
@@ -48,7 +50,7 @@ Bound: TypeAlias = tuple[int, ...]
 """The least values, part by part of ``ord``, of the rows from a bucket on. The last parts may be missing."""
 
 
-def bucket_bounds(groups: Sequence[Sequence[Span]], parts: Sequence[str]) -> list[Bound]:
+def bucket_bounds(groups: Sequence[Sequence[OrderSpan]], parts: Sequence[str]) -> list[Bound]:
     """Ascending bounds which cut the records into buckets of about BUCKET_RECORDS.
 
     ``groups``: the spans of the batch's files, group by group of the ordering; ``parts``: the names of the parts of ``ord``.
@@ -66,7 +68,7 @@ def bucket_bounds(groups: Sequence[Sequence[Span]], parts: Sequence[str]) -> lis
     return bounds
 
 
-def _bound(rank: int, key: Key, parts: Sequence[str]) -> Bound:
+def _bound(rank: int, key: OrderKey, parts: Sequence[str]) -> Bound:
     found = [rank if name == "rank" else getattr(key, name) for name in parts]
     while len(found) > 1 and found[-1] == LEAST:
         found.pop()
@@ -78,18 +80,19 @@ def arranged(
     parts: Sequence[str],
     bounds: Sequence[Bound],
     columns: Sequence[str],
-    outs: Sequence[str],
+    outs: Sequence[Numbered],
     *,
     together: bool = False,
-    held: bool = False,
+    ties: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> DataFrame:
-    """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and for an output
-    ``first``: how many outputs of its topic are in the buckets before.
+    """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and ``starts``. The first
+    row of a bucket has in ``starts``, for each partition of each topic of ``outs``, how many outputs are in the buckets before.
+    Without buckets before, ``starts`` is null.
 
-    ``parts``: the names of the parts of ``ord``; ``outs``: for each output topic, the indexes of its rules, as a list in SQL;
-    ``together``: there is one bucket, and what comes before is made in the same task; ``held``: the rows have the column
-    ``follows``; ``unused``: columns of the rows that are not in ``columns``, and would be shuffled for nothing.
+    ``parts``: the names of the parts of ``ord``; ``outs``: the output topics;
+    ``together``: there is one bucket, and what comes before is made in the same task; ``ties``: columns that order rows
+    of one ``ord``; ``unused``: columns of the rows that are not in ``columns``, and would be shuffled for nothing.
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]
@@ -98,38 +101,58 @@ def arranged(
     )
     found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
     # Spark sorts a null first: an output comes before the outputs that follow it.
-    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts), *(("follows",) if held else ()))
+    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts), *ties)
     # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
     if not bounds or not outs:
-        return rows.selectExpr(*columns, "bucket", "0L AS first")
-    firsts = _firsts(found, len(bounds) + 1, outs).scalar().alias("firsts")
-    place = f"element_at(firsts, {_topic_sql(outs)} * {len(bounds) + 1} + bucket + 1)"
-    return rows.select("*", firsts).selectExpr(*columns, "bucket", f"CASE WHEN kind = 'out' THEN {place} END AS first")
+        return rows.selectExpr(*columns, "bucket", "CAST(NULL AS array<bigint>) AS starts")
+    buckets = len(bounds) + 1
+    firsts = _firsts(found, buckets, outs).scalar().alias("firsts")
+    places = sum(item.count for item in outs)
+    starts = f"transform(sequence(0, {places - 1}), i -> element_at(firsts, i * {buckets} + bucket + 1))"
+    # The lower bits of the id are the row's place in its Spark partition.
+    first = f"monotonically_increasing_id() % {1 << 33}L = 0L"
+    return rows.select("*", firsts).selectExpr(*columns, "bucket", f"CASE WHEN {first} THEN {starts} END AS starts")
 
 
-def _firsts(found: DataFrame, buckets: int, outs: Sequence[str]) -> DataFrame:
-    """One row with an array: for each topic and bucket, how many of the topic's outputs are in the buckets before.
+@dataclass(frozen=True)
+class Numbered:
+    """An output topic whose outputs are numbered. ``rules``: the indexes of its rules, as a list in SQL; ``count``: its
+    partitions; ``partition``: the partition of a row of the topic, None for partition 0."""
+
+    rules: str
+    count: int = 1
+    partition: Column | None = None
+
+
+def _firsts(found: DataFrame, buckets: int, outs: Sequence[Numbered]) -> DataFrame:
+    """One row with an array: for each topic, partition and bucket, how many of the outputs are in the buckets before.
 
     Spark shares the shuffle only between queries that read the same columns. This query therefore has an expression over
     every column, which Spark never evaluates.
     """
     from pyspark.sql import functions as F
 
-    never = "count_if(kind = '' AND CAST(struct(*) AS string) = '')"
-    count = F.expr(f"count_if(kind = 'out') + {never} AS number")
-    each = found.groupBy(F.expr(f"{_topic_sql(outs)} * {buckets} + bucket AS place")).agg(count)
+    counts = "kind = 'out' OR (kind = '' AND CAST(struct(*) AS string) = '')"
+    each = found.select(F.expr(counts).alias("counts"), _place(outs, buckets).alias("place"))
+    each = each.groupBy("place").agg(F.expr("count_if(counts) AS number"))
     numbers = each.agg(F.expr("map_from_entries(collect_list(struct(coalesce(place, -1), number))) AS numbers"))
     before = f"slice(numbers, i - i % {buckets} + 1, i % {buckets})"
-    places = f"sequence(0, {len(outs) * buckets - 1})"
+    places = f"sequence(0, {sum(item.count for item in outs) * buckets - 1})"
     return numbers.selectExpr(
         f"transform({places}, i -> coalesce(try_element_at(numbers, i), 0L)) AS numbers"
     ).selectExpr(f"transform({places}, i -> aggregate({before}, 0L, (sum, number) -> sum + number)) AS firsts")
 
 
-def _topic_sql(outs: Sequence[str]) -> str:
-    """The index of the output topic of a row's rule; null where it is none of them."""
-    cases = " ".join(f"WHEN rule IN ({rules}) THEN {at}" for at, rules in enumerate(outs))
-    return f"CASE {cases} END"
+def _place(outs: Sequence[Numbered], buckets: int) -> Column:
+    """The index of a row's topic, partition and bucket; null for a row that is no output of these topics."""
+    from pyspark.sql import functions as F
+
+    place, before = F.lit(None).cast("int"), 0
+    for item in outs:
+        own = F.lit(before) if item.partition is None else item.partition + before
+        place = F.when(F.expr(f"rule IN ({item.rules})"), own * buckets + F.col("bucket")).otherwise(place)
+        before += item.count
+    return place
 
 
 def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
@@ -163,54 +186,63 @@ def _tuple_sql(values: Sequence[str]) -> str:
 
 
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
-    """(output topic, partition) → position. The end of a new output's topic in Kafka fixes the output's base."""
+    """(output topic, partition) → position. The ends of a new output's topic in Kafka fix the output's bases."""
     fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
     found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
     positions = dict(head.outputs)
     for item in fresh:
         state = found.get(item.topic)
         if state is None:
-            positions[item.topic, 0] = _absent(item)
+            count = _partitions_to_create(item)
+            positions |= {(item.topic, partition): OutputPosition(0, 0, None, count) for partition in range(count)}
             continue
-        end = state.partitions[0].end
+        for error in state.away.values():
+            raise error
         used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
         if used and item.start_at != "end":
             raise KafkaError(
                 f"topic {item.topic} holds records already (its ends: {', '.join(used)}), and output numbers begin at 0. Give"
                 " the output an empty topic, or set start-at: end."
             )
-        positions[item.topic, 0] = OutputPosition(end, end, state.topic_id, len(state.partitions))
-    return positions
+        for part in state.partitions:
+            known = OutputPosition(part.end, part.end, state.topic_id, len(state.partitions))
+            positions[item.topic, part.partition] = known
+    return dict(sorted(positions.items()))
 
 
-def _absent(item: Output) -> OutputPosition:
+def _partitions_to_create(item: Output) -> int:
+    """The partitions that a missing topic will have. TopicMissing if the topic must be there."""
     if item.create is None:
         raise TopicMissing(f"topic {item.topic} is not there. Create it, or add create: to the output.")
     if item.start_at == "end":
         raise TopicMissing(
             f"topic {item.topic} is not there, and start-at: end needs it. Create it, or remove start-at."
         )
-    return OutputPosition(0, 0, None, None)
+    return item.create.partitions
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The results of a batch for the account's head.
 
-    ``ends``: output topic → the first output offset of the next batch. ``undecoded``: (topic, partition) → new records that
-    could not be decoded. ``failed``: pending records that go into quarantine. ``joins``: of the rules, as in ``Head``.
-    ``nullable``: topics and fields that records have as null, or leave out, though their schema has no null. ``begun``: rule →
-    the time at which its new pending records begin to wait for a row.
+    ``ends``: (output topic, partition) → the first output offset of the next batch. ``undecoded``: (topic, partition) → new
+    records that could not be decoded. ``failed``: pending records that go into quarantine. ``joins``: of the rules, as in
+    ``Head``. ``nullable``: topics and fields that records have as null, or leave out, though their schema has no null.
+    ``begun``: rule → the time at which its new pending records begin to wait for a row. ``several``: the inputs of rules with
+    several outputs.
     """
 
     facts: Sequence[Fact]
-    ends: Mapping[str, int]
+    ends: Mapping[tuple[str, int], int]
     types: Mapping[str, OutputType]
     undecoded: Mapping[tuple[str, int], int]
     failed: Sequence[ClassRange]
     joins: Mapping[str, str]
     nullable: Collection[tuple[str, tuple[str, ...]]] = ()
     begun: Mapping[str, int] = field(default_factory=dict[str, int])
+    partitionings: Mapping[str, Partitioning] = field(default_factory=dict[str, Partitioning])
+    """Output topic → what the partitions of the batch's outputs follow from."""
+    several: frozenset[str] = frozenset()
 
 
 def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], outcome: Outcome) -> Head:
@@ -234,7 +266,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         counts[row.topic, row.partition, name] += row.entries
         if row.old:
             counts[row.topic, row.partition, "pending"] -= row.entries
-            waiting[row.rule or "", row.topic] -= row.entries
+            waiting[row.taker or row.rule or "", row.topic] -= row.entries
         else:
             records[row.topic, row.partition] += row.entries
         if row.kind == "pending":
@@ -245,7 +277,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
             old = inputs.get((topic, part.partition), Position(part.first, part.first))
             count = old.records + records[topic, part.partition]
             inputs[topic, part.partition] = Position(old.first, part.end, count, _table_id(plan, topic))
-    positions = {place: replace(item, next=outcome.ends[place[0]]) for place, item in outputs.items()}
+    positions = {place: replace(item, next=outcome.ends[place]) for place, item in outputs.items()}
     schemas = dict(head.schemas)
     used = {row.rule for row in outcome.facts if row.kind == "out"}
     for topic, kind in outcome.types.items():
@@ -258,6 +290,8 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         fields[topic].add(path)
     null = {topic: frozenset(paths) for topic, paths in fields.items()}
     known = {**head.joins, **outcome.joins}
+    grown = {topic for (topic, partition), item in outputs.items() if outcome.ends[topic, partition] > item.base}
+    partitionings = {topic: kept for topic, kept in outcome.partitionings.items() if topic in grown}
     reached = {name: part.reached for name, part in plan.cuts.items() if part.reached is not None}
     late = {**head.late}
     for part in plan.cuts.values():
@@ -278,6 +312,8 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         reached={**head.reached, **reached},
         late=late,
         transactions={**head.transactions, **transactions},
+        partitionings={**head.partitionings, **partitionings},
+        several=head.several | outcome.several,
         waits=next_waits(plan.waits, outcome.begun, waiting),
     )
 

@@ -14,8 +14,9 @@ from zync_assets.etl.failures import Failure
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.rules import lookups
-from zync_assets.etl.rules.matching import MISSING, SEVERAL
+from zync_assets.etl.rules.kind import MISSING, SEVERAL
 from zync_assets.lake.head import OutputPosition
+from zync_assets.offsets import place_text
 from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
 
@@ -111,23 +112,23 @@ def overdue_failures(transform: Transform) -> list[Failure]:
     return found
 
 
-def output_ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[str, int]:
-    """Topic → the first output offset of the next batch. EtlError if the files' offsets have gaps or overlap."""
-    ends: dict[str, int] = {}
-    for (topic, _), position in outputs.items():
-        end = position.next
-        for file in (item for item in results.files if item.group == topic):
-            if file.first != end:
-                raise EtlError(
-                    f"pool {plan.pool}, topic {topic}: offset {file.first} follows {end - 1}: Spark made the rows twice, and"
-                    " not the same. Nothing was committed. Do the rules use the time of day? Without such a rule, run it"
-                    " again."
-                )
-            end += file.records
-        if end - position.next != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
+def output_ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[tuple[str, int], int]:
+    """(topic, partition) → the first output offset of the next batch. EtlError if the files' offsets have gaps or overlap."""
+    ends = {place: position.next for place, position in outputs.items()}
+    for file in results.files:
+        place = str(file.group), file.partition or 0
+        end = ends[place]
+        if file.first != end:
+            raise EtlError(
+                f"pool {plan.pool}, {place_text(*place)}: offset {file.first} follows {end - 1}: Spark made the rows twice, and"
+                " not the same. Nothing was committed. Do the rules use the time of day? Without such a rule, run it again."
+            )
+        ends[place] += file.records
+    for topic in {topic for topic, _ in outputs}:
+        written = sum(ends[place] - position.next for place, position in outputs.items() if place[0] == topic)
+        if written != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
             raise EtlError(
                 f"pool {plan.pool}, topic {topic}: not all outputs were written; nothing was committed. This is a defect of"
                 " zync_assets: please report it with the pipeline file."
             )
-        ends[topic] = end
     return ends

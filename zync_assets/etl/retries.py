@@ -1,7 +1,8 @@
 """Retries: records below *seen* that leave their class of the account, and that a batch matches again like new records.
 
     replays          records that could not be decoded, were quarantined, and are in the raw table now
-    Retry.failed     records that were quarantined because a rule failed on them
+    Retry.failed     records that were quarantined because a rule failed on them, and expired records that quarantine lists
+    Retry.expired    expired records
     Retry.unmatched  records that no rule took, or that wait for a rule that was removed
     Retry.waiting    records that wait for a changed rule
 
@@ -47,6 +48,11 @@ class ClassRange:
     @property
     def records(self) -> int:
         return self.part.end - self.part.first
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Partition and offset of each record."""
+        return [(self.part.partition, offset) for offset in range(self.part.first, self.part.end)]
 
     def entry(self, kind: str) -> dict[str, object]:
         """The ledger row that puts the offsets into class ``kind``."""
@@ -151,6 +157,7 @@ class Retry:
     waiting: tuple[str, ...] = ()
     """Rules."""
     failed: Selection | None = None
+    expired: bool = False
 
 
 NOTHING = Retry()
@@ -219,6 +226,7 @@ def reopen(
     if not brought and retry == NOTHING:
         return Reopening(replays=replays)
     kinds = ["quarantined", *(["unmatched"] if retry.unmatched else [])]
+    kinds += ["expired"] if retry.expired or retry.failed is not None else []
     if retry.unmatched or retry.waiting:
         kinds += ["pending", "completed"]
     entries = staging.read_ledger(state, kinds).to_pylist()
@@ -241,13 +249,23 @@ def divided(
     """The records that the raw tables hold, and those that they no longer hold."""
     again: list[ClassRange] = []
     expired: list[ClassRange] = []
+    places: dict[tuple[str, int], list[ClassRange]] = {}
     for item in items:
-        table = tables.get(item.topic)
+        places.setdefault((item.topic, item.part.partition), []).append(item)
+    for (topic, partition), own in places.items():
+        table = tables.get(topic)
         if table is None:
             continue
-        held = raw.record_ranges(table, item.part, state.released(item.topic, item.part.partition))
-        for into, ranges in ((again, held), (expired, subtract([item.part], held))):
-            into += [ClassRange(item.topic, item.kind, item.rule, part) for part in ranges]
+        # At once: a file with gaps is read once for all records.
+        held = raw.record_ranges(table, [item.part for item in own], state.released(topic, partition))
+        firsts, ends = (np.array([getattr(part, name) for part in held], np.int64) for name in ("first", "end"))
+        begins = np.searchsorted(ends, [item.part.first for item in own], side="right").tolist()
+        stops = np.searchsorted(firsts, [item.part.end for item in own], side="left").tolist()
+        for item, begin, stop in zip(own, begins, stops, strict=True):
+            first, end = item.part.first, item.part.end
+            there = [OffsetRange(partition, max(first, at.first), min(end, at.end)) for at in held[begin:stop]]
+            for into, ranges in ((again, there), (expired, subtract([item.part], there))):
+                into += [ClassRange(topic, item.kind, item.rule, part) for part in ranges]
     return again, expired
 
 
@@ -291,7 +309,9 @@ def _chosen(
         elif kind == "pending" and (topic, partition, entry["first"]) not in done:
             if entry["rule"] in retry.waiting or (retry.unmatched and (entry["rule"], topic) not in joins):
                 yield ClassRange(topic, kind, entry["rule"], whole)
-        elif kind == "quarantined" and entry["text"] is not None:
+        elif kind == "expired" and retry.expired:
+            yield ClassRange(topic, kind, None, whole)
+        elif kind in ("quarantined", "expired") and entry["text"] is not None:
             if retry.failed is not None and retry.failed.takes(topic, partition, entry["first"]):
                 yield ClassRange(topic, kind, None, whole)
         elif kind == "quarantined":

@@ -14,19 +14,11 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.frontier import END, File, Frontier, Key, ReadOrders, Stream, frontier
-from zync_assets.etl.transactions import (
-    Counting,
-    Ends,
-    Events,
-    Longs,
-    WholeTransactions,
-    is_free,
-    merge_ends,
-    slowest,
-    whole_transactions,
-)
-from zync_assets.ingest.order import transaction_ends, transaction_names
+from zync_assets.errors import EtlError
+from zync_assets.etl.end_records import EndRecords, Events, Longs, merge_ends, placed_ends
+from zync_assets.etl.frontier import END, File, Frontier, OrderKey, ReadOrders, Stream, frontier
+from zync_assets.etl.transactions import Counting, WholeTransactions, is_free, slowest, whole_transactions
+from zync_assets.ingest.order import is_binlog_id, transaction_ends, transaction_names
 from zync_assets.lake import quarantine, raw, storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import DataFile, Order
@@ -37,11 +29,14 @@ from zync_assets.lake.readings import Reading
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Input, Pipeline, Transactions
 
-_ends: RecentCache[str, Ends] = RecentCache(2_000_000)
+_ends: RecentCache[str, EndRecords] = RecentCache(2_000_000)
 _events: RecentCache[str, Events] = RecentCache(2_000_000)
 """Raw file → its records. A frontier that waits is compared with the same files again and again."""
 
 _ID, _NUMBER = "id", "data_collection_order"
+AGAIN = 200_000
+"""Records of the transaction topic that Debezium may send again when it begins anew, at the most. Only ids without ends need
+to be known again."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +71,25 @@ class TransactionFrontier:
     frontier: Frontier
     own: Sequence[Stream]
     counting: Counting
+    is_binlog: bool
 
-    def stops(self, key: Key) -> Iterator[Key]:
+    def stops(self, key: OrderKey) -> Iterator[OrderKey]:
         """The keys at which a batch may end, instead of at ``key``."""
         return self.whole.stops(key, partial(is_free, self.own, self.counting.read))
 
-    def position(self, before: TransactionPosition | None, key: Key) -> TransactionPosition | None:
+    def position(self, before: TransactionPosition | None, key: OrderKey) -> TransactionPosition | None:
         """The transactions that ETL has taken after a batch that ends at ``key``; None before the first one."""
         order = key.high, key.low
         end = self.whole.last_end(order) or (before.end if before else None)
         overdue = [name for place, name in self.whole.overdue if place <= order]
         if end is None and not overdue:
             return before
-        count, last = (before.incomplete, before.last) if before else (0, None)
-        return TransactionPosition(end or LOWEST, count + len(overdue), overdue[-1] if overdue else last)
+        count, last, offset = (before.incomplete, before.last, before.next) if before else (0, None, None)
+        if self.is_binlog:
+            if before is None and end == LOWEST and not overdue:
+                return None  # transactions of other tables: they confirm nothing
+            offset = self.whole.next_offset(order) or offset
+        return TransactionPosition(end or LOWEST, count + len(overdue), overdue[-1] if overdue else last, offset)
 
 
 def transaction_frontier(
@@ -103,9 +103,11 @@ def transaction_frontier(
     snapshot = Snapshot(pipeline, found.states)
     states = found.states
     read_events = partial(_events_of, states, read)
+    parts = _ends_of(states[pipeline.transactions.topic], before)
+    is_binlog = any(part.is_binlog for part in parts) or (before is not None and before.next is not None)
     tables: dict[str, list[Stream]] = {}
     for stream in found.streams:
-        name = _collection(pipeline, stream.topic, states[stream.topic])
+        name = collection_of(pipeline, stream.topic, states[stream.topic], is_binlog=is_binlog)
         if name is not None:
             tables.setdefault(name, []).append(stream)
     counting = Counting(
@@ -115,29 +117,61 @@ def transaction_frontier(
         pipeline.transactions.limit,
         read_events,
         partial(_bad_offsets, snapshot),
+        _taken(parts, before),
     )
     above = None if before is None else before.end
     last = slowest(found.streams, counting, found.confirmed, above)
     floor = END if last is None else found.confirmed[last.name]
     # One partition keeps the order of its END records. Several partitions confirm it, as those of the changes do.
     known = frontier(found.closers, found.confirmed).order
-    ends = merge_ends(_ends_of(states[pipeline.transactions.topic], above), above, known)
+    ends = _placed(parts, counting, before) if is_binlog else merge_ends(parts, above, known)
     result = whole_transactions(ends, above, front.order, floor, counting)
     every = [*found.streams, *found.closers]
     behind = last if floor < front.order else front.behind
     if result.blocker is not None:
         behind = next(stream for stream in every if stream.topic in result.blocker.topics)
-    return TransactionFrontier(result, Frontier(result.order, behind), counting.streams, counting)
+    return TransactionFrontier(result, Frontier(result.order, behind), counting.streams, counting, is_binlog)
 
 
-def _collection(pipeline: Pipeline, topic: str, state: RawState | None) -> str | None:
-    """The source's name of a topic's table; None if its changes can't be counted."""
+def _placed(parts: Sequence[EndRecords], counting: Counting, before: TransactionPosition | None) -> EndRecords:
+    """The END records that ETL has not reached, with the ends that the changes of the domain show."""
+    above, first = (None, 0) if before is None else (before.end, before.next or 0)
+    changes = (
+        counting.read(stream, item)
+        for stream in counting.streams
+        for item in stream.files
+        if (item.max_order or LOWEST) >= (above or LOWEST)
+    )
+    return placed_ends(parts, first, changes, above, counting.taken)
+
+
+def _taken(parts: Sequence[EndRecords], before: TransactionPosition | None) -> frozenset[str]:
+    """Some transactions that ETL has taken: the last incomplete one, and those with an END record that ETL has passed."""
+    if before is None:
+        return frozenset()
+    names = [] if before.last is None else [before.last]
+    first = before.next or 0
+    for part in parts:
+        names += part.names.filter(pa.array(part.offsets < first)).to_pylist()
+    return frozenset(names)
+
+
+def collection_of(pipeline: Pipeline, topic: str, state: RawState | None, *, is_binlog: bool) -> str | None:
+    """The source's name of a topic's table; None if its changes can't be counted. EtlError if they must be counted."""
     assert pipeline.transactions is not None
-    shape = pipeline.input(topic).shape
-    if shape is not None and (shape.where is not None or "value" in shape.sides):
+    shape, name = pipeline.input(topic).shape, pipeline.transactions.collection(topic)
+    is_shaped = shape is not None and (shape.where is not None or "value" in shape.sides)
+    if is_binlog and (is_shaped or name is None):
+        cure = (
+            "Remove `where` and `value` from its shape" if is_shaped else "Name its table in `transactions.collections`"
+        )
+        raise EtlError(
+            f"input {topic}: the changes of a transaction can't be counted, and the transaction ids of MySQL and MariaDB hold no"
+            f" end. Nothing was transformed. {cure}, or remove `transactions` from the pipeline file."
+        )
+    if is_shaped:
         return None
-    name = pipeline.transactions.collection(topic)
-    if state is None or "value" not in state.schema.names:
+    if is_binlog or state is None or "value" not in state.schema.names:
         return name
     kind = _inner(state.schema.field("value").type, "transaction")
     number = None if kind is None else _inner(kind, _NUMBER)
@@ -190,54 +224,53 @@ def _field(values: pa.Array, name: str, count: int) -> pa.Array:
     return pa.nulls(count) if _inner(values.type, name) is None else pc.struct_field(values, name)
 
 
-def _ends_of(state: RawState | None, above: Order | None) -> list[Ends]:
-    """The END records in the files of a transaction topic's table that may have some above an order."""
+def _ends_of(state: RawState | None, before: TransactionPosition | None) -> list[EndRecords]:
+    """The END records in the files of a transaction topic's table that may have some which ETL has not reached."""
     if state is None:
         return []
     raw.check_whole(state)
-    files = [item for item in state.files if above is None or (item.max_order or LOWEST) >= above]
+    files = state.files
+    if before is not None and before.next is not None:
+        files = [item for item in files if (item.last or 0) >= before.next - AGAIN]
+    elif before is not None:
+        files = [item for item in files if (item.max_order or LOWEST) >= before.end]
     return [found for item in files if (found := _ends_in(state, item)) is not None]
 
 
-def _ends_in(state: RawState, item: DataFile) -> Ends | None:
+def _ends_in(state: RawState, item: DataFile) -> EndRecords | None:
     uri = storage.join(state.table.uri, item.path)
     known = _ends.get(uri)
     if known is None:
-        table = storage.read_file(uri, ["value.status", "value.id", "value.data_collections"])
+        table = storage.read_file(uri, ["kafka.offset", "value.status", "value.id", "value.data_collections"])
         if "value" not in table.column_names:
             return None
-        known = _parsed(table["value"].combine_chunks())
+        known = _parsed(pc.struct_field(table["kafka"].combine_chunks(), "offset"), table["value"].combine_chunks())
         _ends.put(uri, known, len(known.highs) + len(known.owners))
     since = np.inf if item.commit_time is None else item.commit_time / 1000
     return known._replace(since=np.full(len(known.highs), since))
 
 
-def _parsed(value: pa.Array) -> Ends:
+def _parsed(offsets: pa.Array, value: pa.Array) -> EndRecords:
     """The END records among the records of a transaction topic."""
-    rows = value.filter(pc.fill_null(pc.equal(_field(value, "status", len(value)).cast(pa.string()), "END"), False))
-    ids = _field(rows, "id", len(rows)).cast(pa.string())
+    ids = _field(value, "id", len(value)).cast(pa.string())
     highs, lows = transaction_ends(ids)
-    known = pc.is_valid(highs)
-    highs, lows = (each.filter(known).to_numpy(zero_copy_only=False) for each in (highs, lows))
-    rows, names = rows.filter(known), transaction_names(ids.filter(known))
-    counts = _field(rows, "data_collections", len(rows))
+    is_binlog = pc.fill_null(is_binlog_id(ids), False)
+    is_end = pc.equal(_field(value, "status", len(value)).cast(pa.string()), "END")
+    chosen = pc.fill_null(pc.and_(is_end, pc.or_(pc.is_valid(highs), is_binlog)), False)
+    rows, count = value.filter(chosen), pc.sum(chosen).as_py() or 0
+    highs, lows = (pc.fill_null(each.filter(chosen), part) for each, part in zip((highs, lows), LOWEST, strict=True))
+    counts = _field(rows, "data_collections", count)
     if not pa.types.is_list(counts.type):
-        return Ends(
-            highs,
-            lows,
-            names,
-            np.zeros(len(highs)),
-            np.zeros(0, np.int64),
-            pa.array([], pa.string()),
-            np.zeros(0, np.int64),
-        )
+        counts = pa.nulls(count, pa.list_(pa.null()))
     each = pc.list_flatten(counts)
-    return Ends(
-        highs,
-        lows,
-        names,
-        np.zeros(len(highs)),
+    return EndRecords(
+        highs.to_numpy(zero_copy_only=False),
+        lows.to_numpy(zero_copy_only=False),
+        offsets.filter(chosen).to_numpy(zero_copy_only=False),
+        transaction_names(ids.filter(chosen)),
+        np.zeros(count),
         pc.list_parent_indices(counts).to_numpy(zero_copy_only=False).astype(np.int64),
         _field(each, "data_collection", len(each)).cast(pa.string()),
         pc.fill_null(_field(each, "event_count", len(each)).cast(pa.int64()), 0).to_numpy(zero_copy_only=False),
+        is_binlog=bool(pc.any(is_binlog).as_py()),
     )

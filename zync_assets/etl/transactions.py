@@ -4,6 +4,12 @@ Debezium's transaction topic has an END record for each transaction, with the nu
 source. The topic is an input of the pipeline, and ingest keeps its records in a raw table. The id of an END record holds the
 *end* of the transaction: an order above all changes of the transaction, and at or below all changes of later ones.
 
+The ids of MySQL and MariaDB hold no end. The binary log has all changes of a transaction in a row, and its END records in the
+same sequence. The changes with the id of a transaction therefore show its place (``etl.end_records.placed_ends``). The end of the
+transaction is the order after the last known change of the transaction and of earlier ones. While the transaction is not whole,
+a missing change may lie above this end. A partition has all its changes if it has a record at or above the first known change of
+a later transaction.
+
 A transaction is *whole* if the raw tables of the domain have all its changes:
 
 - A partition with a record at or above the end has all changes of the transaction, since it keeps the order.
@@ -27,51 +33,19 @@ A batch that has to end within the backlog ends at the end of a transaction too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.frontier import END, File, Key, Orders, Stream, after
+from zync_assets.etl.end_records import EndRecords, Events, Longs, ReadEvents, below, count_below, from_order, is_taken
+from zync_assets.etl.frontier import END, File, OrderKey, Orders, Stream, after
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading
-
-Longs: TypeAlias = npt.NDArray[np.int64]
-
-
-class Ends(NamedTuple):
-    """END records. ``owners``, ``collections`` and ``counts`` have an entry for each table of a transaction: the index of the
-    transaction, the source's name of the table, and the number of the changes."""
-
-    highs: Longs
-    lows: Longs
-    names: pa.Array
-    since: npt.NDArray[np.float64]
-    """When the record was committed to the raw table, in seconds since the epoch."""
-    owners: Longs
-    collections: pa.Array
-    counts: Longs
-
-
-class Events(NamedTuple):
-    """The records of a raw file. ``numbers``: the number of each change among the changes of its table in its transaction, 0 for
-    a record without a transaction. ``ids``: the id of the transaction of each record. ``deletes``: whether the last record is a
-    deletion, which a tombstone may follow."""
-
-    orders: Orders
-    numbers: Longs
-    ids: pa.Array
-    deletes: bool
-
-
-ReadEvents: TypeAlias = Callable[[Stream, File], Events]
-"""Reads some columns of one raw file."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +62,9 @@ class Counting:
     limit: float
     read: ReadEvents
     bad: Callable[[Stream], Longs]
+    taken: Collection[str] = ()
+    """Transactions that ETL has taken, as far as they are known: their END records come before the others, or ETL took the
+    transaction without all its changes. Late changes, and changes that come again, hold nothing back."""
 
     @property
     def streams(self) -> list[Stream]:
@@ -122,70 +99,39 @@ class WholeTransactions:
 
     ``highs``, ``lows``: the ends of the transactions below ``order``, ascending. ``overdue``: the transactions among them
     that are not whole, each with its end, or with the order after its first change if the END record is missing. ``blocker``:
-    the first transaction that holds the frontier back.
+    the first transaction that holds the frontier back. ``offsets``: of the END records of the transactions.
     """
 
     order: Order
     highs: Longs
     lows: Longs
+    offsets: Longs
     overdue: Sequence[tuple[Order, str]]
     blocker: OpenTransaction | None
 
     def last_end(self, order: Order) -> Order | None:
         """The highest end at or below an order."""
-        at = _count_below(self.highs, self.lows, after(order))
+        at = count_below(self.highs, self.lows, after(order))
         return (int(self.highs[at - 1]), int(self.lows[at - 1])) if at else None
 
-    def stops(self, key: Key, is_free: Callable[[Key], bool]) -> Iterator[Key]:
+    def next_offset(self, order: Order) -> int | None:
+        """The offset after the last END record with an end at or below an order."""
+        at = count_below(self.highs, self.lows, after(order))
+        return int(self.offsets[at - 1]) + 1 if at else None
+
+    def stops(self, key: OrderKey, is_free: Callable[[OrderKey], bool]) -> Iterator[OrderKey]:
         """The keys at which a batch may end, instead of at ``key``. ``is_free``: whether no new record below a key belongs to a
         transaction. Records of a snapshot have no transaction."""
         if key.high == LOWEST[0]:
             yield key
             return
-        at = _count_below(self.highs, self.lows, after((key.high, key.low)))
+        at = count_below(self.highs, self.lows, after((key.high, key.low)))
         if at:
-            yield Key(int(self.highs[at - 1]), int(self.lows[at - 1]))
+            yield OrderKey(int(self.highs[at - 1]), int(self.lows[at - 1]))
         if is_free(key):
             yield key
         if at < len(self.highs):
-            yield Key(int(self.highs[at]), int(self.lows[at]))
-
-
-def merge_ends(parts: Sequence[Ends], above: Order | None, below: Order) -> Ends:
-    """The END records of several files with ends above one order, and at or below another, in the order of the source.
-
-    A record that Debezium sent again after a restart is left out.
-    """
-    sizes = np.cumsum([0, *(len(part.highs) for part in parts)]).tolist()
-    highs, lows = _concat(part.highs for part in parts), _concat(part.lows for part in parts)
-    owners = _concat(part.owners + size for part, size in zip(parts, sizes, strict=False))
-    counts = _concat(part.counts for part in parts)
-    since = np.concatenate([np.zeros(0), *(part.since for part in parts)])
-    names = pa.concat_arrays([pa.array([], pa.string()), *(part.names for part in parts)])
-    collections = pa.concat_arrays([pa.array([], pa.string()), *(part.collections for part in parts)])
-    ranked = np.lexsort((lows, highs))
-    first, end = (0 if above is None else _count_below(highs[ranked], lows[ranked], after(above))), len(ranked)
-    end = _count_below(highs[ranked], lows[ranked], after(below)) if below < END else end
-    ranked = ranked[first:end]
-    again = np.zeros(len(ranked), np.bool_)
-    again[1:] = (np.diff(highs[ranked]) == 0) & (np.diff(lows[ranked]) == 0)
-    ranked = ranked[~again]
-    place = np.full(len(highs), -1, np.int64)
-    place[ranked] = np.arange(len(ranked))
-    kept = np.flatnonzero(place[owners] >= 0)
-    return Ends(
-        highs[ranked],
-        lows[ranked],
-        names.take(pa.array(ranked)),
-        since[ranked],
-        place[owners[kept]],
-        collections.take(pa.array(kept)),
-        counts[kept],
-    )
-
-
-def _concat(parts: Iterable[Longs]) -> Longs:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+            yield OrderKey(int(self.highs[at]), int(self.lows[at]))
 
 
 def slowest(
@@ -205,14 +151,14 @@ def slowest(
 
 
 def whole_transactions(
-    ends: Ends, position: Order | None, limit: Order, floor: Order, counting: Counting
+    ends: EndRecords, position: Order | None, limit: Order, floor: Order, counting: Counting
 ) -> WholeTransactions:
     """The frontier between transactions.
 
     ``ends``: the END records above ``position``, the highest end that ETL has reached. ``limit``: the frontier without regard to
     transactions. ``floor``: the lowest order that the streams confirm which must confirm the end of each transaction.
     """
-    stop = _count_below(ends.highs, ends.lows, after(floor)) if floor < END else len(ends.highs)
+    stop = count_below(ends.highs, ends.lows, after(floor)) if floor < END else len(ends.highs)
     overdue: list[tuple[Order, str]] = []
     blocker: OpenTransaction | None = None
     for at in _to_count(ends, counting.tables):
@@ -225,7 +171,7 @@ def whole_transactions(
             streams
             for collection, count in _counts(ends, at)
             if (streams := counting.tables.get(collection)) is not None
-            and not _is_there(streams, name, count, start, end, counting)
+            and not _is_there(streams, name, count, start, ends.bound(at), counting)
         ]
         if not short:
             continue
@@ -233,11 +179,11 @@ def whole_transactions(
             overdue.append((end, name))
             continue
         stop, blocker = at, OpenTransaction(name, _topics(stream for each in short for stream in each))
-    highs, lows = ends.highs[:stop], ends.lows[:stop]
+    highs, lows, offsets = ends.highs[:stop], ends.lows[:stop], ends.offsets[:stop]
     last = (int(highs[-1]), int(lows[-1])) if stop else position or LOWEST
     if stop < len(ends.highs):
         # Snapshots come before all transactions.
-        return WholeTransactions(max(last, min(limit, after(LOWEST))), highs, lows, overdue, blocker)
+        return WholeTransactions(max(last, min(limit, after(LOWEST))), highs, lows, offsets, overdue, blocker)
     order, unclosed = END, dict[str, Order]()
     # A transaction that is overdue in one stream goes on in newer files of others. The first round finds all of them.
     for stream in counting.streams:
@@ -248,41 +194,42 @@ def whole_transactions(
             order, blocker = found[0], OpenTransaction(found[1], _topics(counting.closers))
     order = max(last, min(limit, order))
     overdue += sorted((after(place), name) for name, place in unclosed.items() if place < order)
-    return WholeTransactions(order, highs, lows, overdue, blocker if limit > order else None)
+    return WholeTransactions(order, highs, lows, offsets, overdue, blocker if limit > order else None)
 
 
 def _topics(streams: Iterable[Stream]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stream.topic for stream in streams))
 
 
-def is_free(streams: Iterable[Stream], read: ReadEvents, key: Key) -> bool:
+def is_free(streams: Iterable[Stream], read: ReadEvents, key: OrderKey) -> bool:
     """Whether no new record below a key belongs to a transaction."""
     order = key.high, key.low
     # Some records of the order may lie below a key that ends between records of one order.
-    bound = order if key == Key(*order) else after(order)
+    bound = order if key == OrderKey(*order) else after(order)
     for stream in streams:
         for item in _files_from(stream, LOWEST):
             if (item.min_order or LOWEST) >= bound:
                 break
             events = read(stream, item)
-            within = ~_from(events.orders, bound) & (events.orders.offsets >= stream.seen)
+            within = ~from_order(events.orders, bound) & (events.orders.offsets >= stream.seen)
             if bool(np.any(within & (events.numbers > 0))):
                 return False
     return True
 
 
-def _to_count(ends: Ends, tables: Mapping[str, Sequence[Stream]]) -> list[int]:
+def _to_count(ends: EndRecords, tables: Mapping[str, Sequence[Stream]]) -> list[int]:
     """The transactions with changes in partitions that have no record at or above the end, ascending."""
     found: set[int] = set()
     for collection, streams in tables.items():
         past = min(stream.highest or LOWEST for stream in streams)
         rows = pc.equal(ends.collections, collection).to_numpy(zero_copy_only=False) & (ends.counts > 0)
         owners = ends.owners[np.flatnonzero(rows)]
-        found.update(owners[~_below(ends.highs[owners], ends.lows[owners], after(past))].tolist())
+        highs, lows = ends.bounds
+        found.update(owners[~below(highs[owners], lows[owners], after(past))].tolist())
     return sorted(found)
 
 
-def _counts(ends: Ends, at: int) -> list[tuple[str, int]]:
+def _counts(ends: EndRecords, at: int) -> list[tuple[str, int]]:
     rows = np.flatnonzero(ends.owners == at)
     return [(str(ends.collections[int(row)].as_py()), int(ends.counts[row])) for row in rows]
 
@@ -300,11 +247,11 @@ def _is_there(streams: Sequence[Stream], name: str, count: int, start: Order, en
             if (item.min_order or LOWEST) >= end:
                 continue
             events = counting.read(stream, item)
-            rows = _from(events.orders, start) & ~_from(events.orders, end) & (events.numbers > 0)
+            rows = from_order(events.orders, start) & ~from_order(events.orders, end) & (events.numbers > 0)
             found = np.flatnonzero(rows)
             of_name = pc.fill_null(pc.equal(_names(events, found), name), False).to_numpy(zero_copy_only=False)
             numbers.update(events.numbers[found[of_name]].tolist())
-            before = events.orders.offsets[~_from(events.orders, start)]
+            before = events.orders.offsets[~from_order(events.orders, start)]
             if len(before):
                 first = int(before[-1]) + 1
                 break
@@ -320,12 +267,14 @@ def _first_unclosed(
     transactions are left out, and put into ``overdue``."""
     for item in _files_from(stream, last):
         events = counting.read(stream, item)
-        rows = _from(events.orders, last) & (events.orders.offsets >= stream.seen) & (events.numbers > 0)
+        rows = from_order(events.orders, last) & (events.orders.offsets >= stream.seen) & (events.numbers > 0)
         changes = np.flatnonzero(rows)
         if not len(changes):
             continue
         since = None if item.commit_time is None else item.commit_time / 1000
         is_overdue = counting.is_overdue(since, [*counting.streams, *counting.closers])
+        if is_overdue or overdue or _names(events, changes[:1])[0].as_py() in counting.taken:
+            changes = changes[~is_taken(_names(events, changes), counting.taken)]
         if not is_overdue and not overdue:
             changes = changes[:1]  # a transaction of millions of changes may be under way
         names = [str(name) for name in _names(events, changes).to_pylist()]
@@ -352,17 +301,3 @@ def _files_from(stream: Stream, order: Order) -> Iterator[File]:
 
 def _order(orders: Orders, row: int) -> Order:
     return int(orders.highs[row]), int(orders.lows[row])
-
-
-def _from(orders: Orders, order: Order) -> npt.NDArray[np.bool_]:
-    """Which records have an order or a higher one."""
-    return ~_below(orders.highs, orders.lows, order)
-
-
-def _below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
-    return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
-
-
-def _count_below(highs: Longs, lows: Longs, order: Order) -> int:
-    """How many of some ascending orders are below another one."""
-    return int(np.count_nonzero(_below(highs, lows, order)))

@@ -25,8 +25,8 @@ from zync_assets.pipeline import Pipeline, Rule
 MOST_OVERDUE = 10_000
 """Records of one batch whose wait is over. The next batch has the others."""
 
-_entries: RecentCache[tuple[str, int], pa.Table] = RecentCache(1_000_000)
-"""(staging table, batch) → the entries of ``waiting_entries``."""
+_entries: RecentCache[tuple[str, str, int], pa.Table] = RecentCache(1_000_000)
+"""(place of a staging table, its id, batch) → the entries of ``waiting_entries``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def present() -> int:
 
 def waiting_entries(state: StagingState) -> pa.Table:
     """The pending records: topic, partition, first, rule, hash, text."""
-    place = state.table.uri, state.head.batch
+    place = state.table.uri, state.table_id, state.head.batch
 
     def read() -> pa.Table:
         entries = staging.read_ledger(state, ["pending", "completed"])
@@ -109,6 +109,7 @@ def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits
 def next_waits(waits: Waits, begun: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """The times of the account's head after a batch. ``begun``: rule → the time at which records of the batch began to wait;
     ``waiting``: (rule, topic) → records that are pending after the batch."""
-    known = {**begun, **waits.oldest}
+    each = {**begun, **waits.oldest}
+    known = {rule: min(times.get(rule, since) for times in (begun, waits.oldest)) for rule, since in each.items()}
     still = {rule for (rule, _), count in waiting.items() if count > 0}
     return {rule: since for rule, since in known.items() if rule in still}

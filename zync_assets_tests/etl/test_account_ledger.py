@@ -9,7 +9,17 @@ import pytest
 
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl import account
-from zync_assets.etl.account import ENTRIES, cut_at_strides, failed_entries, ledger_frame, ledger_table
+from zync_assets.etl.account import (
+    ENTRIES,
+    Labels,
+    Sources,
+    counts,
+    cut_at_strides,
+    fact,
+    failed_entries,
+    ledger_frame,
+    ledger_table,
+)
 from zync_assets.offsets import OffsetRange
 
 if TYPE_CHECKING:
@@ -127,3 +137,25 @@ def test_a_long_range_of_lost_offsets_is_one_entry_a_stride(
 def test_a_completed_record_has_a_row_beside_those_that_cover_the_range(spark: SparkSession) -> None:
     found = entries(spark, {"t": [OffsetRange(0, 5, 7)]}, ("completed", "t", 0, 1, 2), ("unmatched", "t", 0, 5, 6))
     assert found == [("t", 0, 1, 2, "completed", None), ("t", 0, 5, 6, "unmatched", 1), ("t", 0, 6, 7, "done", None)]
+
+
+def test_a_pending_record_leaves_the_rule_that_took_it() -> None:
+    """The rule of the output may be a further output of the rule, or the rule of a change that the record was merged with."""
+    source = [{"place": 0, "partition": 0, "offset": 4}, {"place": 1, "partition": 0, "offset": 5}]
+    rows = [
+        {"kind": "out", "rule": 1, "source": source, "waited": 1},
+        {"kind": "out", "rule": 2, "source": source, "waited": 0, "olds": [True, False], "takers": [0, 2]},
+    ]
+    place = pa.struct([("place", pa.int32()), ("partition", pa.int32()), ("offset", pa.int64())])
+    types = {"kind": pa.string(), "rule": pa.int32(), "source": pa.list_(place), "waited": pa.int32()}
+    types |= {"hash": pa.int64(), "olds": pa.list_(pa.bool_()), "takers": pa.list_(pa.int32())}
+    labels = Labels(["L", "R"], ["join", "join/2", "gone"], ["out", "out", "out"], parts={1: 0})
+    for row in rows:
+        found = Sources(pa.RecordBatch.from_pylist([row], pa.schema(types)))
+        facts = [fact(one, labels) for one in counts(found)]
+        assert [(each.rule, each.taker or each.rule) for each in facts if each.old] == [
+            (labels.rules[row["rule"]], "join")
+        ]
+        assert [(each["kind"], each["rule"]) for each in account.entries(found, labels).to_pylist()] == [
+            ("completed", "join")
+        ]

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.cli.records import pending_rows
-from zync_assets.errors import LakeError
 from zync_assets.etl import positions, waits
 from zync_assets.kafka.topics import create_topic
-from zync_assets.lake import staging
 from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import Mini, failing_commit, make_pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -231,21 +229,6 @@ BATCHES = st.lists(
 )
 
 
-def broken(world: World, *, after: bool) -> None:
-    """A batch that fails as if the process had been killed, before or after its commit."""
-    real = staging.commit_batch
-
-    def fail(*args: Any, **named: Any) -> Any:
-        if after:
-            real(*args, **named)
-        raise LakeError("broken on purpose")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "commit_batch", fail)
-        with pytest.raises(LakeError, match="on purpose"):
-            world.it.etl()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["wait", "null"])
 def test_random_batches_end_as_the_model_says(
@@ -272,7 +255,8 @@ def test_random_batches_end_as_the_model_says(
                 patch.setattr(positions, "SMALL", positions.SMALL if small else 0)
                 if how != "once":
                     world.it.ingest()
-                    broken(world, after=how == "broken after")
+                    with failing_commit(after=how == "broken after"):
+                        world.it.etl()
                 world.batch()
             world.check()
 

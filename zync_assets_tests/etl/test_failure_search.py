@@ -308,7 +308,7 @@ def test_text_that_is_not_utf_8_gets_no_number_in_any_format(make: Make) -> None
     assert sorted(offset for _, offset in found) == [1, 4, 7, 10, 13, 16]
     assert all("not UTF-8" in text for _, text in found.values())
     for item in it.pipeline.outputs:
-        assert it.publish(item.topic).range.end == 2
+        assert it.publish(item.topic).ranges[0].end == 2
     sound(it)
 
 
@@ -407,6 +407,7 @@ DEEP = "ab" * 200_000
 """So long that Java's stack overflows where a group is repeated for each character."""
 
 
+@pytest.mark.slow
 def test_a_record_that_overflows_java_s_stack_goes_into_quarantine(make: Make) -> None:
     it = make(STACK)
     it.send(it.left, row(0), row(1, DEEP, op="y"), row(2))

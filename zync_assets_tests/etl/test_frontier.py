@@ -15,9 +15,9 @@ from zync_assets.etl.frontier import (
     END,
     File,
     Frontier,
-    Key,
+    OrderKey,
     Orders,
-    Span,
+    OrderSpan,
     Stream,
     after,
     batch_of,
@@ -139,10 +139,10 @@ def test_an_unknown_end_confirms_nothing_and_a_missing_topic_has_no_records() ->
 def test_a_key_ends_every_stream_at_one_place_of_the_sequence() -> None:
     found = [(LOWEST), (3, 0), (3, 0), (3, 1), (4, 0)]
     streams = [whole(name, place, found) for place, name in enumerate("abc")]
-    assert [offset_at(stream, Key(3), orders) for stream in streams] == [1, 1, 1]
-    assert [offset_at(stream, Key(*after((3, 0))), orders) for stream in streams] == [3, 3, 3]
-    assert [offset_at(stream, Key(3, 0, 1, 0, 2), orders) for stream in streams] == [3, 2, 1]
-    assert [offset_at(stream, Key(*END), orders) for stream in streams] == [5, 5, 5]
+    assert [offset_at(stream, OrderKey(3), orders) for stream in streams] == [1, 1, 1]
+    assert [offset_at(stream, OrderKey(*after((3, 0))), orders) for stream in streams] == [3, 3, 3]
+    assert [offset_at(stream, OrderKey(3, 0, 1, 0, 2), orders) for stream in streams] == [3, 2, 1]
+    assert [offset_at(stream, OrderKey(*END), orders) for stream in streams] == [5, 5, 5]
     assert highest_below(streams[0], 3, orders) == (3, 0)
     assert highest_below(streams[0], 5, orders) == (4, 0)
     assert highest_below(whole("a", 0, []), 5, orders) is None
@@ -159,7 +159,7 @@ def test_records_below_an_order_are_late_but_for_snapshots() -> None:
 
 spans = st.lists(
     st.builds(
-        lambda low, more, records, place, first: Span(
+        lambda low, more, records, place, first: OrderSpan(
             low, max(low, (low[0] + more[0], more[1])), records, place, 0, first * 1000, first * 1000 + records
         ),
         st.one_of(st.just(LOWEST), st.tuples(st.integers(-5, 5), st.integers(0, 3))),
@@ -173,7 +173,7 @@ spans = st.lists(
 
 
 @given(spans, st.lists(st.integers(1, 5000), min_size=1, max_size=6))
-def test_keys_ascend_and_lie_within_the_spans(found: list[Span], counts: list[int]) -> None:
+def test_keys_ascend_and_lie_within_the_spans(found: list[OrderSpan], counts: list[int]) -> None:
     keys = keys_at(found, sorted(counts))
     assert keys == sorted(set(keys))
     for key in keys:
@@ -202,14 +202,14 @@ def test_the_records_below_a_value_are_the_sum_over_all_spans(found: list[tuple[
 
 def test_keys_divide_evenly_whatever_part_of_the_order_records_share() -> None:
     """Orders that differ, one transaction with many changes, and a snapshot, whose records all have one order."""
-    apart = [Span((0, 0), (1000, 0), 1000.0)]
+    apart = [OrderSpan((0, 0), (1000, 0), 1000.0)]
     assert [key.high for key in keys_at(apart, [250, 500])] == [250, 500]
-    same_high = [Span((7, 0), (7, 1000), 1000.0), Span((7, 0), (7, 1000), 1000.0, 1)]
+    same_high = [OrderSpan((7, 0), (7, 1000), 1000.0), OrderSpan((7, 0), (7, 1000), 1000.0, 1)]
     assert [key[:2] for key in keys_at(same_high, [500, 1000])] == [(7, 250), (7, 500)]
-    tied = [Span(LOWEST, LOWEST, 1000.0, place, 0, 5000, 6000) for place in (1, 0)]
-    assert keys_at(tied, [250, 1500]) == [Key(*LOWEST, 0, 0, 5250), Key(*LOWEST, 1, 0, 5500)]
-    mixed = [Span(LOWEST, LOWEST, 1000.0, 0, 0, 0, 1000), Span(LOWEST, (50, 0), 100.0, 0, 0, 1000, 1100)]
-    assert keys_at(mixed, [500, 1050])[0] == Key(*LOWEST, 0, 0, 500)
+    tied = [OrderSpan(LOWEST, LOWEST, 1000.0, place, 0, 5000, 6000) for place in (1, 0)]
+    assert keys_at(tied, [250, 1500]) == [OrderKey(*LOWEST, 0, 0, 5250), OrderKey(*LOWEST, 1, 0, 5500)]
+    mixed = [OrderSpan(LOWEST, LOWEST, 1000.0, 0, 0, 0, 1000), OrderSpan(LOWEST, (50, 0), 100.0, 0, 0, 1000, 1100)]
+    assert keys_at(mixed, [500, 1050])[0] == OrderKey(*LOWEST, 0, 0, 500)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 50])

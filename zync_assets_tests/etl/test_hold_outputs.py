@@ -284,7 +284,7 @@ def test_pending_and_trace_show_which_record_waits_behind_which_until_hold_is_of
     assert exactly_once_done_coverage(free.pipeline, "Staging").passed
 
 
-@pytest.mark.parametrize("of_each_size", ["small", pytest.param("large", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 @pytest.mark.usefixtures("of_each_size")
 def test_records_that_an_older_version_left_pending_hold_their_rows_from_the_first_batch_on(make: Make) -> None:
     """Earlier versions kept no hashes of source rows. An edit of the file to ``hold: true`` has the same result."""

@@ -12,9 +12,13 @@ from pyspark.errors import PySparkException
 
 from zync_assets.errors import LakeError
 from zync_assets.etl.account import Fact, Labels
-from zync_assets.etl.output_files import BucketWriter, Results, StagedTopic, row_sql
-from zync_assets.etl.positions import arranged
+from zync_assets.etl.output_files import BucketWriter, Results
+from zync_assets.etl.partitions import Partitions
+from zync_assets.etl.positions import Numbered, arranged
+from zync_assets.etl.topic_outputs import TopicOutputs, row_sql
+from zync_assets.kafka.partitioner import key_partitions
 from zync_assets.lake import staging
+from zync_assets.publish.encoding import SideSchema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 PARTS = ("high", "place", "partition", "offset")
 LABELS = Labels(["first", "second"], ["for-a", "for-b"], ["a", "b"])
 OWN = {topic: {f"value:{topic}": pa.string()} for topic in "ab"}
-TOPICS = [StagedTopic(topic, f"topic={topic}", 1000, OWN[topic], ["fa", "fb"], {}, None) for topic in "ab"]
+TOPICS = [TopicOutputs(topic, f"topic={topic}", [1000], OWN[topic], ["fa", "fb"], {}, None) for topic in "ab"]
 
 
 def results(spark: SparkSession) -> DataFrame:
@@ -42,7 +46,7 @@ def results(spark: SparkSession) -> DataFrame:
 
 
 def made(spark: SparkSession, bounds: list[int]) -> DataFrame:
-    outs = [LABELS.of_topic(topic) for topic in "ab"]
+    outs = [Numbered(LABELS.of_topic(topic)) for topic in "ab"]
     wanted = row_sql(TOPICS, LABELS, "false", None)
     return arranged(results(spark), PARTS, [(bound,) for bound in bounds], wanted, outs)
 
@@ -110,9 +114,49 @@ def test_the_numbers_follow_the_order_over_all_buckets(
     found.release()
 
 
-def test_rows_are_made_once_to_be_counted_and_to_be_written(spark: SparkSession) -> None:
+def made_in_partitions(spark: SparkSession, bounds: list[int]) -> tuple[list[TopicOutputs], DataFrame]:
+    """Topic a has three partitions by an expression, topic b has two by the bytes of its keys."""
+    shared = [Partitions("a", 3, by=True), Partitions("b", 2, [None, SideSchema("string", "s", None, "")], pa.string())]
+    own = [OWN["a"], {"key:b": pa.string(), **OWN["b"]}]
+    topics = [
+        TopicOutputs(item.topic, item.topic, [100, 200, 300][: item.count], columns, ["fa", "fb"], {}, None, (), item)
+        for item, columns in zip(shared, own, strict=True)
+    ]
+    part = "CAST(source[0].offset DIV 3 % 3 AS INT) AS `partition:a`"
+    frame = results(spark).selectExpr("*", part, "`value:b` AS `key:b`")
+    outs = [Numbered(LABELS.of_topic(item.topic), item.count, item.column()) for item in shared]
+    wanted = row_sql(topics, LABELS, "false", None)
+    return topics, arranged(frame, PARTS, [(bound,) for bound in bounds], wanted, outs)
+
+
+@pytest.mark.parametrize("bounds", [[], [30], [10, 30, 31, 90]])
+def test_each_partition_of_a_topic_is_numbered_by_itself(
+    spark: SparkSession, tmp_path: Path, bounds: list[int]
+) -> None:
+    topics, rows = made_in_partitions(spark, bounds)
+    found = Results(spark, rows, BucketWriter(str(tmp_path), topics, LABELS), small=True)
+    kept = [row for item in found.files for row in pq.read_table(tmp_path / item.path, partitioning=None).to_pylist()]
+    for topic, count in (("a", 3), ("b", 2)):
+        for partition in range(count):
+            here = [row for row in kept if (row["kafka"]["topic"], row["kafka"]["partition"]) == (topic, partition)]
+            first = 100 * (partition + 1)
+            assert [row["kafka"]["offset"] for row in here] == list(range(first, first + len(here)))
+            numbers = [row["source"][0]["offset"] for row in here]
+            assert numbers == sorted(numbers, key=lambda n: (n * 7 % 60, n)), "the order is kept within a partition"
+            assert numbers
+            if topic == "a":
+                assert {number // 3 % 3 for number in numbers} == {partition}
+            else:
+                payloads = pa.array([row["key:b"].encode() for row in here])
+                assert set(key_partitions(payloads, 2).tolist()) == {partition}
+    assert len(kept) == 40
+    found.release()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_are_made_once_to_be_counted_and_to_be_written(spark: SparkSession, shared: bool) -> None:
     """With two computations, every join would run twice, and rows that differ between runs would get wrong numbers."""
-    rows = made(spark, [10, 30])
+    rows = made_in_partitions(spark, [10, 30])[1] if shared else made(spark, [10, 30])
     assert len(rows.collect()) == 42
     plan = rows._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
     final = plan.partition("== Initial Plan ==")[0]
@@ -173,7 +217,7 @@ def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path
         "repeat('x', 60000) AS `value:a`",
         "CAST(NULL AS string) AS `value:b`",
     )
-    rows = arranged(large, PARTS, [], row_sql(TOPICS, LABELS, "false", None), ["0", "1"])
+    rows = arranged(large, PARTS, [], row_sql(TOPICS, LABELS, "false", None), [Numbered("0"), Numbered("1")])
     found = Results(spark, rows, BucketWriter(str(tmp_path), TOPICS, LABELS), small=small)
     assert sum(item.records for item in found.files) == 16_000
     found.release()

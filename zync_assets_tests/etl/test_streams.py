@@ -255,6 +255,17 @@ def test_a_record_below_the_frontier_is_processed_counted_and_named(make: Make) 
     assert found.numbers["late"] == 2
     assert status(it)["late"] == 2
     assert it.head.reached == {"shop": (299, 300)}
+    assert f"check {it.pipeline.path} --accept source_order" in found.summary
+    done = CliRunner().invoke(main, ["check", str(it.pipeline.path), "--accept", "source_order", "--format", "json"])
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["result"], row["numbers"]["late"]) for row in rows if row["check"] == "source_order"] == [
+        ("passed", 0)
+    ]
+    send(it, ("left", "u", 1, "c"), lsn=270)
+    ingest(it)
+    etl(it)
+    found = source_order(it.pipeline, "Staging")
+    assert (found.passed, found.numbers["late"]) == (False, 1), "an accepted count hides no later record"
 
 
 def test_the_sequence_of_outputs_is_the_same_wherever_ingest_and_batches_are_cut(make: Make, tmp_path: Path) -> None:

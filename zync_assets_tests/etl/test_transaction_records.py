@@ -19,17 +19,18 @@ import pytest
 from deltalake import DeltaTable
 
 from zync_assets.checks.output_checks import run_all, source_order
-from zync_assets.errors import SchemaError
+from zync_assets.errors import EtlError, SchemaError
 from zync_assets.etl import plan as etl_plan
 from zync_assets.etl.plan import plan_etl
+from zync_assets.etl.transaction_records import collection_of
 from zync_assets.etl.transactions import OpenTransaction
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import Order
-from zync_assets.lake.raw import ORDER, RawAdvance
+from zync_assets.lake.raw import ORDER, RawAdvance, open_raw
 from zync_assets.lake.raw import commit_raw as commit_table
-from zync_assets.lake.raw_files import ORDER_TYPE
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
 from zync_assets.lake.staging import open_staging
 from zync_assets.lake.storage import raw_uri
@@ -46,18 +47,30 @@ from zync_assets_tests.test_kills import kill
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-EVENT = f"{TYPE}, transaction struct<id: string, total_order: bigint, data_collection_order: bigint>"
+TRANSACTION = "transaction struct<id: string, total_order: bigint, data_collection_order: bigint>"
+EVENT = f"{TYPE}, {TRANSACTION}"
+BINLOG = TYPE.replace("lsn: bigint, sequence: string", "gtid: string, file: string, pos: bigint, row: int")
+IDS = {
+    "mysql": "file=mysql-bin.000003,pos={begin}",
+    "mysql with GTIDs": "3e11fa47-71ca-11e1-9e33-c80aa9429562:{number}",
+    "mariadb": "0-1-{number}",
+}
+"""The ids of the connectors for MySQL and MariaDB."""
 Change = tuple[str, str, int, str]
 """The side of a change, its operation, the id of the row, and the row's text."""
 
 
 @dataclass
 class Source:
-    """A source database with a connector that sends transaction metadata. ``lsn``: the position of its log."""
+    """A source database with a connector that sends transaction metadata. ``lsn``: the position of its log; ``connector``: one of
+    IDS, or None for PostgreSQL's."""
 
     it: Mini
     topic: str
+    connector: str | None = None
     lsn: int = 100
+    begins: dict[int, int] = field(default_factory=dict[int, int])
+    """Transaction → the position of its begin."""
     sent: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
     """Transaction → side → changes that were sent."""
     committed: int = 100
@@ -67,6 +80,12 @@ class Source:
     def name(self, side: str) -> str:
         return self.it.left if side == "left" else self.it.right
 
+    def id(self, transaction: int) -> str:
+        begin = self.begins.setdefault(transaction, self.lsn)
+        if self.connector is None:
+            return f"{transaction}:{self.lsn}"
+        return IDS[self.connector].format(begin=begin, number=transaction)
+
     def changes(self, transaction: int, *changes: Change, delayed: bool = False) -> None:
         """Send changes of a transaction to the topics of their tables. ``delayed``: ``deliver`` sends them."""
         for side, op, id, text in changes:
@@ -74,9 +93,13 @@ class Source:
             counts = self.sent.setdefault(transaction, {})
             counts[side] = counts.get(side, 0) + 1
             value = change(op, id, text, self.lsn)
-            value["source"]["sequence"] = json.dumps([str(self.committed), str(self.lsn)])
+            if self.connector is None:
+                value["source"]["sequence"] = json.dumps([str(self.committed), str(self.lsn)])
+            else:
+                place = {"file": "mysql-bin.000003", "pos": self.lsn, "row": 0}
+                value["source"] = {"connector": self.connector.split()[0], "name": "shop", "snapshot": "false", **place}
             order = {"total_order": sum(counts.values()), "data_collection_order": counts[side]}
-            value["transaction"] = {"id": f"{transaction}:{self.lsn}", **order}
+            value["transaction"] = {"id": self.id(transaction), **order}
             if delayed:
                 self.delayed.append((self.name(side), str(id), value))
             else:
@@ -91,7 +114,7 @@ class Source:
     def begin(self, transaction: int) -> None:
         """Send the BEGIN record."""
         self.lsn += 1
-        id = f"{transaction}:{self.lsn}"
+        id = self.id(transaction)
         self.it.send(self.topic, (json.dumps({"id": id}), {"status": "BEGIN", "id": id}))
 
     def commit(self, transaction: int, **counts: int) -> None:
@@ -104,7 +127,7 @@ class Source:
             {"data_collection": self.name(side).removeprefix(f"{prefix}."), "event_count": count}
             for side, count in numbers.items()
         ]
-        id = f"{transaction}:{self.lsn}"
+        id = self.id(transaction)
         value = {"status": "END", "id": id, "event_count": sum(numbers.values()), "data_collections": collections}
         self.it.send(self.topic, (json.dumps({"id": id}), value))
 
@@ -119,17 +142,23 @@ class Source:
 
 
 @pytest.fixture
-def source(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Source:
+def source(
+    request: pytest.FixtureRequest, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> Source:
+    connector: str | None = getattr(request, "param", None)
     topic = f"{unique}.transaction"
-    text = SHOP.replace(TYPE, EVENT) + f"transactions: {{topic: {topic}, format: json}}\n"
+    event = EVENT if connector is None else f"{BINLOG}, {TRANSACTION}"
+    text = SHOP.replace(TYPE, event) + f"transactions: {{topic: {topic}, format: json}}\n"
     it = mini(services, spark, tmp_path, unique, text)
     create_topic(it.pipeline.kafka, topic, 1, 1, {})
-    return Source(it, topic)
+    return Source(it, topic, connector)
 
 
+@pytest.mark.parametrize("source", [None, pytest.param("mysql with GTIDs", marks=pytest.mark.slow)], indirect=True)
 def test_a_transaction_is_transformed_when_all_its_changes_are_there(source: Source) -> None:
     """A change in quarantine counts, and the topics of the input and of the transactions are ingested together."""
     it = source.it
+    second, third = ("2", "3") if source.connector is None else (source.id(2), source.id(3))
     source.begin(1)
     source.changes(1, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
     source.commit(1)
@@ -142,11 +171,11 @@ def test_a_transaction_is_transformed_when_all_its_changes_are_there(source: Sou
     source.run()
     assert target(it) == {"1": {"l": "a", "r": "new"}}
     waiting = status(it)
-    assert waiting == {**waiting, "waiting": 3, "topic": it.right, "transaction": "2", "incomplete": 0}
+    assert waiting == {**waiting, "waiting": 3, "topic": it.right, "transaction": second, "incomplete": 0}
     source.deliver()
     source.run()
     assert target(it) == {"1": {"l": "b", "r": "paid"}}
-    assert status(it) == {**waiting, "waiting": 2, "topic": source.topic, "transaction": "3"}
+    assert status(it) == {**waiting, "waiting": 2, "topic": source.topic, "transaction": third}
     it.send(it.right, ("2", b"{no JSON"))
     source.commit(3, right=1)
     source.run()
@@ -269,13 +298,20 @@ def raw_table(pipeline: Pipeline, topic: str, rows: Sequence[tuple[Order, dict[s
     commit_table(uri, None, replace(advance, orders={0: rows[-1][0]}, domain="shop"))
 
 
-def test_changes_are_counted_in_the_files_of_the_lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs neither a broker nor Spark. Columns that a file lacks are null."""
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    """A pipeline whose plans need neither a broker nor Spark."""
     monkeypatch.setattr(etl_plan, "check_begins", lambda *_: None)
     path = tmp_path / "shop.yaml"
     text = SHOP.replace(TYPE, EVENT) + "transactions: {topic: shop.transaction, format: json}\n"
     path.write_text(Template(f"lake: lake\n{text}").substitute(left="shop.left", right="shop.right", out="out"))
-    pipeline = load(path)
+    return load(path)
+
+
+@pytest.mark.parametrize("connector", [None, *IDS])
+def test_changes_are_counted_in_the_files_of_the_lake(offline: Pipeline, connector: str | None) -> None:
+    """Columns that a file lacks are null. The ids of MySQL and MariaDB hold no ends, and the changes show them."""
+    pipeline = offline
     event = pa.struct(
         [("op", pa.string()), ("transaction", pa.struct([("id", pa.string()), ("data_collection_order", pa.int64())]))]
     )
@@ -290,12 +326,16 @@ def test_changes_are_counted_in_the_files_of_the_lake(tmp_path: Path, monkeypatc
         ]
     )
 
+    def id_of(name: int, lsn: int) -> str:
+        return f"{name}:{lsn}" if connector is None else IDS[connector].format(begin=name, number=name)
+
     def changed(name: int, number: int) -> dict[str, Any]:
-        return {"op": "c", "transaction": {"id": f"{name}:7", "data_collection_order": number}}
+        return {"op": "c", "transaction": {"id": id_of(name, 7), "data_collection_order": number}}
 
     def ended(name: int, lsn: int, **counts: int) -> tuple[Order, dict[str, Any]]:
         numbers = [{"data_collection": table, "event_count": count} for table, count in counts.items()]
-        return (lsn, 0), {"status": "END", "id": f"{name}:{lsn}", "data_collections": numbers}
+        row = {"status": "END", "id": id_of(name, lsn), "data_collections": numbers}
+        return (lsn, 0) if connector is None else LOWEST, row
 
     left = [((10, 11), changed(1, 1)), ((10, 12), changed(1, 2)), ((20, 21), changed(2, 1)), ((30, 31), changed(3, 1))]
     raw_table(pipeline, "shop.left", left, event)
@@ -308,16 +348,32 @@ def test_changes_are_counted_in_the_files_of_the_lake(tmp_path: Path, monkeypatc
         keep_reading(pipeline.lake, "Raw", Reading(at, at, ends), pipeline.order_delay)
     plan = plan_etl(pipeline, "Staging")
     assert plan.ranges == {"shop.left": (OffsetRange(0, 0, 3),), "shop.right": (OffsetRange(0, 0, 2),)}
-    assert plan.cuts["shop"].transactions == TransactionPosition((30, 0))
-    assert plan.cuts["shop"].blocker == OpenTransaction("3", ("shop.right",))
+    ends_of_two = [(20, 0), (30, 0)] if connector is None else [(10, 14), (20, 23)]
+    first, second = (TransactionPosition(end, next=at) for end, at in zip(ends_of_two, (1, 2), strict=True))
+    if connector is None:
+        first, second = replace(first, next=None), replace(second, next=None)
+    assert plan.cuts["shop"].transactions == second
+    assert plan.cuts["shop"].blocker == OpenTransaction("3" if connector is None else id_of(3, 0), ("shop.right",))
     plan = plan_etl(pipeline, "Staging", limit=2)
     assert plan.ranges == {"shop.left": (OffsetRange(0, 0, 2),), "shop.right": (OffsetRange(0, 0, 1),)}
-    assert plan.cuts["shop"].transactions == TransactionPosition((20, 0))
+    assert plan.cuts["shop"].transactions == first
+
+
+def test_an_input_of_mysql_that_cannot_be_counted_is_an_error(offline: Pipeline) -> None:
+    pipeline = offline
+    state = open_raw(pipeline.lake, "Raw", "shop.left")
+    for changes, cure in (
+        ({"inputs": (replace(pipeline.inputs[0], shape=RecordShape("value.op <> 'd'", {})),)}, "Remove `where`"),
+        ({"transactions": replace(pipeline.transactions, topic="other.transaction")}, "transactions.collections"),
+    ):
+        made = replace(pipeline, **{"inputs": pipeline.inputs, **changes})
+        with pytest.raises(EtlError, match=rf"input shop.left: .* hold no end.*{cure}"):
+            collection_of(made, "shop.left", state, is_binlog=True)
 
 
 def test_a_topic_without_positions_is_refused(source: Source) -> None:
-    source.it.send(source.topic, ("k", {"status": "END", "id": "3E11FA47-71CA-11E1-9E33-C80AA9429562:23"}))
-    with pytest.raises(SchemaError, match=r"3E11FA47.*holds no position.*Remove transactions:"):
+    source.it.send(source.topic, ("k", {"status": "END", "id": "0a001b00fe010000"}))
+    with pytest.raises(SchemaError, match=r"0a001b00.*holds no position.*Remove transactions:"):
         source.ingest()
 
 

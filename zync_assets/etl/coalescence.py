@@ -1,0 +1,145 @@
+"""``coalesce`` of an output: several changes of one key in a batch become one.
+
+The changes of a key are merged one after another, in the order of outputs. A tombstone replaces what is before it. Of two
+values, one must have all fields of the other: the merged value has the fields of both, each as the later of the two has it. A
+field that a change leaves out keeps its earlier value. Two changes that can't be merged so are two outputs. The ``source`` of a
+merged output lists the raw records of all merged changes. Each done record is therefore the source of an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from zync_assets.etl.encodability import left_out
+from zync_assets.etl.rules.assignment import without_dropped
+from zync_assets.etl.rules.kind import LACKING, LATER, OutputColumns
+from zync_assets.etl.rules.parts import OutputTypes
+from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.spark.sql import name_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_OLDS = "transform(sequence(0, size({0}.source) - 1), at -> shiftright({0}.waited, at) % 2 = 1)"
+
+
+def coalesced(
+    results: DataFrame, rules: Sequence[Rule], topic: str, targets: Mapping[str, OutputColumns], placeholder: str | None
+) -> DataFrame:
+    """The result rows with merged outputs of a topic. ``targets``: rule → the columns of its outputs; ``placeholder``: Debezium's
+    of a value that is not sent."""
+    from pyspark.sql import functions as F
+
+    indexes = [at for at, rule in enumerate(rules) if rule.out == topic and rule.name in targets]
+    key = next((target.key[0] for target in targets.values() if target.key is not None), None)
+    if not indexes or key is None or key not in results.columns:
+        # Without a key, no two changes are of one.
+        return results
+    mine = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
+    columns = results.columns
+    number = "coalesce(number, 0)" if "number" in columns else "0"
+    lone = f"CASE WHEN {mine} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
+    keyed = results.selectExpr(f"CASE WHEN {mine} THEN {name_sql(key)} END AS of", lone, "struct(*) AS change")
+    changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {LATER}) AS changes"))
+    merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder)
+    both = f"concat(slice(made, 1, size(made) - 1), array({merged.row}))"
+    step = f"CASE WHEN {merged.condition} THEN {both} ELSE concat(made, array(b)) END"
+    # The last of the changes so far, under a name.
+    step = f"element_at(transform(array(element_at(made, -1)), a -> {step}), 1)"
+    rest = "slice(changes, 2, size(changes))"
+    folded = f"aggregate({rest}, slice(changes, 1, 1), (made, b) -> {step})"
+    return changes.selectExpr(f"explode({folded}) AS change").selectExpr("change.*")
+
+
+def finished(
+    results: DataFrame, pipeline: Pipeline, rules: Sequence[Rule], types: Mapping[str, OutputTypes], *, together: bool
+) -> DataFrame:
+    """The result rows of a batch, without dropped outputs, and with merged ones. ``together``: one task runs the whole batch."""
+    results = without_dropped(results, rules)
+    if any(pipeline.output(rule.out).coalesce for rule in rules):
+        known = [] if "olds" in results.columns else ["CAST(NULL AS array<boolean>) AS olds"]
+        results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
+        # Rows of one task need no shuffle.
+        results = results.coalesce(1) if together else results
+    for topic in dict.fromkeys(rule.out for rule in rules):
+        if pipeline.output(topic).coalesce:
+            results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value)
+    return results
+
+
+class _Merge:
+    """Two changes ``a`` and ``b`` as one, as SQL."""
+
+    def __init__(self, columns: Sequence[str], targets: Mapping[int, OutputColumns], placeholder: str | None) -> None:
+        from pyspark.sql.types import StructType
+
+        sides = {at: target.value for at, target in targets.items() if target.value is not None}
+        self.value = next((side[0] for side in sides.values()), None)
+        whole = next((side[2] for side in sides.values()), None)
+        self.fields = list(whole.names) if isinstance(whole, StructType) else []
+        own = {at: set(side[1].names) for at, side in sides.items() if isinstance(side[1], StructType)}
+        # A value that is no struct has no fields that another one lacks.
+        self.has = {at: own.get(at, set(self.fields)) for at in targets}
+        column = name_sql(self.value or "")
+        found = None if whole is None else left_out(f"b.{column}", whole, "value", placeholder)
+        self.omits = (
+            "CAST(array() AS array<string>)"
+            if found is None
+            else f"coalesce({found[1]}, CAST(array() AS array<string>))"
+        )
+        self.columns = columns
+
+    @property
+    def condition(self) -> str:
+        """Whether the changes can be merged."""
+        if self.value is None:
+            return "true"
+        one, other = (f"{side}.{name_sql(self.value)} IS NULL" for side in "ab")
+        full = [str(at) for at, names in self.has.items() if names >= set(self.fields)]
+        nested = f"exists({self.omits}, path -> path LIKE 'value.%.%')"
+        whole = f"b.rule IN ({', '.join(full)}) AND size({self.omits}) = 0" if full else "false"
+        lacks = " OR ".join(f"size({side}.{LACKING}) > 0" for side in "ab") if LACKING in self.columns else "false"
+        lacks = f"coalesce({lacks}, false)"
+        either = f"({self._covers('b', 'a')} OR {self._covers('a', 'b')})"
+        return f"({other} OR NOT {lacks} AND CASE WHEN {one} THEN {whole} ELSE {either} AND NOT {nested} END)"
+
+    def _covers(self, one: str, other: str) -> str:
+        """Whether the rule of one change has all fields of the other's."""
+        pairs = [(at, to) for at, names in self.has.items() for to, more in self.has.items() if names >= more]
+        known = ", ".join(f"struct({at}, {to})" for at, to in pairs)
+        return f"struct({one}.rule, {other}.rule) IN ({known})"
+
+    @property
+    def row(self) -> str:
+        """The merged change."""
+        gone = "true" if self.value is None else f"b.{name_sql(self.value)} IS NULL OR a.{name_sql(self.value)} IS NULL"
+        olds = {side: f"coalesce({side}.olds, {_OLDS.format(side)})" for side in "ab"}
+        takers = {side: f"coalesce({side}.takers, array_repeat({side}.rule, size({side}.source)))" for side in "ab"}
+        made = {
+            "rule": f"CASE WHEN {gone} OR {self._covers('b', 'a')} THEN b.rule ELSE a.rule END",
+            "source": "concat(a.source, b.source)",
+            "last": "size(a.source) + b.last",
+            "waited": "0",
+            "olds": f"concat({olds['a']}, {olds['b']})",
+            "takers": f"concat({takers['a']}, {takers['b']})",
+            "rows": "concat(a.rows, b.rows)",
+            "ords": "concat(a.ords, b.ords)",
+        }
+        if self.value is not None and self.fields:
+            made[self.value] = f"CASE WHEN {gone} THEN b.{name_sql(self.value)} ELSE {self._value()} END"
+        each = (f"{text_sql(name)}, {made.get(name, f'b.{name_sql(name)}')}" for name in self.columns)
+        return f"named_struct({', '.join(each)})"
+
+    def _value(self) -> str:
+        column = name_sql(self.value or "")
+        parts: list[str] = []
+        for name in self.fields:
+            having = ", ".join(str(at) for at, names in self.has.items() if name in names) or "NULL"
+            sent = f"b.rule IN ({having}) AND NOT array_contains({self.omits}, {text_sql(f'value.{name}')})"
+            kept = f"a.rule IN ({having})"
+            field = name_sql(name)
+            parts.append(
+                f"{text_sql(name)}, CASE WHEN {sent} OR NOT {kept} THEN b.{column}.{field} ELSE a.{column}.{field} END"
+            )
+        return f"named_struct({', '.join(parts)})"

@@ -1,0 +1,185 @@
+"""The raw history once more: scratch pools, into which rules transform the raw records from the first one on.
+
+``zync diff`` compares two scratch pools, and ``zync rebuild`` compares one with the staged outputs. The outputs of a scratch pool
+have names that Kafka does not have, and one partition each: their order is the order in which they were made. Nothing of a
+scratch pool is published or registered.
+
+The scratch pool of a rebuild is in the lake, below ``~rebuild``. After a kill, the next rebuild goes on with its last batch. The
+names of its output topics hold a digest of rules, inputs and outputs: a scratch pool of another file is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from zync_assets.conflicts import CONFLICTS, retried
+from zync_assets.crashes import crash_point
+from zync_assets.errors import CommitConflict, EtlError
+from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.encodability import size_limits
+from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Recomputed, plan_etl, read_raw, transform
+from zync_assets.etl.rebuild import event_rules, rebuild_events_plan
+from zync_assets.lake import raw, staging, storage, tables
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import CreateTopic, Output, Pipeline
+from zync_assets.spark.session import Session
+
+_log = logging.getLogger(__name__)
+_MAX_BYTES = "max.message.bytes"
+
+
+def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, int] | None = None) -> Pipeline:
+    """The pipeline with scratch pools in ``lake``. ``prefix``: of the names of its output topics; ``limits``: output topic → the
+    largest record that it takes."""
+
+    def output(item: Output) -> Output:
+        config = {_MAX_BYTES: str(limits[item.topic])} if limits and item.topic in limits else {}
+        create = CreateTopic(1, 1, config)
+        return replace(item, topic=prefix + item.topic, create=create, start_at="empty", partition_by=None)
+
+    return replace(
+        pipeline,
+        lake=lake,
+        inputs=tuple(replace(item, retention_ms=None) for item in pipeline.inputs),
+        outputs=tuple(map(output, pipeline.outputs)),
+        rules=tuple(replace(rule, out=prefix + rule.out) for rule in pipeline.rules),
+        sinks=(),
+    )
+
+
+def removed_records(topic: str, table: RawState, firsts: Mapping[int, int]) -> Iterator[str]:
+    """The records of a topic, from ``firsts`` on (partition → offset), that retention removed from its raw table."""
+    for partition, kept in sorted(table.retention_start.items()):
+        first = firsts.get(partition, 0)
+        if kept > first:
+            yield f"topic {topic}, partition {partition}, offsets {first} to {kept - 1}"
+
+
+def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tuple[str, ...]) -> Iterator[EtlCommit]:
+    """Rebuild the outputs of a pool's event rules (``etl.rebuild``): the commits of the scratch pool, and the commit of what
+    differs, if there is any. ``topics``: the output topics; empty: all.
+
+    EtlError if retention removed raw records that the account has, or if records wait for the frontier of their source.
+    """
+    outs = [rule.out for rule in event_rules(pipeline, pool)]
+    wanted = tuple(dict.fromkeys(topic for topic in outs if not topics or topic in topics))
+    if not wanted or staging.open_staging(pipeline.lake, pool) is None:
+        return
+    prefix = f"zync-rebuild-{_digest(pipeline, pool)}."
+    own = _scratch_pool(pipeline, pool, prefix)
+    uri = storage.staging_uri(pipeline.lake, own.staging_pools[0])
+    _remove_other(own, uri, prefix, pipeline, pool)
+    for attempt in range(CONFLICTS + 1):
+        yield from _recomputed(own, session, pipeline, pool)
+        crash_point("rebuild:recomputed")
+        state = staging.open_staging(own.lake, own.staging_pools[0])
+        if state is None:
+            # The account has no record of the rules' inputs.
+            return
+        try:
+            plan = rebuild_events_plan(pipeline, pool, Recomputed(state, prefix, wanted))
+            made = commit_staging(pipeline, _batch(pipeline, session, plan))
+        except CommitConflict as error:
+            if attempt == CONFLICTS:
+                raise
+            _log.warning("%s; going on after it", error)
+            continue
+        if made.batch > plan.head.batch:
+            yield made
+        break
+    crash_point("rebuild:committed")
+    tables.remove_table(uri)
+
+
+def _digest(pipeline: Pipeline, pool: str) -> str:
+    """A digest of what the outputs of a pool's event rules depend on."""
+    inputs = [replace(item, retention_ms=None) for item in pipeline.inputs]
+    about = pipeline.unavailable_value, pipeline.missing_field, pipeline.order_delay
+    text = repr((event_rules(pipeline, pool), inputs, pipeline.outputs_of(pool), about))
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
+    """The event rules of a pool with a scratch pool for their outputs."""
+    rules = event_rules(pipeline, pool)
+    outs = {rule.out for rule in rules}
+    outputs = tuple(replace(item, pool=f"~rebuild/{pool}") for item in pipeline.outputs if item.topic in outs)
+    # A commit of the scratch pool may end within a transaction: nobody reads it.
+    chosen = replace(pipeline, outputs=outputs, rules=rules, transactions=None, on_rule_change="continue")
+    return scratch(chosen, prefix, pipeline.lake, size_limits(pipeline, outs))
+
+
+def _remove_other(own: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
+    """Remove a scratch pool of another file, or of an account that went back."""
+    state, real = staging.open_staging(own.lake, own.staging_pools[0]), staging.open_staging(pipeline.lake, pool)
+    if state is None or real is None:
+        return
+    ahead = any(item.seen > _seen(real).get(place, 0) for place, item in state.head.inputs.items())
+    if ahead or any(not topic.startswith(prefix) for topic, _ in state.head.outputs):
+        tables.remove_table(uri)
+
+
+def _seen(state: StagingState) -> dict[tuple[str, int], int]:
+    return {place: item.seen for place, item in state.head.inputs.items()}
+
+
+def _batch(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
+    return transform(
+        session, pipeline, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
+    )
+
+
+def _recomputed(own: Pipeline, session: Session, pipeline: Pipeline, pool: str) -> Iterator[EtlCommit]:
+    """Transform into the scratch pool what the account of the pool has, a commit a batch."""
+    scratch_pool = own.staging_pools[0]
+    while True:
+        state = staging.open_staging(pipeline.lake, pool)
+        assert state is not None
+        _check_history(own, pipeline, state)
+        until = _seen(state)
+
+        def read(until: Mapping[tuple[str, int], int] = until) -> EtlBatch:
+            return _batch(own, session, plan_etl(own, scratch_pool, until=until))
+
+        made = retried(read, lambda batch: None if batch.plan.nothing_to_do else commit_staging(own, batch))
+        if made is None:
+            _check_reached(own, state)
+            return
+        yield replace(made, outputs={})
+
+
+def _check_history(own: Pipeline, pipeline: Pipeline, state: StagingState) -> None:
+    """EtlError if retention removed raw records that the account has, or may be about to."""
+    gone: list[str] = []
+    for item in own.inputs_of(own.staging_pools[0]):
+        table = raw.open_raw(own.lake, item.pool, item.topic)
+        firsts = {part: known.first for (topic, part), known in state.head.inputs.items() if topic == item.topic}
+        if table is not None:
+            released = {
+                part: max(table.retention_start.get(part, 0), state.released(item.topic, part)) for part in firsts
+            }
+            gone += removed_records(item.topic, replace(table, retention_start=released), firsts)
+    if gone:
+        raise EtlError(
+            f"retention removed raw records that the account has: {'; '.join(gone)}. Nothing was rebuilt. Restore the raw tables"
+            " to versions with these records, or go on with the outputs as they are. The effect of an edit on new records is"
+            f" that of {pipeline.command('etl')}"
+        )
+
+
+def _check_reached(own: Pipeline, state: StagingState) -> None:
+    """EtlError if the scratch pool has not taken what the account has."""
+    made = staging.open_staging(own.lake, own.staging_pools[0])
+    known = {} if made is None else _seen(made)
+    topics = {item.topic for item in own.inputs_of(own.staging_pools[0])}
+    for (topic, partition), item in sorted(state.head.inputs.items()):
+        reached = known.get((topic, partition), item.first)
+        if topic in topics and reached < item.seen:
+            raise EtlError(
+                f"topic {topic}, partition {partition}: offsets {reached} to {item.seen - 1} were transformed before, and wait"
+                " for the frontier of their source now. Nothing was rebuilt. Ingest the new topics of the file, and run it again."
+            )

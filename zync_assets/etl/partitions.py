@@ -1,0 +1,228 @@
+"""The partitions of output topics: the choice of Kafka's default partitioner for the bytes of a record's key, or the value of
+the output's ``partition-by``.
+
+A key must keep its partition for as long as its topic exists, and the bytes of a key depend on its schema: Avro has the
+schema's id of the registry in front of the key, and ``connect-json`` has the schema itself. The account therefore keeps the
+schema and the id that the first outputs had (``lake.head.Partitioning``). A batch whose keys have another schema fails. A
+registry that was created anew may give the schema another id. The partition then still follows the id that the account has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import EtlError
+from zync_assets.etl.account import Labels
+from zync_assets.etl.output_types import OutputType
+from zync_assets.kafka.partitioner import key_partitions
+from zync_assets.kafka.registry import Registry
+from zync_assets.lake.head import Head, OutputPosition, Partitioning
+from zync_assets.lake.staging import key_column, value_column
+from zync_assets.pipeline import Pipeline
+from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
+from zync_assets.spark.failures import fails, short
+from zync_assets.spark.sql import name_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+PARTITION = "partition"
+"""The column of outputs that has the value of ``partition-by``, as a partition."""
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """How the outputs of a topic are shared among its ``count`` partitions.
+
+    ``keys``: how the keys of each rule are encoded, by the rule's index; None: the rule's keys are null. ``key_type``: the
+    type of the staged keys; None: all keys are null. ``by``: whether the column PARTITION has the partition.
+    """
+
+    topic: str
+    count: int = 1
+    keys: Sequence[SideSchema | None] = ()
+    key_type: pa.DataType | None = None
+    by: bool = False
+
+    def of(self, outputs: pa.RecordBatch) -> np.ndarray:
+        """The partition of each output: rows with ``rule``, and the key's column or PARTITION."""
+        if self.count == 1:
+            return np.zeros(len(outputs), np.int32)
+        if self.by:
+            return outputs[PARTITION].fill_null(0).to_numpy()
+        name = key_column(self.topic)
+        keys = outputs[name] if name in outputs.schema.names else pa.nulls(len(outputs))
+        return self.of_keys(keys, outputs["rule"])
+
+    def of_keys(self, keys: pa.Array, rules: pa.Array) -> np.ndarray:
+        """The partition of each key. ``rules``: the index of each key's rule. A key that can't be encoded is for partition 0."""
+        found = np.zeros(len(keys), np.int32)
+        if self.key_type is None:
+            return found
+        if keys.type != self.key_type:
+            keys = keys.cast(self.key_type)
+        for side in {side for side in self.keys if side is not None}:
+            own = pa.array([index for index, other in enumerate(self.keys) if other == side], rules.type)
+            places = np.flatnonzero(pc.is_in(rules, own).to_numpy(zero_copy_only=False))
+            if len(places):
+                some = keys if len(places) == len(keys) else keys.take(pa.array(places))
+                found[places] = key_partitions(encode_values(side, some).payloads, self.count)
+        return found
+
+    def column(self) -> Column | None:
+        """The partition of a result row of the topic as a column of Spark; None for a topic with one partition."""
+        from pyspark.sql import functions as F
+
+        if self.count == 1:
+            return None
+        if self.by:
+            return F.coalesce(F.col(name_sql(_by_column(self.topic))), F.lit(0))
+        if self.key_type is None:
+            return F.lit(0)
+        of_keys = self.of_keys
+
+        def partitions(keys: pa.Array, rules: pa.Array) -> pa.Array:
+            return pa.array(of_keys(keys, rules), pa.int32())
+
+        made: Callable[..., Column] = F.arrow_udf(partitions, "int")  # type: ignore[assignment]
+        return made(F.col(name_sql(key_column(self.topic))), F.col("rule"))
+
+    @property
+    def sql(self) -> str | None:
+        """The result rows' column with the value of ``partition-by``."""
+        return name_sql(_by_column(self.topic)) if self.by else None
+
+
+ONE = Partitions("")
+"""All outputs are in partition 0."""
+
+
+def _by_column(topic: str) -> str:
+    return f"partition:{topic}"
+
+
+def counts_of(outputs: Mapping[tuple[str, int], OutputPosition]) -> dict[str, int]:
+    """Output topic → the partitions that its records are numbered in."""
+    counts: dict[str, int] = {}
+    for topic, _ in outputs:
+        counts[topic] = counts.get(topic, 0) + 1
+    return counts
+
+
+def topic_partitions(
+    pipeline: Pipeline, head: Head, types: Mapping[str, OutputType], labels: Labels, counts: Mapping[str, int]
+) -> tuple[dict[str, Partitions], dict[str, Partitioning]]:
+    """How the outputs of each topic are shared among its partitions, and what the account is to keep of that for the topics
+    with several partitions.
+
+    Registers the Avro schema of the first keys. EtlError if keys would change their partitions. Raises RegistryError.
+    """
+    found: dict[str, Partitions] = {}
+    kept: dict[str, Partitioning] = {}
+    for topic, kind in types.items():
+        count = counts.get(topic, 1)
+        found[topic] = Partitions(topic, count)
+        if count == 1:
+            continue
+        item, before = pipeline.output(topic), head.partitionings.get(topic)
+        if item.partition_by is not None:
+            kept[topic] = Partitioning(f"partition-by: {' '.join(item.partition_by.split())}", None)
+            found[topic] = replace(found[topic], by=True)
+            _check(topic, before, kept[topic].text, f"partition-by: {item.partition_by}")
+            continue
+        sides = {rule: side for rule, text in kind.texts.items() if (side := row_schema(topic, text).key).schema}
+        for rule, side in sides.items():
+            text = _text(side)
+            _check(topic, before or kept.get(topic), text, f"rule {rule}")
+            if topic not in kept:
+                kept[topic] = before or Partitioning(text, _schema_id(pipeline, topic, side))
+        known = kept[topic].id if topic in kept else None
+        keys = [sides.get(rule) for rule in labels.rules]
+        keys = [None if side is None else replace(side, schema_id=known, subject="") for side in keys]
+        found[topic] = replace(found[topic], keys=keys, key_type=kind.columns.get(key_column(topic)))
+    return found, kept
+
+
+def _text(side: SideSchema) -> str:
+    """What the bytes of keys depend on: the format, and the schema where it, or its id, is a part of the bytes."""
+    return f"{side.format} {side.schema}" if side.format in ("avro", "connect-json") else side.format
+
+
+def _schema_id(pipeline: Pipeline, topic: str, side: SideSchema) -> int | None:
+    client = Registry(pipeline.registry) if pipeline.registry else None
+    return registered(client, topic, side).schema_id
+
+
+def _check(topic: str, before: Partitioning | None, text: str, place: str) -> None:
+    if before is None or before.text == text:
+        return
+    raise EtlError(
+        f"topic {topic}, {place}: keys would move to other partitions of the topic. Their partitions follow from"
+        f" `{_short(before.text)}`, and now would follow from `{_short(text)}`. Nothing was committed. Undo the change; or"
+        " give the output another topic and another staging pool. With partition-by: from the first record on, the schema of"
+        " the keys may change."
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def with_partition_columns(
+    frame: DataFrame, pipeline: Pipeline, topics: Mapping[str, Partitions], labels: Labels, present: Collection[str]
+) -> DataFrame:
+    """Result rows with a column for each ``partition-by``. ``present``: the columns of the rows. EtlError for an
+    expression that does not suit the outputs."""
+    from pyspark.errors import AnalysisException
+
+    for topic, partitions in topics.items():
+        by = pipeline.output(topic).partition_by
+        if not partitions.by or by is None:
+            continue
+        sides, made = _sides(topic, present), by_sql(by, partitions.count)
+        case = f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(topic)}) THEN {made} END AS {partitions.sql}"
+        try:
+            frame = frame.selectExpr("*", *sides).selectExpr("* EXCEPT (key, value)", case)
+        except AnalysisException as error:
+            raise EtlError(
+                f"topic {topic}, partition-by: {by}: {short(error)} Write a whole number, of `key` and `value` of the output."
+                " Nothing was committed."
+            ) from error
+    return frame
+
+
+def _sides(topic: str, present: Collection[str]) -> list[str]:
+    """The columns that ``partition-by`` sees."""
+    names = {"key": key_column(topic), "value": value_column(topic)}
+    return [f"{name_sql(name) if name in present else 'NULL'} AS {side}" for side, name in names.items()]
+
+
+def by_sql(by: str, count: int) -> str:
+    """The partition by an expression over ``key`` and ``value``; null for a null."""
+    return f"CAST(pmod(CAST(({by}) AS BIGINT), {count}L) AS INT)"
+
+
+def failing_partitions(
+    frame: DataFrame, pipeline: Pipeline, topics: Mapping[str, Partitions], labels: Labels
+) -> list[DataFrame]:
+    """The result rows whose ``partition-by`` fails. With the settings of a search."""
+    found: list[DataFrame] = []
+    for topic, partitions in topics.items():
+        by = pipeline.output(topic).partition_by
+        if partitions.by and by is not None:
+            mine = frame.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)})")
+            seen = mine.selectExpr("*", *_sides(topic, frame.columns))
+            found.append(seen.where(fails(by_sql(by, partitions.count))))
+    return found
+
+
+def partition_numbers(frame: DataFrame, pipeline: Pipeline, topic: str, count: int) -> DataFrame:
+    """The value of a topic's ``partition-by`` for result rows of the topic. The frame fails where the expression does."""
+    by = pipeline.output(topic).partition_by or "0"
+    return frame.selectExpr(*_sides(topic, frame.columns)).selectExpr(by_sql(by, count))

@@ -1,0 +1,412 @@
+"""The rebuild of event rules: staging becomes what the present rules make of the raw history.
+
+    history.recompute     the rules transform the raw records below *seen* once more, into a scratch pool, batch by batch
+    rebuild_rows          the outputs of the scratch pool that change the row of a key, after those that are staged
+    rebuild_account       the account of the inputs as the scratch pool has it
+
+Outputs and account are one commit. Numbers go on, and staged outputs stay as they are. Rows of keys are compared as
+consumers fold them: a record sets the fields of its own schema, and a tombstone deletes the row. A rebuilt output is a
+record of the scratch pool, from the first record on that sets a differing field. A key whose row lacks a field now gets a
+tombstone first.
+
+The account changes, because records of the future go by it. A record that an old rule used up must wait if it waits by the
+present rules, or its counterpart would never find it. By the new account, records may be done whose output an older record
+of the key made before, or whose output was overwritten. The head therefore keeps where inputs and outputs stood
+(``Head.rebuilt``): checks compare only later outputs with the classes of their sources.
+
+A topic without a staged output gets all records of the scratch pool, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import fields_of, original
+from zync_assets.errors import CommitConflict, EtlError
+from zync_assets.etl import positions
+from zync_assets.etl.batch import ResultRows, Transform, no_rows
+from zync_assets.etl.failures import Failure, Place
+from zync_assets.etl.partitions import by_sql
+from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
+from zync_assets.etl.positions import Bound
+from zync_assets.etl.retries import Reopening
+from zync_assets.etl.rules.kind import LACKING, OutputColumns, union
+from zync_assets.etl.rules.shapes import COLUMN as HEADERS
+from zync_assets.etl.rules.shapes import made_sql, type_sql
+from zync_assets.etl.views.key_filter import checkpoint
+from zync_assets.etl.views.query import same_sql
+from zync_assets.etl.waits import waiting_entries
+from zync_assets.lake import staging
+from zync_assets.lake.head import Head
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.spark import frames
+from zync_assets.spark.sql import name_sql, path_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+_log = logging.getLogger(__name__)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def event_rules(pipeline: Pipeline, pool: str) -> tuple[Rule, ...]:
+    """The rules of a staging pool but views."""
+    return tuple(rule for rule in pipeline.rules_of(pool) if rule.view is None)
+
+
+def rebuild_events_plan(pipeline: Pipeline, pool: str, made: Recomputed) -> EtlPlan:
+    """The plan of the commit. CommitConflict if a batch was committed since the scratch pool reached *seen*."""
+    plan = plan_etl(pipeline, pool)
+    for place, position in plan.head.inputs.items():
+        if place[0] in _covered(pipeline, pool, made):
+            found = made.state.head.inputs.get(place)
+            if (position.seen if found is None else found.seen) != position.seen:
+                raise CommitConflict(f"pool {pool}: another process transformed {place[0]} meanwhile; run again")
+    ranges: dict[str, Any] = dict.fromkeys(plan.ranges, ())
+    waits = replace(plan.waits, overdue=())
+    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, waits=waits, recomputed=made)
+
+
+def _covered(pipeline: Pipeline, pool: str, made: Recomputed) -> set[str]:
+    """The inputs whose account is rebuilt."""
+    return {topic for topic, _ in made.state.head.inputs} - _tables(pipeline, pool)
+
+
+def _tables(pipeline: Pipeline, pool: str) -> set[str]:
+    """The inputs that are tables of views, which may have put records into quarantine."""
+    return {table.topic for rule in pipeline.rules_of(pool) if rule.view is not None for table in rule.tables}
+
+
+def rebuild_rows(transform: Transform) -> ResultRows:
+    """The result rows of a rebuild. They count as further outputs of matches: the scratch pool has counted their sources."""
+    made = transform.plan.recomputed
+    assert made is not None
+    found = [rows for topic in made.topics if (rows := _topic_rows(transform, made, topic)) is not None]
+    frame = union(found) if found else no_rows(transform).selectExpr("*", "true AS extra")
+    return ResultRows(frame, {}, ["extra"])
+
+
+def rebuild_bounds(transform: Transform, parts: Sequence[str]) -> list[Bound]:
+    """The bounds of the buckets of a rebuild's result rows: spans of the scratch pool's offsets. ``parts``: of ``ord``."""
+    made = transform.plan.recomputed
+    assert made is not None
+    ends = [made.state.head.output_ends(made.prefix + topic).get(0, 0) for topic in made.topics]
+    count = sum(ends) // positions.BUCKET_RECORDS
+    starts = [max(ends) * 2 * part // count for part in range(1, count)]
+    return [tuple({"high": 1, "offset": start}.get(name, 0) for name in parts) for start in starts]
+
+
+@dataclass(frozen=True)
+class _Topic:
+    """An output topic in a rebuild. ``key``, ``value``: the types of its columns, None for a side that it does not have."""
+
+    name: str
+    targets: Mapping[str, OutputColumns]
+    key: DataType | None
+    value: DataType | None
+
+    @property
+    def fields(self) -> list[tuple[str, str, DataType]]:
+        """Name, SQL and type of each field that a record may set; a value that is no struct is one field."""
+        from pyspark.sql.types import StructType
+
+        if not isinstance(self.value, StructType):
+            return [] if self.value is None else [("", "v", self.value)]
+        return [(item.name, f"v.{name_sql(item.name)}", item.dataType) for item in self.value]
+
+    def records(self, frame: DataFrame) -> DataFrame:
+        """The records of an output frame with their key ``k`` and value ``v`` in the topic's types."""
+        sides = {"k": ("key", self.key), "v": ("value", self.value)}
+        columns = [
+            f"{'CAST(NULL AS STRING)' if kind is None else made_sql(name, frame.schema[name].dataType, kind)} AS {side}"
+            for side, (name, kind) in sides.items()
+        ]
+        headers = "headers" if "headers" in frame.columns else f"CAST(NULL AS {HEADERS})"
+        about = ("kafka.partition AS p", "kafka.offset AS o", "rule", "source", "schema", "left_out")
+        return frame.selectExpr(*columns, *about, f"{headers} AS headers")
+
+    def set_by_rules(self) -> dict[str, str]:
+        """Field → whether a record of the scratch pool sets it, as SQL."""
+        from pyspark.sql.types import StructType
+
+        own = {
+            rule: set(target.value[1].names)
+            for rule, target in self.targets.items()
+            if target.value is not None and isinstance(target.value[1], StructType)
+        }
+        known = {
+            name: [text_sql(rule) for rule in self.targets if not name or name in own.get(rule, ())]
+            for name, _, _ in self.fields
+        }
+        return {
+            name: f"rule IN ({', '.join(rules) or 'NULL'}){_unless_left_out(name)}" for name, rules in known.items()
+        }
+
+    def set_by_schemas(self, state: StagingState) -> dict[str, str]:
+        """Field → whether a staged record sets it, as SQL."""
+        texts = {name: text for name, (of, text) in state.head.schemas.items() if of == self.name}
+        column = staging.value_column(self.name)
+        kind = state.schema.field(column).type if column in state.schema.names else pa.null()
+        items = {item.name: item for item in (fields_of(kind) if pa.types.is_struct(kind) else ())}
+        found: dict[str, str] = {}
+        for name, _, _ in self.fields:
+            item = items.get(name)
+            known = [of for of, text in texts.items() if not name or (item is not None and has_field(text, item))]
+            found[name] = f"schema IN ({', '.join(map(text_sql, known)) or 'NULL'}){_unless_left_out(name)}"
+        return found
+
+
+def _unless_left_out(name: str) -> str:
+    path = text_sql(path_sql(("value", name)))
+    return f" AND NOT coalesce(array_contains(left_out, {path}), false)" if name else ""
+
+
+def has_field(schema: str, item: pa.Field) -> bool:
+    """Whether the records of an output schema have a field of the value."""
+    found: Any = json.loads(schema)["value"]["schema"]
+    for branch in found if isinstance(found, list) else [found]:
+        if isinstance(branch, Mapping) and branch.get("type") == "record":
+            return any(each["name"] in (item.name, original(item)) for each in branch["fields"])
+    return True
+
+
+def _topic_rows(transform: Transform, made: Recomputed, name: str) -> DataFrame | None:
+    """The rebuilt outputs of a topic; None while its rules have no types."""
+    from pyspark.sql import functions as F
+
+    state, kind = transform.plan.state, transform.types.get(name)
+    assert state is not None
+    if kind is None or not kind.targets:
+        return None
+    sides = [[getattr(target, side) for target in kind.targets.values()] for side in ("key", "value")]
+    key, value = (next((side[2] for side in each if side is not None), None) for each in sides)
+    topic = _Topic(name, kind.targets, key, value)
+    scratch = topic.records(frames.output_frame(transform.spark, made.state, made.prefix + name))
+    if all(item.next == item.base for item in state.head.positions(name).values()):
+        return _outputs(
+            transform, topic, scratch.selectExpr(*_RECORD, "1L AS high", "0 AS place", "o * 2 + 1 AS number")
+        )
+    staged = topic.records(frames.output_frame(transform.spark, state, name))
+    _check_keys(transform, topic, scratch, staged)
+    new = _folded(topic, scratch, topic.set_by_rules(), "new")
+    old = _folded(topic, staged, topic.set_by_schemas(state), "old")
+    changed = checkpoint(_changed(topic, new, old))
+    emits = changed.selectExpr("last.p AS staged_in", "explode(emits) AS at")
+    records = scratch.join(emits, F.expr("o = at"))
+    records = records.selectExpr(*_RECORD, "staged_in", "1L AS high", "0 AS place", "o * 2 + 1 AS number")
+    first = "CASE WHEN size(emits) > 0 THEN struct(1L AS high, 0 AS place, emits[0] * 2 AS number)"
+    first = f"{first} ELSE struct(0L AS high, last.p AS place, last.o AS number) END"
+    gone = changed.where("deletes").selectExpr("k", "last", "last.p AS staged_in", f"{first} AS at")
+    kinds = {"v": "string" if value is None else type_sql(value), "left_out": "array<string>", "headers": HEADERS}
+    nulls = [f"CAST(NULL AS {kind}) AS {column}" for column, kind in kinds.items()]
+    tombstones = gone.selectExpr("k", "last.rule AS rule", "last.source AS source", *nulls, "staged_in", "at.*")
+    found = records.unionByName(tombstones)
+    _check_partitions(transform, topic, found)
+    return _outputs(transform, topic, found)
+
+
+_RECORD = ("k", "v", "rule", "source", "left_out", "headers")
+
+
+def _check_keys(transform: Transform, topic: _Topic, scratch: DataFrame, staged: DataFrame) -> None:
+    """A warning about records without a key. EtlError for a key in several partitions."""
+    from pyspark.sql import functions as F
+
+    if not scratch.where("k IS NULL").isEmpty() or not staged.where("k IS NULL").isEmpty():
+        _log.warning(
+            "topic %s: records without a key are not compared, since nothing says which of them follow each other. To publish all"
+            " records again, name another output topic.",
+            topic.name,
+        )
+    if transform.pipeline.output(topic.name).partition_by is None:
+        return
+    parts = staged.where("k IS NOT NULL").groupBy("k").agg(F.expr("min(p) AS low"), F.expr("max(p) AS high"))
+    for row in (
+        parts.where("low <> high").selectExpr("to_json(struct(k AS key)) AS text", "low", "high").limit(1).collect()
+    ):
+        raise EtlError(
+            f"topic {topic.name}: records with the {row['text']} are in the partitions {row['low']} and {row['high']}, which have"
+            " no common order, so that the row of the key is not known. Nothing was staged. Name another output topic: it gets"
+            " all records again."
+        )
+
+
+def _check_partitions(transform: Transform, topic: _Topic, found: DataFrame) -> None:
+    """EtlError if a record would go to another partition than the staged records of its key, by ``partition-by``."""
+    by, state = transform.pipeline.output(topic.name).partition_by, transform.plan.state
+    if by is None or state is None:
+        return
+    made = by_sql(by, len(state.head.positions(topic.name)))
+    keyed = found.where("staged_in IS NOT NULL").selectExpr("k AS key", "v AS value", "staged_in")
+    moved = keyed.selectExpr("key", "staged_in", f"coalesce({made}, 0) AS place").where("place <> staged_in")
+    for row in moved.selectExpr("to_json(struct(key)) AS text", "staged_in", "place").limit(1).collect():
+        raise EtlError(
+            f"topic {topic.name}: a record with the {row['text']} would go to partition {row['place']}, and the staged records of"
+            f" the key are in partition {row['staged_in']}. Nothing was staged. Write a partition-by over the key alone, or name"
+            " another output topic: it gets all records again."
+        )
+
+
+def _folded(topic: _Topic, records: DataFrame, sets: Mapping[str, str], side: str) -> DataFrame:
+    """A row for each key that is not deleted: the key, the last record, and for each field its value, and the offset of the last
+    record that sets it. The names of the columns end in ``side``. ``sets``: field → whether a record sets it."""
+    from pyspark.sql import functions as F
+
+    live = records.where("k IS NOT NULL").selectExpr(
+        "*", "max(CASE WHEN v IS NULL THEN o END) OVER (PARTITION BY k) AS gone"
+    )
+    live = live.where("v IS NOT NULL AND (gone IS NULL OR o > gone)")
+    columns = [f"max_by(struct(rule, source, p, o), o) AS last_{side}"]
+    for at, (name, sql, _) in enumerate(topic.fields):
+        columns.append(f"max(o) FILTER (WHERE {sets[name]}) AS at{at}_{side}")
+        columns.append(f"max_by({sql}, o) FILTER (WHERE {sets[name]}) AS field{at}_{side}")
+    return live.groupBy("k").agg(*map(F.expr, columns)).withColumnRenamed("k", f"k_{side}")
+
+
+def _changed(topic: _Topic, new: DataFrame, old: DataFrame) -> DataFrame:
+    """The keys whose row differs: the staged key ``k``, its ``last`` record, ``deletes`` (whether a tombstone is needed), and
+    ``emits`` (the offsets of the scratch pool's records that make the new row of the old one, ascending)."""
+    from pyspark.sql import functions as F
+
+    ats = [f"at{at}_new" for at, _ in enumerate(topic.fields)]
+    differs = [
+        f"((at{at}_new IS NULL) <> (at{at}_old IS NULL) OR NOT {same_sql(f'field{at}_new', f'field{at}_old', kind)})"
+        for at, (_, _, kind) in enumerate(topic.fields)
+    ]
+    lacks = " OR ".join(f"at{at}_new IS NULL AND at{at}_old IS NOT NULL" for at, _ in enumerate(topic.fields))
+    since = ", ".join(f"CASE WHEN {one} THEN {at} END" for one, at in zip(differs, ats, strict=True))
+    both = new.join(old, F.expr("k_new <=> k_old"), "full_outer")
+    both = both.where(f"(k_new IS NULL) <> (k_old IS NULL) OR {' OR '.join(differs)}")
+    both = both.selectExpr(
+        "k_old AS k",
+        "last_old AS last",
+        f"k_old IS NOT NULL AND (k_new IS NULL OR {lacks}) AS deletes",
+        f"array_distinct(array_compact(array({', '.join(ats)}))) AS ats",
+        f"array_min(array({since})) AS since",
+    )
+    emits = "array_sort(filter(ats, at -> deletes OR k IS NULL OR at >= since)) AS emits"
+    return both.selectExpr("k", "last", "deletes", emits)
+
+
+def _outputs(transform: Transform, topic: _Topic, records: DataFrame) -> DataFrame:
+    """Result rows of records. ``records``: with ``high``, ``place`` and ``number``, by which they are ordered."""
+    labels, ordering = transform.labels, transform.ordering
+    indexes = {name: labels.rules.index(name) for name in topic.targets}
+    rules = " ".join(f"WHEN {text_sql(name)} THEN {at}" for name, at in indexes.items())
+    # A tombstone of a rule that is gone has the key of another rule.
+    keyed = [name for name, target in topic.targets.items() if target.key and target.key[1].simpleString() != "void"]
+    other = indexes[(keyed or list(indexes))[0]]
+    places = " ".join(f"WHEN {text_sql(name)} THEN {at}" for at, name in enumerate(labels.topics))
+    # An input that the file has no more can't be named.
+    each = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
+    parts = {"high": "high", "place": "place", "offset": "number", "low": "0L"}
+    order = ", ".join(f"{parts.get(name, '0')} AS {name}" for name in ordering.parts)
+    target = next(iter(topic.targets.values()))
+    sides = [(side, name) for side, name in zip("kv", (target.key, target.value), strict=True) if name is not None]
+    return records.selectExpr(
+        "'out' AS kind",
+        f"CASE rule {rules} ELSE {other} END AS rule",
+        f"struct({order}) AS ord",
+        f"transform(source, it -> {each}) AS source",
+        "size(source) - 1 AS last",
+        "0 AS waited",
+        "CAST(NULL AS bigint) AS hash",
+        "true AS extra",
+        *(f"{side} AS {name_sql(column[0])}" for side, column in sides),
+        *([f"headers AS {staging.HEADERS_COLUMN}"] if target.headers else []),
+        f"left_out AS {LACKING}",
+    )
+
+
+def refuse_failures(plan: EtlPlan, found: Mapping[Place, Failure]) -> None:
+    """EtlError if an output of a rebuild fails. No record of the account can go into quarantine for it."""
+    if plan.recomputed is not None and found:
+        first = found[min(found)]
+        raise EtlError(
+            f"pool {plan.pool}: topic {first.topic}, partition {first.partition}, offset {first.offset}: {first.reason}. Nothing"
+            " was staged. Correct the rule, or the output topic."
+        )
+
+
+def is_rebuilt(pipeline: Pipeline, plan: EtlPlan) -> bool:
+    """Whether the account is that of the scratch pool already."""
+    made, state = plan.recomputed, plan.state
+    assert made is not None
+    assert state is not None
+    covered = _covered(pipeline, plan.pool, made)
+
+    def facts(head: Head) -> tuple[object, ...]:
+        counts = {place: count for place, count in head.counts.items() if place[0] in covered and count}
+        return counts, {place: count for place, count in head.waiting.items() if place[1] in covered and count}
+
+    def waiting(known: StagingState) -> pa.Table:
+        columns = ["topic", "partition", "first", "rule"]
+        found = waiting_entries(known).select(columns)
+        found = found.filter(pc.is_in(found["topic"], pa.array(sorted(covered), pa.string())))
+        return found.sort_by([(name, "ascending") for name in columns])
+
+    return facts(state.head) == facts(made.state.head) and waiting(state).equals(waiting(made.state))
+
+
+def rebuild_account(
+    pipeline: Pipeline, plan: EtlPlan, head: Head, folder: str
+) -> tuple[Head, list[DataFile], list[DataFile]]:
+    """The account after a rebuild: the head, the files of the ledger, and the files that go. ``head``: with the positions of the
+    outputs; ``folder``: of new files, below the table."""
+    made, state = plan.recomputed, plan.state
+    assert made is not None
+    assert state is not None
+    covered, new = _covered(pipeline, plan.pool, made), made.state.head
+    files = [item for item in (_without(state, covered, state.ledger_files, f"{folder}/kept"),) if item is not None]
+    others = {topic for topic, _ in new.inputs} - covered
+    for at, item in enumerate(made.state.ledger_files):
+        found = _without(made.state, others, [item], f"{folder}/rebuilt-{at}", state.table.uri)
+        files += [] if found is None else [found]
+    views = {rule.out for rule in pipeline.rules_of(plan.pool) if rule.view is not None}
+    outputs = {place: item.next for place, item in head.outputs.items() if place[0] not in views}
+    waiting = _mixed(head.waiting, new.waiting, lambda place: place[1] in covered)
+    waits = {**head.waits, **new.waits}
+    still = {rule for (rule, _), count in waiting.items() if count}
+    inputs = _mixed(head.inputs, new.inputs, lambda place: place[0] in covered)
+    tables = _tables(pipeline, plan.pool)
+    made_head = replace(
+        head,
+        inputs=inputs,
+        counts=_mixed(head.counts, new.counts, lambda place: place[0] in covered),
+        waiting=waiting,
+        replayed=_mixed(head.replayed, new.replayed, lambda topic: topic in covered),
+        joins={**head.joins, **new.joins},
+        waits={rule: since for rule, since in waits.items() if rule in still},
+        several=head.several | new.several,
+        rebuilt=outputs | {place: item.seen for place, item in inputs.items() if place[0] not in tables},
+    )
+    return made_head, files, state.ledger_files
+
+
+def _mixed(old: Mapping[K, V], new: Mapping[K, V], is_new: Callable[[K], bool]) -> dict[K, V]:
+    """The entries of ``new`` for the keys that ``is_new`` names, and those of ``old`` for the others."""
+    known = {key: value for key, value in old.items() if not is_new(key)}
+    return known | {key: value for key, value in new.items() if is_new(key)}
+
+
+def _without(
+    state: StagingState, topics: Collection[str], files: Sequence[DataFile], path: str, uri: str | None = None
+) -> DataFile | None:
+    """Some ledger files as one file without the entries of some topics; None for no entry. ``path``: of the new file, below the
+    table ``uri``."""
+    rows = staging.read_entries(state, files)
+    rows = rows.filter(pc.invert(pc.is_in(rows["topic"], pa.array(sorted(topics), pa.string()))))
+    name, _, last = path.rpartition("/")
+    path = f"{name}/{staging.ACCOUNT_FOLDER}/{last}.parquet"
+    return staging.write_entries(uri or state.table.uri, path, rows) if rows.num_rows else None

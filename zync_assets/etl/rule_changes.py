@@ -1,0 +1,142 @@
+"""Edits of rules: each ETL commit keeps the fingerprints of the pool's rules, and the next one compares them.
+
+A fingerprint has a digest for each part of a rule, so that a message can name the parts that changed. Views have definitions of
+their own (``etl.views``), and no fingerprints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from zync_assets.errors import EtlError
+from zync_assets.lake import staging
+from zync_assets.lake.head import Head
+from zync_assets.pipeline import Pipeline, Rule
+
+_KEPT = "New records go by the new rules; staged outputs and their numbers stay as they are."
+
+
+@dataclass(frozen=True)
+class RuleChange:
+    """One rule of which the pipeline file says something else than at the last commit.
+
+    ``parts``: the keys that changed; empty for a rule that is new, gone or renamed. ``text``: the change in words.
+    """
+
+    rule: str
+    parts: tuple[str, ...]
+    text: str
+
+
+def fingerprint(rule: Rule) -> str:
+    """The parts of a rule with a digest each, as JSON."""
+    parts: dict[str, object] = {
+        "type": rule.kind,
+        "topics": [(side.name, side.topic) for side in rule.sides],
+        "where": [side.where for side in rule.sides],
+        "join-on": [side.keys for side in rule.sides],
+        "out": rule.out,
+        "key": rule.key,
+        "value": rule.value,
+        "headers": rule.headers,
+        "shape": rule.keep,
+        "lookup": [repr(item) for item in rule.lookups],
+        "zed": repr(rule.zed.records) if rule.zed is not None else None,
+        "complete-when": repr(rule.group) if rule.group is not None else None,
+        "expire-after": repr(rule.expiry) if rule.expiry is not None else None,
+        "explode": rule.explode,
+    }
+    return json.dumps({name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])})
+
+
+def _digest(part: object) -> str:
+    text = json.dumps(part, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def fingerprints(rules: Iterable[Rule]) -> dict[str, str]:
+    """Name → fingerprint of each rule but views."""
+    return {rule.name: fingerprint(rule) for rule in rules if rule.view is None}
+
+
+def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
+    """The changes of a pool's rules since its last commit. Empty if the commit is of a version that kept no fingerprints."""
+    if not head.rules:
+        return []
+    known, found = dict(head.rules), list[RuleChange]()
+    for rule in rules:
+        if rule.view is not None:
+            continue
+        before = known.pop(rule.name, None)
+        renamed = before is None and rule.was is not None and rule.was in known
+        if renamed:
+            before = known.pop(rule.was or "")
+        parts = _differences(before, fingerprint(rule)) if before is not None else ()
+        changed = f"changed ({', '.join(parts)})"
+        if renamed:
+            text = f"was {rule.was}{f', and {changed}' if parts else ''}"
+            found.append(RuleChange(rule.name, parts, text))
+        elif before is None:
+            found.append(RuleChange(rule.name, (), "is new"))
+        elif parts:
+            found.append(RuleChange(rule.name, parts, changed))
+    return [*found, *(RuleChange(name, (), "is gone") for name in known)]
+
+
+def _differences(before: str, now: str) -> tuple[str, ...]:
+    old, new = json.loads(before), json.loads(now)
+    return tuple(name for name in {**old, **new} if old.get(name) != new.get(name))
+
+
+def report_changes(pipeline: Pipeline, pool: str, head: Head, log: Callable[[str], object] | None) -> None:
+    """Tell which rules changed since the last commit. ``log``: None tells nobody.
+
+    EtlError if the pipeline file says that a change of rules stops ETL.
+    """
+    changes = rule_changes(pipeline.rules_of(pool), head)
+    if not changes:
+        return
+    said = "; ".join(f"rule {change.rule} {change.text}" for change in changes)
+    place = f"pool {pool}: since batch {head.batch}, {said}."
+    if pipeline.on_rule_change == "fail":
+        raise EtlError(
+            f"{place} Nothing was done, because the pipeline file has `on-rule-change: fail`. Put the old rules back, or accept"
+            " the new ones: leave the key out until the next batch is committed."
+        )
+    if log is not None:
+        log(f"{place} {_KEPT}")
+
+
+def refuse_moves(pipeline: Pipeline, pool: str, head: Head) -> None:
+    """EtlError for a rule that is new in the pool, and whose former name has waiting records in another pool. The account of
+    this pool has its own classes for these records.
+
+    A pool that has not seen the rule's topics reads all their records, and takes any rule.
+    """
+    seen = {topic for topic, _ in head.inputs}
+    others = [name for name in pipeline.staging_pools if name != pool]
+    for rule in pipeline.rules_of(pool):
+        is_known = rule.name in head.rules or rule.was is None or any(rule.was == name for name, _ in head.waiting)
+        if is_known or not seen.intersection(rule.topics):
+            continue
+        for other in others:
+            state = staging.open_staging(pipeline.lake, other)
+            waiting = {} if state is None else state.head.waiting
+            count = sum(count for (name, topic), count in waiting.items() if name == rule.was and topic in seen)
+            if count:
+                raise EtlError(
+                    f"pool {pool}: rule {rule.name} was {rule.was} of pool {other}, where {count} records wait for it. Pools have"
+                    f" an account each, and pool {pool} has seen these records. Nothing was done. Give the rule an output of"
+                    f" pool {other}; or leave `was` out, and only new records go by the rule; or make the account of pool"
+                    f" {pool} by its present rules: {pipeline.command('rebuild', '--topic', rule.out)}"
+                )
+
+
+def renamed_rules(pipeline: Pipeline, pool: str, waiting: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
+    """The former names of rules for which records still wait. ``waiting``: (rule, input topic) → records."""
+    names = {rule for (rule, _), count in waiting.items() if count}
+    former = dict.fromkeys(rule.was for rule in pipeline.rules_of(pool))
+    return tuple(name for name in former if name in names)

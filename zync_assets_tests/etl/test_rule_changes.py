@@ -1,0 +1,111 @@
+"""The fingerprints of rules, and how the next batch tells what changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zync_assets.errors import EtlError, PipelineFileError
+from zync_assets.etl.rule_changes import fingerprint, fingerprints, renamed_rules, report_changes, rule_changes
+from zync_assets.lake.head import Head, head_rows, parse_head
+from zync_assets.pipeline import Pipeline, Rule, Side
+from zync_assets.pipeline_file import load
+
+HEAD = """
+inputs: [{topic: A, pool: Raw}, {topic: B, pool: Raw}]
+output: {topic: C, pool: Staging}
+transforms:
+"""
+JOIN = (
+    "- {name: join, type: denorm, where: value.op = 'c', left: A, right: B, join-on: left.key = right.key, out: C,"
+    " key: left.key, value: left.value}\n"
+)
+COPY = "- {name: copy, type: stateless, in: A, where: value.op = 'u', out: C, key: in.key, value: in.value}\n"
+
+
+def read(folder: Path, *rules: str, more: str = "") -> Pipeline:
+    (folder / "shop.yaml").write_text(more + HEAD + "".join(rules))
+    return load(folder / "shop.yaml", {})
+
+
+def told(folder: Path, before: tuple[str, ...], *rules: str, more: str = "") -> list[str]:
+    head = Head(3, rules=fingerprints(read(folder, *before).rules))
+    found: list[str] = []
+    report_changes(read(folder, *rules, more=more), "Staging", head, found.append)
+    return found
+
+
+def rule(**parts: Any) -> Rule:
+    return replace(Rule("stateless", "r", (Side("in", "A"),), "C", "in.key", "in.value"), **parts)
+
+
+def test_a_fingerprint_is_of_what_a_rule_does_and_not_of_its_name() -> None:
+    same = [rule(), rule(name="s"), rule(was="q")]
+    assert len({fingerprint(each) for each in same}) == 1
+    others = [
+        rule(key={"a": "in.key"}),
+        rule(value=None),
+        rule(out="D"),
+        rule(headers={"h": "in.key"}),
+        rule(keep="in.key > 1"),
+        rule(sides=(Side("in", "B"),)),
+        rule(sides=(Side("in", "A", "value.x"),)),
+        rule(sides=(Side("in", "A", None, ("in.key",)),)),
+    ]
+    assert len({fingerprint(each) for each in [*same, *others]}) == len(others) + 1
+
+
+def test_the_head_keeps_fingerprints() -> None:
+    head = Head(3, rules=fingerprints([rule()]))
+    assert parse_head(3, head_rows(head)) == head
+
+
+def test_without_an_edit_and_for_a_lake_of_an_earlier_version_nothing_is_told(tmp_path: Path) -> None:
+    assert told(tmp_path, (JOIN, COPY), JOIN, COPY) == []
+    assert told(tmp_path, (JOIN, COPY), COPY, JOIN) == []
+    assert rule_changes(read(tmp_path, JOIN).rules, Head(3)) == []
+
+
+def test_an_edit_is_told_with_the_parts_that_changed(tmp_path: Path) -> None:
+    edited = COPY.replace("value.op = 'u'", "value.op = 'd'").replace("value: in.value", "value: null")
+    new = COPY.replace("copy", "more").replace("'u'", "'r'")
+    (text,) = told(tmp_path, (JOIN, COPY), edited, new)
+    assert text == (
+        "pool Staging: since batch 3, rule copy changed (where, value); rule more is new; rule join is gone. New records go by"
+        " the new rules; staged outputs and their numbers stay as they are."
+    )
+
+
+def test_a_renamed_rule_is_told_by_both_names(tmp_path: Path) -> None:
+    renamed = JOIN.replace("name: join", "name: pair, was: join")
+    assert "rule pair was join. New" in told(tmp_path, (JOIN,), renamed)[0]
+    assert (
+        "rule pair was join, and changed (key)."
+        in told(tmp_path, (JOIN,), renamed.replace("key: left.key", "key: 1"))[0]
+    )
+
+
+def test_a_rule_change_may_stop_etl(tmp_path: Path) -> None:
+    fail = "on-rule-change: fail"
+    assert told(tmp_path, (JOIN,), JOIN, more=fail) == []
+    with pytest.raises(EtlError, match=r"rule copy is new\. Nothing was done, because .* leave the key out"):
+        told(tmp_path, (JOIN,), JOIN, COPY, more=fail)
+
+
+def test_records_that_wait_under_a_former_name_are_looked_at_again(tmp_path: Path) -> None:
+    pipeline = read(tmp_path, JOIN.replace("name: join", "name: pair, was: join"), COPY)
+    assert renamed_rules(pipeline, "Staging", {("join", "A"): 2, ("other", "A"): 1}) == ("join",)
+    assert renamed_rules(pipeline, "Staging", {("join", "A"): 0, ("pair", "A"): 1}) == ()
+
+
+def test_a_former_name_is_of_no_rule_of_the_file_and_of_no_view(tmp_path: Path) -> None:
+    view = "- {name: v, was: w, type: view, tables: {a: A}, from: a, out: C, key: a.id, value: {id: a.id}}\n"
+    for rules, message in (
+        ((JOIN.replace("name: join", "name: join, was: copy"), COPY), "`copy` is the name of a rule of this file"),
+        ((view,), "the result of a renamed view is made again"),
+    ):
+        with pytest.raises(PipelineFileError, match=message):
+            read(tmp_path, *rules)
