@@ -8,12 +8,13 @@ Kafka must then give each delivered record the offset from staging.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from itertools import zip_longest
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -25,14 +26,15 @@ from zync_assets.kafka.topics import (
     TopicState,
     create_topic,
     delete_topic,
-    high_watermark,
+    high_watermarks,
     is_compacted,
     new_topic_config,
     topic_states,
 )
-from zync_assets.kafka.writer import InOrder
-from zync_assets.lake import compaction
-from zync_assets.lake.publication import PublishState, WrittenSchema, commit_publish_state, open_publish_state
+from zync_assets.kafka.writers import Writers
+from zync_assets.lake import compaction, storage, tables
+from zync_assets.lake.head import OutputPosition
+from zync_assets.lake.publication import PublishState, WrittenSchema, commit_publish_states, publish_state
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
@@ -40,41 +42,50 @@ from zync_assets.publish.encoding import StagedTopic, alike_ids, encoded_rows, f
 from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic
 from zync_assets.spark.tasks import run_tasks
 
-if TYPE_CHECKING:
-    pass
-
 T = TypeVar("T")
 
 WINDOW_RECORDS = 250_000
 
 WINDOW_BYTES = 64 << 20
-"""The records and bytes of a window. A window is encoded in memory before publish announces it, so that no record exceeds
-the topic's limit. A task holds two windows in memory: it encodes the next window while it sends a window."""
+"""The records and bytes of a window, of all partitions together. A window is encoded in memory before publish announces it,
+so that no record exceeds the topic's limit. A task holds two windows in memory: it encodes the next one while it sends one."""
 
 TASK_RECORDS = 8 * WINDOW_RECORDS
 """The records that one Spark task sends, window by window."""
 
+WRITERS = 16
+"""The most partitions that a task writes to. Each partition has a producer with a connection and threads of its own."""
+
 
 @dataclass(frozen=True)
 class PublishCommit:
-    """The result of one publish: the sent range, and the number of verified records."""
+    """The result of one publish: the sent range of each partition, and the number of verified records."""
 
     topic: str
-    range: OffsetRange
+    ranges: tuple[OffsetRange, ...]
     verified_records: int
     seconds: float
 
     @property
     def records(self) -> int:
-        return self.range.end - self.range.first
+        return sum(part.end - part.first for part in self.ranges)
+
+
+PublishStates = Mapping[int, PublishState]
+"""Partition → how far the partition is published."""
+
+Announcement = tuple[int | None, int | None]
+"""The end of the announced window, and the verified offset."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """The output partition that a publisher writes to, with all that its Spark tasks need."""
+class OutputTopic:
+    """The output topic that a publisher writes to, with all that its Spark tasks need. ``partitions``: those of the topic that
+    have outputs."""
 
     outputs: StagedTopic = field(repr=False)
     topic_id: str
+    partitions: tuple[int, ...]
     kafka: Mapping[str, str] = field(repr=False)
     lake: str = field(repr=False)
     pool: str
@@ -87,22 +98,17 @@ class Target:
     def topic(self) -> str:
         return self.outputs.topic
 
-    def publish_state(self) -> PublishState:
-        return open_publish_state(self.lake, self.pool, self.topic)
+    def publish_states(self) -> PublishStates:
+        opened = tables.open_table(storage.publish_uri(self.lake, self.pool))
+        return {partition: publish_state(opened, self.topic, partition) for partition in self.partitions}
 
     def commit(
-        self, before: PublishState, window: int, verified_end: int, schemas: Iterable[WrittenSchema] = ()
-    ) -> PublishState:
-        """Set the end of the announced window and the verified offset. CommitConflict if another publisher came first."""
-        return commit_publish_state(
-            self.lake,
-            self.pool,
-            before,
-            window=window,
-            verified_end=verified_end,
-            topic_id=self.topic_id,
-            schemas=schemas,
-        )
+        self, before: PublishStates, marks: Mapping[int, tuple[int, int]], schemas: Iterable[WrittenSchema] = ()
+    ) -> PublishStates:
+        """Set the ends of the announced windows and the verified offsets of some partitions. CommitConflict if another
+        publisher came first."""
+        states = [before[partition] for partition in self.partitions]
+        return commit_publish_states(self.lake, self.pool, states, marks, self.topic_id, schemas=schemas)
 
 
 def publish(
@@ -116,15 +122,16 @@ def publish(
     """
     start = time.monotonic()
     plan = batch.plan
-    if plan.position is None or plan.state is None:
-        return PublishCommit(batch.topic, OffsetRange(0, 0, 0), 0, 0.0)
+    if not plan.parts or plan.state is None:
+        return PublishCommit(batch.topic, (), 0, 0.0)
     # 1. Stop at a failed check: published records can't be removed from a topic.
     refuse_unsound(plan.snapshot, batch.topic)
     # 2. Create a topic that never existed, and register the schemas of the staged rows.
-    topic_state = plan.topic_state or _create(pipeline, plan.output)
-    target = Target(
+    topic_state = plan.topic_state or _create(pipeline, plan.output, plan.parts[0].position)
+    target = OutputTopic(
         staged_topic(plan.state, batch.topic, pipeline.registry),
         topic_state.topic_id,
+        tuple(part.partition for part in plan.parts),
         pipeline.kafka,
         pipeline.lake,
         plan.output.pool,
@@ -133,33 +140,64 @@ def publish(
         WINDOW_BYTES,
     )
     # 3. After an unclean stop, wait: a crashed producer's records can still surface.
-    high = plan.high if plan.clean else _stable_high(pipeline, plan)
-    # 4. Compare the records since the last verified offset with staging, and commit that they are verified. Retention and
-    #    compaction may have removed records. The offsets of the removed records prove that the records existed.
-    first = max(plan.verified_end, min(topic_state.partitions[0].low, high))
-    publish_state, comparisons = plan.publish_state, 0
-    if first < high:
-        offset, comparisons = run_tasks(batch.spark, 1, partial(_verify, target, first, high))[0]
-        if offset is not None:
-            raise foreign_record(batch.topic, offset, plan.recreate)
-    if first < high or not plan.clean:
-        publish_state = target.commit(publish_state, high, high)
+    highs = {part.partition: part.high for part in plan.parts} if plan.clean else _stable_highs(pipeline, plan)
+    # 4. Compare the records since the last verified offsets with staging, and commit that they are verified. Retention and
+    #    compaction may have removed announced records. The offsets of the removed records prove that the records existed.
+    lows = {part.partition: part.low for part in topic_state.partitions}
+    unverified: list[OffsetRange] = []
+    for part in plan.parts:
+        low, high = lows.get(part.partition, 0), highs[part.partition]
+        if low > part.announced_end:
+            raise foreign_record(batch.topic, part.partition, part.announced_end, plan.recreate)
+        unverified.append(OffsetRange(part.partition, max(part.verified_end, min(low, high)), high))
+    unverified = [part for part in unverified if not part.empty]
+    announced_ends = {part.partition: part.announced_end for part in plan.parts}
+    publish_states: PublishStates = {part.partition: part.publish_state for part in plan.parts}
+    comparisons = 0
+    if unverified:
+        found = run_tasks(batch.spark, len(unverified), partial(_verify, target, unverified, announced_ends))
+        for part, (offset, count) in zip(unverified, found, strict=True):
+            if offset is not None:
+                raise foreign_record(batch.topic, part.partition, offset, plan.recreate)
+            comparisons += count
+    # The first commit of a topic has every partition, so that a reader of the lake knows them all.
+    new = len(plan.parts) > 1 and any(part.publish_state.verified_end is None for part in plan.parts)
+    if unverified or not plan.clean or new:
+        publish_states = target.commit(publish_states, {partition: (high, high) for partition, high in highs.items()})
         crash_point("publish:verified")
-    # 5. Send the rest window by window, several windows a Spark task. A task announces a window, then sends the window.
-    for at in range(high, plan.end, TASK_RECORDS):
-        until = min(plan.end, at + TASK_RECORDS)
-        before = (publish_state.window, publish_state.verified_end)
-        announcement = run_tasks(batch.spark, 1, partial(_send, target, at, until, before))[0]
-        publish_state = target.publish_state()
-        _check_rival(target.topic, publish_state, announcement)
+    # 5. Send the rest window by window, several windows a Spark task. A task announces windows, then sends them.
+    rest = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
+    total, sent = sum(part.end - part.first for part in rest), 0
+    for parts in task_parts(rest, TASK_RECORDS):
+        before = _announcements(publish_states)
+        announcements = run_tasks(batch.spark, 1, partial(_send, target, parts, before))[0]
+        publish_states = target.publish_states()
+        _check_rival(target.topic, publish_states, announcements)
+        sent += sum(part.end - part.first for part in parts)
         if progress is not None:
-            progress(until - high, plan.end - high)
+            progress(sent, total)
     # 6. Kafka gave every record its offset: commit that nothing is left to verify.
-    if high < plan.end or publish_state.verified_end is None:
-        publish_state = target.commit(publish_state, plan.end, plan.end)
+    marks = {
+        part.partition: (part.end, part.end)
+        for part in rest
+        if not part.empty or publish_states[part.partition].verified_end is None
+    }
+    if marks:
+        publish_states = target.commit(publish_states, marks)
         crash_point("publish:window-closed")
-    compaction.tidy(publish_state.table)
-    return PublishCommit(batch.topic, OffsetRange(0, high, plan.end), comparisons, time.monotonic() - start)
+    compaction.tidy(next(iter(publish_states.values())).table)
+    return PublishCommit(batch.topic, tuple(rest), comparisons, time.monotonic() - start)
+
+
+def task_parts(ranges: Iterable[OffsetRange], records: int) -> Iterator[list[OffsetRange]]:
+    """The ranges in lists for one task each: WRITERS partitions and about ``records`` records at the most, in equal shares."""
+    todo = [part for part in ranges if not part.empty]
+    while todo:
+        parts, later = todo[:WRITERS], todo[WRITERS:]
+        share = max(1, records // len(parts))
+        yield [replace(part, end=min(part.end, part.first + share)) for part in parts]
+        more = [replace(part, first=part.first + share) for part in parts if part.first + share < part.end]
+        todo = more + later
 
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
@@ -169,12 +207,13 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     item, snapshot = pipeline.output(topic), Snapshot(pipeline)
     # 1. Refuse where staging does not have every record of the topic, or a check fails.
     state = snapshot.staging(item.pool)
-    position = state.head.outputs.get((topic, 0)) if state else None
-    if position is None:
+    positions = state.head.positions(topic) if state else {}
+    if not positions:
         raise KafkaError(f"topic {topic}: nothing is staged for it, so there is nothing to publish again")
-    if position.base:
+    base = max(position.base for position in positions.values())
+    if base:
         raise KafkaError(
-            f"topic {topic} began at offset {position.base} (start-at: end); records before that are not in the lake and"
+            f"topic {topic} began at offset {base} (start-at: end); records before that are not in the lake and"
             " would be lost. Publish to another topic instead."
         )
     if item.create is None:
@@ -187,91 +226,128 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
         crash_point("publish:topic-deleted")
-    topic_state = _create(pipeline, item)
+    topic_state = _create(pipeline, item, positions[0])
     # 3. Commit that nothing is published to the new topic.
-    before = open_publish_state(pipeline.lake, item.pool, topic)
-    commit_publish_state(
-        pipeline.lake, item.pool, before, window=0, verified_end=0, topic_id=topic_state.topic_id, replacement=True
-    )
+    opened = tables.open_table(storage.publish_uri(pipeline.lake, item.pool))
+    before = [publish_state(opened, topic, partition) for partition in positions]
+    marks = dict.fromkeys(positions, (0, 0))
+    commit_publish_states(pipeline.lake, item.pool, before, marks, topic_state.topic_id, replacement=True)
     return topic_state
 
 
-def _create(pipeline: Pipeline, item: Output) -> TopicState:
+def _create(pipeline: Pipeline, item: Output, position: OutputPosition) -> TopicState:
+    """Make the topic, with the partitions that its outputs are numbered for."""
     if item.create is None:
         raise missing_topic(item.topic)
     config, _ = new_topic_config(pipeline.kafka, item.create.config)
-    topic_state = create_topic(
-        pipeline.kafka, item.topic, item.create.partitions, item.create.replication_factor, config
-    )
+    count = position.partitions or item.create.partitions
+    topic_state = create_topic(pipeline.kafka, item.topic, count, item.create.replication_factor, config)
     crash_point("publish:topic-created")
     return topic_state
 
 
-def _stable_high(pipeline: Pipeline, plan: PublishPlan) -> int:
-    """Wait until the topic holds all that was announced, or its high watermark has stood still for longer than a lagging
-    replica may take; the high watermark. Raises ForeignRecord if the topic holds more than staging."""
-    window, last_move = plan.publish_state.window or 0, time.monotonic()
-    high = plan.high
-    while high < window and time.monotonic() - last_move < pipeline.settle_seconds:
+def _stable_highs(pipeline: Pipeline, plan: PublishPlan) -> dict[int, int]:
+    """Wait until the topic holds all that was announced, or its high watermarks have stood still for longer than a lagging
+    replica may take; the high watermarks. Raises ForeignRecord if the topic holds more than staging, and CommitConflict if
+    another publisher sent the surplus."""
+    windows = {part.partition: part.publish_state.window or 0 for part in plan.parts if not part.clean}
+    highs, last_move = {part.partition: part.high for part in plan.parts}, time.monotonic()
+    while short := [partition for partition, window in windows.items() if highs[partition] < window]:
+        if time.monotonic() - last_move >= pipeline.settle_seconds:
+            break
         time.sleep(0.2)
-        new_high = high_watermark(pipeline.kafka, plan.output.topic, 0)
-        if new_high != high:
-            high, last_move = new_high, time.monotonic()
-    if high > plan.end:
-        raise foreign_record(plan.output.topic, plan.end, plan.recreate)
-    return high
+        new_highs = high_watermarks(pipeline.kafka, plan.output.topic, highs)
+        # The records of another program in another partition must not lengthen the wait.
+        if any(new_highs[partition] != highs[partition] for partition in short):
+            last_move = time.monotonic()
+        highs = new_highs
+        _check_surplus(pipeline, plan, highs)
+    _check_surplus(pipeline, plan, highs)
+    return highs
 
 
-def _verify(target: Target, first: int, high: int, _: int) -> tuple[int | None, int]:
-    """The Spark task of step 4: the first offset at which topic and staging differ, and how many records are equal."""
-    tolerates_gaps = is_compacted(target.kafka, target.topic)
+def _check_surplus(pipeline: Pipeline, plan: PublishPlan, highs: Mapping[int, int]) -> None:
+    """Raise ForeignRecord if the topic holds more than staging held at the time of the plan. Raise CommitConflict if another
+    publisher went on since: staging may hold more by now."""
+    surplus = [part for part in plan.parts if highs[part.partition] > part.end]
+    if not surplus:
+        return
+    opened = tables.open_table(storage.publish_uri(pipeline.lake, plan.output.pool))
+    before = {part.partition: part.publish_state for part in plan.parts}
+    now = {partition: publish_state(opened, plan.output.topic, partition) for partition in before}
+    _check_rival(plan.output.topic, now, _announcements(before))
+    raise foreign_record(plan.output.topic, surplus[0].partition, surplus[0].end, plan.recreate)
+
+
+def _verify(
+    target: OutputTopic, parts: Sequence[OffsetRange], announced_ends: Mapping[int, int], index: int
+) -> tuple[int | None, int]:
+    """A Spark task of step 4: the first offset at which topic and staging differ, and how many records are equal.
+
+    Compaction may have removed records below the announced end. A gap past the announced end is a record of another program,
+    such as the marker of a transaction.
+    """
+    part = parts[index]
+    gaps_until = announced_ends[part.partition] if is_compacted(target.kafka, target.topic) else 0
     # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
-    theirs = read_range(target.kafka, target.topic, 0, first, high, uncommitted=True)
+    theirs = read_range(target.kafka, target.topic, part.partition, part.first, part.end, uncommitted=True)
     schemas: set[WrittenSchema] = set()
-    ours = encoded_rows(target.outputs, first, high, schemas)
-    return first_difference(
-        ours, theirs, tolerates_gaps=tolerates_gaps, alike=alike_ids(target.outputs, schemas, target.publish_state())
-    )
+    ours = encoded_rows(target.outputs, part, schemas)
+    alike = alike_ids(target.outputs, schemas, target.publish_states()[part.partition])
+    return first_difference(ours, theirs, gaps_until=gaps_until, alike=alike)
 
 
-Announcement = tuple[int | None, int | None]
-"""The end of the announced window, and the verified offset."""
+Announcements = Mapping[int, Announcement]
+"""Partition → its announcement."""
 
 
-def _send(target: Target, first: int, end: int, before: Announcement, _: int) -> Announcement:
-    """The Spark task of step 5: send the staged records ``first <= offset < end``; returns its last announcement.
+def _announcements(states: PublishStates) -> dict[int, Announcement]:
+    return {partition: (item.window, item.verified_end) for partition, item in states.items()}
 
-    ``before``: the announcement before the task. Up to two windows may be announced and unverified, because the task encodes
-    a window while it sends the window before. If the task announces nothing for longer than ``settle``, another publisher
-    may start and announce a window. The records of that window are not foreign.
+
+def _send(target: OutputTopic, parts: Sequence[OffsetRange], before: Announcements, _: int) -> Announcements:
+    """The Spark task of step 5: send the staged records of ``parts``; returns the last announcements of all partitions.
+
+    ``before``: the announcements before the task. Up to two windows of a partition may be announced and unverified, because
+    the task encodes windows while it sends the windows before. If the task announces nothing for longer than ``settle``,
+    another publisher may start and announce a window. The records of that window are not foreign.
     """
     _refuse_second_attempt(target.topic)
-    announcement, publish_state = before, target.publish_state()
+    announcements, publish_states = dict(before), target.publish_states()
     schemas: set[WrittenSchema] = set()
     old_schemas = set[WrittenSchema]()
-    rows = encoded_rows(target.outputs, first, end, schemas)
     with (
-        prefetch(windows(rows, target.window_records, target.window_bytes)) as encoded_windows,
-        InOrder(target.kafka, target.topic, 0, first, target.recreate) as writer,
+        prefetch(_windows_of_parts(target, parts, schemas)) as encoded_windows,
+        Writers(target.kafka, target.topic, parts, target.recreate) as writers,
     ):
-        for window in encoded_windows:
-            _check_rival(target.topic, publish_state, announcement)
+        for windows_by_part in encoded_windows:
+            _check_rival(target.topic, publish_states, announcements)
             # a. Measure every record: a record that can't be sent leaves no announcement.
-            writer.check_sizes(window)
-            # b. Announce the window, with the schemas of its rows.
-            announcement = writer.sent + sum(len(batch) for batch in window), writer.verified
+            writers.check_sizes(windows_by_part)
+            # b. Announce a window of each partition, with the schemas of its rows.
+            marks = writers.marks(windows_by_part)
+            announcements |= marks
             new_schemas = schemas.copy() - old_schemas
-            publish_state = target.commit(publish_state, *announcement, schemas=new_schemas)
+            publish_states = target.commit(publish_states, marks, schemas=new_schemas)
             old_schemas |= new_schemas
             crash_point("publish:window-announced")
-            # c. Send it. Nothing is sent after a record that Kafka did not accept.
-            for batch in window:
-                writer.write(batch)
-    return announcement
+            # c. Send them. Nothing is sent to a partition after a record that Kafka did not accept.
+            writers.write(windows_by_part)
+    return announcements
 
 
-def _check_rival(topic: str, publish_state: PublishState, announcement: Announcement) -> None:
-    if (publish_state.window, publish_state.verified_end) != announcement:
+def _windows_of_parts(
+    target: OutputTopic, parts: Sequence[OffsetRange], schemas: set[WrittenSchema]
+) -> Iterator[dict[int, list[pa.RecordBatch]]]:
+    """A window of each partition at a time; together they have the records and bytes of one window."""
+    records, size = target.window_records // len(parts), target.window_bytes // len(parts)
+    each = [windows(encoded_rows(target.outputs, part, schemas), max(1, records), max(1, size)) for part in parts]
+    for found in zip_longest(*each):
+        yield {part.partition: window for part, window in zip(parts, found, strict=True) if window is not None}
+
+
+def _check_rival(topic: str, publish_states: PublishStates, announcements: Announcements) -> None:
+    if _announcements(publish_states) != announcements:
         raise CommitConflict(f"topic {topic}: another publisher went on in place of this one; run again")
 
 

@@ -38,6 +38,7 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import PublishState, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import SOURCE_HEADER, RegistryConfig
 
 BATCH_RECORDS = 20_000
@@ -114,7 +115,7 @@ def staged_topic(state: StagingState, topic: str, registry: RegistryConfig | Non
     rows = {name: row_schema(topic, text) for name, (of, text) in state.head.schemas.items() if of == topic}
     # A registry takes a schema that reads the records of those before: what is required at first may be null later.
     for name, whole in sorted(rows.items(), key=lambda item: -_required_count(item[1])):
-        key, value = (_register(client, topic, side) for side in (whole.key, whole.value))
+        key, value = (registered(client, topic, side) for side in (whole.key, whole.value))
         schemas[name] = replace(whole, key=key, value=value)
     return StagedTopic(topic, state.table.uri, tuple(state.output_files(topic)), schemas, client)
 
@@ -129,14 +130,13 @@ def _required_paths(schema: str | None) -> tuple[FieldPath, ...]:
 
 
 def encoded_rows(
-    outputs: StagedTopic, first: int, end: int, schemas: set[WrittenSchema] | None = None
+    outputs: StagedTopic, part: OffsetRange, schemas: set[WrittenSchema] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows ``first <= offset < end`` in order, as ENCODED_SCHEMA. ``schemas``: is added the schemas that the rows have, and
-    their ids.
+    """The rows of a range in order, as ENCODED_SCHEMA. ``schemas``: is added the schemas that the rows have, and their ids.
 
     Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
     """
-    upcoming = first
+    upcoming, place = part.first, place_text(outputs.topic, part.partition)
 
     @cache
     def schema_of(group: str) -> RowSchema:
@@ -145,25 +145,25 @@ def encoded_rows(
             schemas.update(_written_schemas(schema))
         return schema
 
-    for batch in _rows(outputs, first, end):
+    for batch in _rows(outputs, part):
         offsets = pc.struct_field(batch.column("kafka"), "offset")
         result = payloads(outputs.topic, batch, schema_of)
         if result.errors:
             worst = min(result.errors)
             raise SchemaError(
-                f"topic {outputs.topic}, offset {offsets[worst].as_py()}: {result.errors[worst]}. Nothing from this offset on was"
+                f"{place}, offset {offsets[worst].as_py()}: {result.errors[worst]}. Nothing from this offset on was"
                 " published; the record is staged."
             )
         if offsets[0].as_py() != upcoming or offsets[-1].as_py() != upcoming + len(offsets) - 1:
             raise LakeError(
-                f"topic {outputs.topic}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
+                f"{place}: staging holds offset {offsets[0].as_py()} where {upcoming} should be. Nothing more is"
                 " published. Restore the table to a version before that was so."
             )
         upcoming += len(offsets)
         yield pa.RecordBatch.from_arrays([offsets, *result.columns], schema=ENCODED_SCHEMA)
-    if upcoming != end:
+    if upcoming != part.end:
         raise LakeError(
-            f"topic {outputs.topic}: staging ends at offset {upcoming} and should reach {end}. Restore the table to a version"
+            f"{place}: staging ends at offset {upcoming} and should reach {part.end}. Restore the table to a version"
             " before that was so."
         )
 
@@ -222,23 +222,23 @@ def first_difference(
     ours: Iterator[pa.RecordBatch],
     theirs: Iterator[pa.RecordBatch],
     *,
-    tolerates_gaps: bool = False,
+    gaps_until: int = 0,
     alike: AlikeIds = lambda *_: False,
 ) -> tuple[int | None, int]:
     """Compare staged rows with Kafka's records (columns of ENCODED_SCHEMA): the first offset at which they differ (None:
     they don't) and how many are equal before it.
 
-    ``tolerates_gaps``: Kafka may lack records, since it keeps only the last of a key; ``alike``: see ``alike_ids``.
+    ``gaps_until``: below this offset Kafka may lack records, of which it keeps a key's last; ``alike``: see ``alike_ids``.
     """
     own_rows, equal = _single_rows(ours), 0
     for other in _single_rows(theirs):
         mine = next(own_rows, None)
-        while tolerates_gaps and mine is not None and mine[0] < other[0]:
+        while mine is not None and mine[0] < min(other[0], gaps_until):
             mine = next(own_rows, None)
         if not is_same(mine, other, alike):
             return min(row[0] for row in (mine, other) if row is not None), equal
         equal += 1
-    surplus = None if tolerates_gaps else next(own_rows, None)
+    surplus = next((row for row in own_rows if row[0] >= gaps_until), None)
     return (None if surplus is None else surplus[0]), equal
 
 
@@ -272,7 +272,8 @@ def _side(topic: str, side: str, entry: Mapping[str, Any]) -> SideSchema:
     return SideSchema(form, text, NO_ID, subject_name(strategy, topic, side, text), has_lake_names)
 
 
-def _register(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
+def registered(client: Registry | None, topic: str, side: SideSchema) -> SideSchema:
+    """The side with the id that the registry has for its Avro schema; another side as it is. Raises RegistryError."""
     if side.format != "avro" or side.schema is None:
         return side
     if client is None:
@@ -311,23 +312,25 @@ def _row_schema(outputs: StagedTopic, group: str) -> RowSchema:
         )
     whole = outputs.schemas[name]
     schema = without_fields(whole, paths)
-    return whole if schema is whole else replace(schema, value=_register(outputs.registry, outputs.topic, schema.value))
+    return (
+        whole if schema is whole else replace(schema, value=registered(outputs.registry, outputs.topic, schema.value))
+    )
 
 
-def _rows(outputs: StagedTopic, first: int, end: int) -> Iterator[pa.RecordBatch]:
+def _rows(outputs: StagedTopic, part: OffsetRange) -> Iterator[pa.RecordBatch]:
     names = ["schema", "left_out", staging.key_column(outputs.topic), staging.value_column(outputs.topic)]
     names.append(staging.HEADERS_COLUMN)
     if any(item.provenance for item in outputs.schemas.values()):
         names.append("source")
     for item in outputs.files:
-        if (item.last or 0) < first or (item.first or 0) >= end:
+        if item.partition != part.partition or (item.last or 0) < part.first or (item.first or 0) >= part.end:
             continue
         system, path = storage.filesystem(storage.join(outputs.uri, item.path))
         source = pq.ParquetFile(path, filesystem=system)
         present = ["kafka.offset", *(name for name in names if name in source.schema_arrow.names)]
         for batch in storage.read_batches(source, BATCH_RECORDS, present):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
-            inside = pc.and_(pc.greater_equal(offsets, first), pc.less(offsets, end))
+            inside = pc.and_(pc.greater_equal(offsets, part.first), pc.less(offsets, part.end))
             inside_rows = batch.filter(inside)
             if inside_rows.num_rows:
                 yield inside_rows
@@ -376,7 +379,12 @@ def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:
 def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> EncodedBatch:
     if side.schema is None or column not in rows.schema.names:
         return EncodedBatch(pa.nulls(rows.num_rows, pa.binary()), ())
-    values = rows.column(column)
+    return encode_values(side, rows.column(column))
+
+
+def encode_values(side: SideSchema, values: pa.Array) -> EncodedBatch:
+    """The payloads of staged keys or values. ``side`` has a schema."""
+    assert side.schema is not None
     if side.has_lake_names:
         values = with_type(values, topic_type_of(values.type))
     if pa.types.is_struct(values.type) and is_empty(side.schema):

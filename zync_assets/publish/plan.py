@@ -6,12 +6,13 @@ read_staging   the lazy batch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zync_assets.audit.guard import check_begins
-from zync_assets.errors import ForeignRecord, KafkaError, TopicMissing, TopicRecreated
-from zync_assets.kafka.topics import TopicState, high_watermark, topic_states
+from zync_assets.errors import ForeignRecord, KafkaError, PartitionsChanged, TopicMissing, TopicRecreated
+from zync_assets.kafka.topics import TopicState, high_watermarks, topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, rollback_error
@@ -27,29 +28,72 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PartitionPlan:
+    """The state of a partition of an output topic compared with staging.
+
+    ``position``: the staged offsets; ``publish_state``: how far the partition is published; ``high``: its high watermark, for
+    a topic that must be created the base.
+    """
+
+    position: OutputPosition
+    publish_state: PublishState = field(repr=False)
+    high: int
+
+    @property
+    def partition(self) -> int:
+        return self.publish_state.partition
+
+    @property
+    def end(self) -> int:
+        """The offset after the last staged record."""
+        return self.position.next
+
+    @property
+    def verified_end(self) -> int:
+        verified_end = self.publish_state.verified_end
+        return self.position.base if verified_end is None else verified_end
+
+    @property
+    def announced_end(self) -> int:
+        """The offset below which a publisher may have sent records. Every publisher announces a window before it sends."""
+        return max(self.verified_end, self.publish_state.window or 0)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last publisher stopped with all that it had announced sent and verified."""
+        return self.announced_end == self.verified_end
+
+    @property
+    def nothing_to_do(self) -> bool:
+        return self.clean and self.high == self.verified_end == self.end
+
+    @property
+    def range(self) -> OffsetRange:
+        """The staged offsets that Kafka lacks."""
+        return OffsetRange(self.partition, min(self.high, self.end), self.end)
+
+    @property
+    def lag(self) -> int:
+        """The number of staged records past the verified offset. The topic's own end proves nothing, because the topic may
+        hold records of another program."""
+        return max(0, self.end - self.verified_end)
+
+
+@dataclass(frozen=True)
 class PublishPlan:
     """The state of an output topic compared with staging.
 
-    ``topic_state``: None for a topic that must be created; ``high``: the topic's high watermark.
+    ``topic_state``: None for a topic that must be created; ``parts``: the partitions, none if nothing is staged for the topic.
     """
 
     output: Output
     snapshot: Snapshot = field(repr=False)
     topic_state: TopicState | None
-    high: int
+    parts: tuple[PartitionPlan, ...]
 
     @property
     def state(self) -> StagingState | None:
         return self.snapshot.staging(self.output.pool)
-
-    @property
-    def position(self) -> OutputPosition | None:
-        """The staged offsets of the topic; None if nothing is staged for it."""
-        return self.state.head.outputs.get((self.output.topic, 0)) if self.state else None
-
-    @property
-    def publish_state(self) -> PublishState:
-        return self.snapshot.publish_state(self.output.pool, self.output.topic)
 
     @property
     def recreate(self) -> str:
@@ -57,37 +101,25 @@ class PublishPlan:
         return self.snapshot.pipeline.command("to-kafka", "--recreate", self.output.topic)
 
     @property
-    def end(self) -> int:
-        """The offset after the last staged record."""
-        return self.position.next if self.position else 0
-
-    @property
-    def verified_end(self) -> int:
-        if self.publish_state.verified_end is not None:
-            return self.publish_state.verified_end
-        return self.position.base if self.position else 0
-
-    @property
     def clean(self) -> bool:
         """Whether the last publisher stopped with all that it had announced sent and verified."""
-        return (self.publish_state.window or 0) <= self.verified_end
+        return all(part.clean for part in self.parts)
 
     @property
     def nothing_to_do(self) -> bool:
-        if self.position is None:
+        if not self.parts:
             return True
-        return self.topic_state is not None and self.clean and self.high == self.verified_end == self.end
+        return self.topic_state is not None and all(part.nothing_to_do for part in self.parts)
 
     @property
     def ranges(self) -> tuple[OffsetRange, ...]:
         """The staged offsets that Kafka lacks."""
-        return (OffsetRange(0, min(self.high, self.end), self.end),) if self.position else ()
+        return tuple(part.range for part in self.parts)
 
     @property
     def lag(self) -> int:
-        """The number of staged records past the verified offset. The topic's own end proves nothing, because the topic may
-        hold records of another program."""
-        return max(0, self.end - self.verified_end)
+        """The number of staged records that are not verified to be in Kafka."""
+        return sum(part.lag for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -113,38 +145,50 @@ class OutputBatch:
 
 
 def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
-    """The publish plan of a topic. Raises TopicMissing, TopicRecreated or ForeignRecord if the topic's state shows it."""
+    """The publish plan of a topic. Raises TopicMissing, TopicRecreated, PartitionsChanged or ForeignRecord if the topic's state
+    shows it."""
     item, snapshot = pipeline.output(topic), Snapshot(pipeline)
     # Each before the one that it is made from: another publisher may be at work, and must not look like damage.
-    publish_state = snapshot.publish_state(item.pool, topic)
+    publish_state, verified = snapshot.publish_state(item.pool, topic), snapshot.verified_parts(item.pool, topic)
     topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
-    high = high_watermark(pipeline.kafka, topic, 0) if topic_state else None
+    highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
     state = snapshot.staging(item.pool)
-    position = state.head.outputs.get((topic, 0)) if state else None
-    base = position.base if position else 0
-    plan = PublishPlan(item, snapshot, topic_state, base if high is None else high)
-    loss = rollback_error(
-        item.pool, topic, publish_state.verified_end, position.next if position else None, plan.recreate
-    )
+    positions = state.head.positions(topic) if state else {}
+    recreate = pipeline.command("to-kafka", "--recreate", topic)
+    ends = state.head.output_ends(topic) if state else {}
+    loss = rollback_error(item.pool, topic, verified, ends, recreate)
     if loss is not None:
         raise loss
     if state is None:
         check_begins(pipeline, item.pool)
     else:
         staging.check_whole(state)
-    if topic_state is None and position is not None:
-        if publish_state.has_topic() or position.topic_id is not None:
+    if topic_state is None and positions:
+        if publish_state.has_topic() or positions[0].topic_id is not None:
             raise TopicMissing(
                 f"topic {topic} is gone; it was there when it was numbered. Restore it, or publish all of staging to a new"
-                f" one with: {plan.recreate}"
+                f" one with: {recreate}"
             )
         if item.create is None:
             raise missing_topic(topic)
-    if topic_state is not None:
-        _check_identity(plan, topic_state)
-    if position is not None:
-        _check_watermark(plan)
-    return plan
+    if topic_state is not None and positions:
+        _check_identity(positions[0], publish_state, topic_state, recreate)
+        if error := partitions_error(positions, topic_state, recreate):
+            raise error
+    parts = tuple(
+        PartitionPlan(
+            position, snapshot.publish_state(item.pool, topic, partition), highs.get(partition, position.base)
+        )
+        for partition, position in positions.items()
+    )
+    for part in parts:
+        _check_watermark(topic, part, recreate)
+    return PublishPlan(item, snapshot, topic_state, parts)
+
+
+def partition_numbers(state: TopicState) -> list[int]:
+    """The partitions of a topic, those without a leader too."""
+    return sorted([*(part.partition for part in state.partitions), *state.away])
 
 
 def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
@@ -153,34 +197,54 @@ def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: Publis
     return OutputBatch(plan, lazy_session(spark))
 
 
-def _check_identity(plan: PublishPlan, topic_state: TopicState) -> None:
-    position, publish_state = plan.position, plan.publish_state
+def _check_identity(
+    position: OutputPosition, publish_state: PublishState, topic_state: TopicState, recreate: str
+) -> None:
     same_topic = publish_state.belongs_to(topic_state.topic_id) if publish_state.has_topic() else None
-    if same_topic is None and position is not None and position.topic_id is not None:
+    if same_topic is None and position.topic_id is not None:
         same_topic = position.topic_id == topic_state.topic_id
     if same_topic is False:
         raise TopicRecreated(
             f"topic {topic_state.topic} is another topic than the one that was published to (its id is now"
-            f" {topic_state.topic_id}): it was deleted and created again. To publish all of staging to it: {plan.recreate}"
+            f" {topic_state.topic_id}): it was deleted and created again. To publish all of staging to it: {recreate}"
         )
 
 
-def _check_watermark(plan: PublishPlan) -> None:
-    if plan.high < plan.verified_end:
+def partitions_error(
+    positions: Mapping[int, OutputPosition], topic_state: TopicState, recreate: str
+) -> PartitionsChanged | None:
+    """The error for a topic that has other partitions than its outputs were numbered for."""
+    count, numbered = len(partition_numbers(topic_state)), len(positions)
+    if count == numbered or positions[0].partitions != numbered:
+        return None
+    return PartitionsChanged(
+        f"topic {topic_state.topic} has {partitions_text(count)}, and its outputs are numbered for {numbered}: Kafka's own"
+        " partitioner now gives a key another partition than the key's earlier records have. Nothing was published."
+        f" To publish all of staging to a new topic with {partitions_text(numbered)}: {recreate}. For"
+        f" {partitions_text(count)}, give the output another topic and another staging pool."
+    )
+
+
+def partitions_text(count: int) -> str:
+    return f"{count} partition{'' if count == 1 else 's'}"
+
+
+def _check_watermark(topic: str, part: PartitionPlan, recreate: str) -> None:
+    if part.high < part.verified_end:
         raise KafkaError(
-            f"topic {plan.output.topic}, partition 0: its high watermark {plan.high} is below {plan.verified_end}, up to where it"
-            f" was published: the topic has lost records. To publish all of staging again: {plan.recreate}"
+            f"topic {topic}, partition {part.partition}: its high watermark {part.high} is below {part.verified_end}, up to where"
+            f" it was published: the topic has lost records. To publish all of staging again: {recreate}"
         )
-    if plan.high > plan.end:
-        raise foreign_record(plan.output.topic, plan.end, plan.recreate)
+    if part.high > part.end:
+        raise foreign_record(topic, part.partition, part.end, recreate)
 
 
 def missing_topic(topic: str) -> TopicMissing:
     return TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
 
 
-def foreign_record(topic: str, offset: int, recreate: str) -> ForeignRecord:
+def foreign_record(topic: str, partition: int, offset: int, recreate: str) -> ForeignRecord:
     return ForeignRecord(
-        f"topic {topic}, partition 0: the record at offset {offset} is not staging's; another program writes to this topic."
-        f" Nothing more is published. Stop that program, then: {recreate}"
+        f"topic {topic}, partition {partition}: the record at offset {offset} is not staging's; another program writes to this"
+        f" topic. Nothing more is published. Stop that program, then: {recreate}"
     )

@@ -7,17 +7,23 @@ Partition p of the archive becomes partition p of the topic, in the archive's or
     3. It compares what is in the topic with the archive, record by record, and goes on where the topic ends.
 
 Timestamps, headers and keys stay as they were. Bytes and texts are the originals. Columns of Avro are encoded again with the
-schemas of their writers, and other columns as JSON.
+schemas of their writers, and other columns as JSON. JSON lines keep bytes, texts and Avro; of other columns they do not keep
+the types.
 """
 
 from __future__ import annotations
 
+import base64
 import heapq
+import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from datetime import date, datetime
+from datetime import time as time_of_day
+from decimal import Decimal
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
@@ -65,6 +71,8 @@ class Archive:
     topic: str
     partitions: tuple[int, ...]
     open: Callable[[int], Iterator[pa.RecordBatch]]
+    as_json: bool = False
+    """Whether keys and values are JSON texts, of an archive of JSON lines."""
 
 
 def open_archive(pipeline: Pipeline, source: str) -> Archive:
@@ -76,14 +84,21 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
         objects = archive.list_objects(root, topic)
         if not objects:
             raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
-        if any(item.suffix != archive.SUFFIXES[archive.PARQUET] or item.time == archive.UNTIMED for item in objects):
-            raise LakeError(f"--from {source}: only objects in Parquet, of raw tables, are restored.")
+        if any(item.time == archive.UNTIMED for item in objects):
+            raise LakeError(
+                f"--from {source}: only objects of raw tables are restored, and these are of a staging pool."
+            )
+        as_json = any(item.suffix == archive.SUFFIXES[archive.JSON_LINES] for item in objects)
+        read = (
+            (lambda item: _line_batches(archive.read_lines(root, item)))
+            if as_json
+            else partial(archive.read_object, root)
+        )
         return Archive(
             topic,
             tuple(sorted({item.partition for item in objects})),
-            lambda partition: chain.from_iterable(
-                archive.read_object(root, item) for item in objects if item.partition == partition
-            ),
+            lambda partition: chain.from_iterable(read(item) for item in objects if item.partition == partition),
+            as_json,
         )
     pool, _, topic = source.partition(".")
     state = raw.open_raw(pipeline.lake, pool, topic)
@@ -119,6 +134,53 @@ def _file_batches(state: raw.RawState, path: str) -> Iterator[pa.RecordBatch]:
         yield from storage.read_batches(file, 10_000)
 
 
+def _line_batches(lines: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+    """Records of JSON lines. Keys and values are JSON texts."""
+    rest = iter(lines)
+    while part := list(islice(rest, 10_000)):
+        kafka = [
+            {name: typed_value(line["kafka"].get(name), kind) for name, kind in _LINE_KAFKA.items()} for line in part
+        ]
+        sides = [
+            pa.array([None if line.get(side) is None else json.dumps(line[side]) for line in part], pa.string())
+            for side in ("key", "value")
+        ]
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(kafka, pa.struct(list(_LINE_KAFKA.items()))), *sides], ["kafka", "key", "value"]
+        )
+
+
+_LINE_KAFKA: Mapping[str, pa.DataType] = {
+    "time": pa.timestamp("us", "UTC"),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+    "key_schema_id": pa.int32(),
+    "value_schema_id": pa.int32(),
+}
+
+
+def typed_value(value: Any, kind: pa.DataType) -> Any:
+    """A value of a JSON line (``archive.json_line``) as pyarrow takes it. KeyError if a field is missing."""
+    kinds = pa.types
+    if value is None:
+        return None
+    if kinds.is_struct(kind):
+        return {item.name: typed_value(value[item.name], item.type) for item in kind}
+    if kinds.is_list(kind):
+        return [typed_value(item, kind.value_type) for item in value]
+    if kinds.is_map(kind):
+        return [(name, typed_value(item, kind.item_type)) for name, item in value]
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+        return base64.b64decode(value["base64"])
+    if kinds.is_decimal(kind):
+        return Decimal(value)
+    if kinds.is_timestamp(kind):
+        return datetime.fromisoformat(value)
+    if kinds.is_date(kind):
+        return date.fromisoformat(value)
+    return time_of_day.fromisoformat(value) if kinds.is_time(kind) else value
+
+
 def restore(
     pipeline: Pipeline, source: str, topic: str, since: int | None = None, until: int | None = None
 ) -> Iterator[Restored]:
@@ -136,7 +198,7 @@ def restore(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
         )
     digest = blake2b("\0".join((source, str(since), str(until))).encode(), digest_size=6).hexdigest()
-    encode = _encoder(pipeline, found.topic)
+    encode = _encoder(pipeline, found.topic, as_json=found.as_json)
     for partition in found.partitions:
         place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
         yield place.restore(lambda partition=partition: _records(found.open(partition), since, until, encode))
@@ -173,10 +235,14 @@ class _Place:
         if high > verified or state.window != verified:
             self._compare(islice(records(), verified, None), verified, high)
             state = self._commit(state, high, high)
-        # 3. Send the rest window by window.
-        sent = 0
+        # 3. Send the rest window by window. The last record that was sent shows whether the archive still has as many records
+        #    before the rest: a replay adds records, and retention removes some.
+        sent, rest = 0, records()
+        if high:
+            last = list(islice(rest, high - 1, high))
+            self._compare(iter(last), max(high - 1, min(self._low(), high)), high)
         with TimedWriter(self.pipeline.kafka, self.topic, self.partition, high) as writer:
-            for window in _windows(islice(records(), high, None)):
+            for window in _windows(rest):
                 writer.check_sizes(window)
                 state = self._commit(state, writer.sent + len(window), writer.confirmed)
                 crash_point("restore:announced")
@@ -192,6 +258,11 @@ class _Place:
 
     def _high(self) -> int:
         return high_watermark(self.pipeline.kafka, self.topic, self.partition)
+
+    def _low(self) -> int:
+        """The first offset that the topic still has."""
+        parts = topic_states(self.pipeline.kafka, [self.topic])[self.topic].partitions
+        return next((part.low for part in parts if part.partition == self.partition), 0)
 
     def _commit(self, state: PublishState, window: int, verified: int) -> PublishState:
         return commit_publish_state(
@@ -274,8 +345,8 @@ def _schema_ids(part: pa.RecordBatch, side: str) -> pa.Array:
     return pc.struct_field(kafka, name) if kafka.type.get_field_index(name) >= 0 else pa.nulls(len(kafka), pa.int32())
 
 
-def _encoder(pipeline: Pipeline, topic: str) -> dict[str, Encode]:
-    """Side → how its columns become bytes."""
+def _encoder(pipeline: Pipeline, topic: str, *, as_json: bool) -> dict[str, Encode]:
+    """Side → how its columns become bytes. ``as_json``: the columns are JSON texts."""
     registry = Registry(pipeline.registry) if pipeline.registry else None
     item = next((item for item in pipeline.inputs if item.topic == topic), None)
 
@@ -309,7 +380,35 @@ def _encoder(pipeline: Pipeline, topic: str) -> dict[str, Encode]:
             raise SchemaError(f"topic {topic}, {side}: {result.bad[0].error}. Nothing more was sent.")
         return result.payloads
 
-    return {side: lambda values, schema_id, side=side: encode(side, values, schema_id) for side in ("key", "value")}
+    def encode_lines(side: str, texts: pa.Array, schema_id: int | None) -> pa.Array:
+        values = [None if text is None else json.loads(text) for text in texts.to_pylist()]
+        if schema_id is not None:
+            kind = lake_type(parse(schema_of(schema_id)))
+            try:
+                return encode(side, pa.array([typed_value(value, kind) for value in values], kind), schema_id)
+            except KeyError as error:
+                raise SchemaError(_MISSING.format(where=f"topic {topic}, {side}", field=f"the field {error}")) from None
+        if any(not isinstance(value, str | None) and not _is_bytes(value) for value in values):
+            raise SchemaError(
+                f"topic {topic}, {side}: JSON lines do not keep the types of columns. Restore an archive in Parquet."
+            )
+        return pa.array(
+            [value.encode() if isinstance(value, str) else typed_value(value, pa.binary()) for value in values],
+            pa.binary(),
+        )
+
+    way = encode_lines if as_json else encode
+    return {side: lambda values, schema_id, side=side: way(side, values, schema_id) for side in ("key", "value")}
+
+
+_MISSING = (
+    "{where}: the archive lacks {field} of the writer's schema, so that the record would lose it. Restore an archive of format"
+    " bytes."
+)
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"base64"}
 
 
 def _with_fields(values: pa.Array, wanted: pa.DataType, where: str) -> pa.Array:
@@ -318,10 +417,7 @@ def _with_fields(values: pa.Array, wanted: pa.DataType, where: str) -> pa.Array:
     for kind in (values.type, topic_type_of(values.type)):
         if _has_fields(kind, wanted):
             return with_type(values, kind)
-    raise SchemaError(
-        f"{where}: the archive lacks a field of the writer's schema, so that the record would lose it. Restore an archive of"
-        " format bytes."
-    )
+    raise SchemaError(_MISSING.format(where=where, field="a field"))
 
 
 def _has_fields(kind: pa.DataType, wanted: pa.DataType) -> bool:
@@ -341,7 +437,7 @@ def _windows(records: Iterator[TimedRecord]) -> Generator[list[TimedRecord]]:
     size = 0
     for record in records:
         window.append(record)
-        size += record.size
+        size += record.most
         if len(window) >= WINDOW_RECORDS or size >= WINDOW_BYTES:
             yield window
             window, size = [], 0

@@ -92,11 +92,11 @@ def announce(it: Mini, window: int, verified: int = 0) -> None:
 def test_all_that_is_staged_is_published_and_then_nothing_is_to_do(make: Make) -> None:
     it = make(3)
     commit = it.publish()
-    assert (commit.records, commit.verified_records, commit.range.first) == (3, 0, 0)
+    assert (commit.records, commit.verified_records, commit.ranges[0].first) == (3, 0, 0)
     assert plan_publish(it.pipeline, it.out).nothing_to_do
     stage(it, range(3, 5))
     commit = it.publish()
-    assert (commit.records, commit.verified_records, commit.range.first) == (2, 0, 3)
+    assert (commit.records, commit.verified_records, commit.ranges[0].first) == (2, 0, 3)
     assert ids(it) == [(number, number) for number in range(5)]
 
 
@@ -154,7 +154,7 @@ def test_records_that_were_published_under_other_ids_of_the_registry_are_staging
     announce(it, window=4, verified=3)
     state = open_staging(it.lake, "Staging")
     assert state is not None
-    [rows] = encoded_rows(staged_topic(state, it.out, it.pipeline.registry), 3, 4)
+    [rows] = encoded_rows(staged_topic(state, it.out, it.pipeline.registry), OffsetRange(0, 3, 4))
     producer = Producer({**it.pipeline.kafka, "linger.ms": 0})
     value = (2_000_000).to_bytes(4)
     producer.produce(it.out, b"\0" + value + rows["value"][0].as_py()[5:], rows["key"][0].as_py(), 0)

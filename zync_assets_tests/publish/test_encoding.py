@@ -37,7 +37,23 @@ def test_the_first_record_that_differs_is_found(
 ) -> None:
     """Of a compacted topic a record may be gone; one that is there must be staging's."""
     assert first_difference(batches(*STAGED), batches(*theirs, size=3)) == differs
-    assert first_difference(batches(*STAGED), batches(*theirs, size=3), tolerates_gaps=True) == compacted
+    assert first_difference(batches(*STAGED), batches(*theirs, size=3), gaps_until=9) == compacted
+
+
+@pytest.mark.parametrize(
+    ("theirs", "differs"),
+    [
+        ((), (7, 0)),
+        (((5, "a"),), (7, 1)),
+        (((5, "a"), (8, "d")), (7, 1)),
+        (((7, "c"), (8, "d")), (None, 2)),
+    ],
+)
+def test_a_gap_past_the_announced_end_is_no_compaction(
+    theirs: tuple[tuple[int, str], ...], differs: tuple[int | None, int]
+) -> None:
+    """The marker of a foreign transaction takes an offset and shows no record."""
+    assert first_difference(batches(*STAGED), batches(*theirs), gaps_until=7) == differs
 
 
 def test_an_id_of_the_registry_may_differ_where_it_means_the_same_schema() -> None:

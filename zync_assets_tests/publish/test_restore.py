@@ -8,6 +8,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import high_watermark
 from zync_assets.local.services import Services
+from zync_assets.publish import restore as restorer
 from zync_assets.publish.restore import restore
 from zync_assets.sinks.steps import sink_all
 from zync_assets_tests.mini import Mini, mini
@@ -33,8 +35,10 @@ inputs:
   - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
 sinks:
   - {name: keep, type: files, url: archive, from: [Raw.*]}
+  - {name: lines, type: files, url: "lines?format=jsonl", from: [Raw.*]}
 """
 TIME = 1_790_000_000_000
+archived = restorer._records  # pyright: ignore[reportPrivateUsage]
 POINTS = ("restore:announced", "restore:sent")
 """The crash points of a restore."""
 
@@ -63,7 +67,9 @@ def filled(services: Services, spark: SparkSession, tmp_path: Path, unique: str)
 
 
 @pytest.mark.slow
-def test_records_come_back_as_they_were(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+def test_records_come_back_as_they_were(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = filled(services, spark, tmp_path, unique)
     copy = f"{unique}.copy"
     done = list(restore(it.pipeline, f"Raw.{it.left}", copy))
@@ -77,6 +83,15 @@ def test_records_come_back_as_they_were(services: Services, spark: SparkSession,
     assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", copy)] == [1, 0]
     assert records(it, copy, 0) == records(it, it.left, 0)
 
+    # Retention, or a replay, changed the number of records before the rest.
+    it.send(it.left, (b"last", b"l"), times=[TIME + 901_000])
+    it.ingest()
+    with monkeypatch.context() as patch:
+        patch.setattr(restorer, "_records", lambda *given: islice(archived(*given), 1, None))
+        with pytest.raises(ForeignRecord, match=f"{copy}/0 holds another record at offset 202.*the archive changed"):
+            list(restore(it.pipeline, f"Raw.{it.left}", copy))
+    assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", copy)] == [1, 0]
+
     # Objects, and a part of the time. Typed values are JSON again.
     list(sink_all(it.pipeline, lambda: spark))
     archive = f"files:{tmp_path}/archive/{it.left}"
@@ -88,18 +103,28 @@ def test_records_come_back_as_they_were(services: Services, spark: SparkSession,
     assert [row[:3] for row in again] == [row[:3] for row in before]
     assert [row[3] and json.loads(row[3]) for row in again] == [row[3] and json.loads(row[3]) for row in before]
 
+    # JSON lines keep bytes and texts.
+    lines = f"files:{tmp_path}/lines"
+    list(restore(it.pipeline, f"{lines}/{it.left}", f"{unique}.lines"))
+    assert [records(it, f"{unique}.lines", number) for number in (0, 1)] == [
+        records(it, it.left, number) for number in (0, 1)
+    ]
+    with pytest.raises(SchemaError, match="JSON lines do not keep the types of columns"):
+        list(restore(it.pipeline, f"{lines}/{it.right}", f"{unique}.typed"))
+
     # Another program's records are found, and nothing follows them.
     with pytest.raises(KafkaError, match="that this restore did not send"):
         list(restore(it.pipeline, archive, copy))
     with pytest.raises(LakeError, match="there is no such raw table"):
         list(restore(it.pipeline, "Raw.nothing", copy))
     it.send(copy, (b"foreign", b"x"), times=[TIME])
-    with pytest.raises(ForeignRecord, match=f"{copy}/0 holds another record at offset 203"):
+    with pytest.raises(ForeignRecord, match=f"{copy}/0 holds another record at offset 204"):
         list(restore(it.pipeline, f"Raw.{it.left}", copy))
 
 
 AVRO = """
 inputs: [{topic: $left, pool: Raw, format: avro}, {topic: $right, pool: Raw, key-format: bytes, value-format: connect-json}]
+sinks: [{name: lines, type: files, url: "lines?format=jsonl", from: [Raw.$left]}]
 """
 
 
@@ -124,6 +149,9 @@ def test_avro_is_encoded_again_with_the_schemas_of_its_writers(
     it.ingest()
     assert [item.sent for item in restore(it.pipeline, f"Raw.{it.left}", f"{unique}.copy")] == [10]
     assert records(it, f"{unique}.copy", 0) == records(it, it.left, 0)
+    list(sink_all(it.pipeline, lambda: spark))
+    assert [item.sent for item in restore(it.pipeline, f"files:{tmp_path}/lines/{it.left}", f"{unique}.lines")] == [10]
+    assert records(it, f"{unique}.lines", 0) == records(it, it.left, 0)
     with pytest.raises(SchemaError, match="connect-json with columns is not restored"):
         list(restore(it.pipeline, f"Raw.{it.right}", f"{unique}.connect"))
 
