@@ -4,12 +4,17 @@ ClickHouse has no transactions of several statements. Each step can therefore be
 
 - A table is a ReplacingMergeTree by its key. The version of a row is the offset of the record that made it, so that a record
   that is written again, or too late, changes nothing. A delete is a row with ``zync_deleted = 1``.
-- The merge writes load tables first and the position last. An insert has a token of source, ranges and load table, and a
-  ClickHouse that still knows the token skips it.
+- Whole records go into the table itself, in any order and one row each. Others go by way of load tables.
+- The merge writes load tables first and the position last. With mode insert, an insert from a load table has a token of source,
+  ranges and content, and a ClickHouse that still knows the token skips it. No other insert may be skipped: after an edit, the
+  same range has other rows. It has a token of its own.
 - A partial record takes the columns that it leaves out from the present row of its key. Taken again, they are the same: the
   record's own columns are set in any case, and no other record changed the row in between.
 
 A reader may see the rows of a batch before the position has moved, but never a row's earlier state again.
+
+ClickHouse's own reader of Parquet is faster than an insert of Arrow batches, and is no way here: it reads a null struct, which
+is a tombstone, as a struct of nulls (tried on 26.9). A server does not see the lake's files either.
 
 A dead run's load tables are known by their names (``process_mark``). chdb, the embedded engine, lets one process in at a time.
 Every connection is therefore short, and a batch is one task.
@@ -17,10 +22,12 @@ Every connection is therefore short, and a batch is one task.
 
 from __future__ import annotations
 
-import hashlib
 import re
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pyarrow as pa
@@ -36,24 +43,33 @@ from sqlalchemy import exc
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused
+from zync_assets.errors import CommitConflict, SinkError, TableUnfit
+from zync_assets.sinks.book import at_place, place_values
 from zync_assets.sinks.clickhouse_types import (
     DAYS,
+    DELETED,
+    TOKEN,
     as_source,
     cast_column,
+    check_parsed,
+    client_of,
     error_class,
     error_text,
     holds,
-    inner_name,
+    insert_changes,
+    insert_records,
+    load_token,
     merged_rows,
     new_type,
     nullable,
+    own_token,
     read_column,
+    sql_text,
     stored,
     wider,
 )
 from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET
-from zync_assets.sinks.sql import SqlTarget, load_names, named, place_values
+from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import SqlType
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
@@ -64,21 +80,24 @@ from zync_assets.sinks.target import (
     Place,
     Progress,
     TableSpec,
-    is_alive,
-    process_mark,
+    counted,
+    gathered,
+    named,
 )
-
-DELETED = "zync_deleted"
-"""The column of a table that marks deleted rows. The version column is OFFSET."""
 
 INSERT_BYTES = 64 << 20
 """The rows of one insert into a load table: an insert makes a part, and ClickHouse wants few large parts."""
+
+APPEND_BYTES = 16 << 20
+"""As INSERT_BYTES, of an insert into the table itself: Spark makes rows of that size meanwhile."""
 
 TOKENS = 1000
 """How many inserts a table remembers by their tokens."""
 
 _CLEARING = -1
 """The partition of a position that says: the table is being emptied."""
+_EMPTIED = -2
+"""The partition of a position that says when the table was emptied, in nanoseconds since the epoch."""
 _COORDINATES = ("kafka.topic", "kafka.partition", "kafka.offset")
 _PLACE = ("pipeline", "sink", "source", "partition")
 _VERSION = re.compile(rf"ReplacingMergeTree\([^)]*\b{OFFSET}, {DELETED}\)")
@@ -117,6 +136,7 @@ class ClickhouseTarget(SqlTarget):
 
     def make_engine(self) -> Engine:
         if self.is_embedded:
+            import_module("chdb")
             folder = self.url.removeprefix("chdb://")
             return sa.create_engine(
                 "clickhousedb://",
@@ -131,14 +151,6 @@ class ClickhouseTarget(SqlTarget):
     def is_native(self, kind: pa.DataType) -> bool:
         """No array, map or tuple of ClickHouse can be null."""
         return not pa.types.is_nested(kind)
-
-    @contextmanager
-    def run(self, place: Place) -> Generator[str]:
-        with self.connection() as connection:
-            for name in load_names(sa.inspect(connection).get_table_names(), place):
-                if not is_alive(name.removeprefix(place.load_prefix)):
-                    _drop(connection, name)
-        yield f"{place.load_prefix}{process_mark()}_"
 
     def drop(self, names: Sequence[str]) -> None:
         with self.connection() as connection:
@@ -173,34 +185,34 @@ class ClickhouseTarget(SqlTarget):
                 return Progress()
             rows = _rows(connection, POSITIONS, place)
             refused = _rows(connection, QUARANTINE, place)
-        upcoming = {row["partition"]: row["next"] for row in rows if row["partition"] != _CLEARING}
+        own = [row for row in rows if row["partition"] >= 0]
+        upcoming = {row["partition"]: row["next"] for row in own}
         # What was refused by a batch that did not move the position does not count.
         bad = tuple(
             BadRecord(row["partition"], row["offset"], row["key"], row["error"])
             for row in refused
             if row["offset"] < upcoming.get(row["partition"], 0)
         )
-        if len(upcoming) < len(rows):
+        if any(row["partition"] == _CLEARING for row in rows):
             # The table was being emptied: no lake has this id, so that the sink asks for another --reset.
             return Progress({}, "being emptied", bad)
-        return Progress(upcoming, rows[0]["origin"] if rows else None, bad)
+        return Progress(upcoming, own[0]["origin"] if own else None, bad)
 
     # ---- load tables
 
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        count = 0
+        counts: list[int] = []
         with self.loading(spec, name) as (connection, table):
-            for batch in _gathered(rows):
-                self.write(connection, table, batch)
-                count += batch.num_rows
+            self.write(connection, table, counted(rows, counts))
         crash_point("sink:loaded")
-        return LoadTable(name, count)
+        return LoadTable(name, sum(counts))
 
-    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
-        columns = [stored(rows.column(name), name) for name in rows.schema.names]
-        made = pa.Table.from_arrays(columns, names=rows.schema.names)
-        if made.num_rows:
-            _client(connection).insert_arrow(table.name, made)
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
+        for batch in gathered(rows, INSERT_BYTES):
+            columns = [stored(batch.column(name), name) for name in batch.schema.names]
+            if batch.num_rows:
+                made = pa.Table.from_arrays(columns, names=batch.schema.names)
+                client_of(connection).insert_arrow(table.name, made)
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """Its columns have the source's types. The merge converts them, and refuses what it can't convert."""
@@ -217,7 +229,7 @@ class ClickhouseTarget(SqlTarget):
     def merge(self, merge: Merge) -> None:
         with self.connection() as connection:
             # 1. Nobody else has written since the batch was planned. A run that writes at the same time writes the same.
-            self._claim(connection, merge)
+            emptied = self._claim(connection, merge)
             if merge.clear:
                 self._clear(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
@@ -226,20 +238,45 @@ class ClickhouseTarget(SqlTarget):
                 assert table is not None
                 self._insert(connection, table, merge, load)
             crash_point("sink:merging")
-            # 3. What was refused, and at last the position.
-            self._note(connection, merge)
-            rows = [
-                {**place_values(merge.place), "partition": partition, "next": upcoming, "origin": merge.origin}
-                for partition, upcoming in merge.upcoming.items()
-            ]
-            if rows:
-                connection.execute(sa.insert(POSITIONS), rows)
+            # 3. What was refused, and at last the position, unless another run has emptied the table meanwhile.
+            self._advance(connection, merge, emptied)
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
 
-    def _claim(self, connection: Connection, merge: Merge) -> None:
+    # ---- a batch without load tables
+
+    def appends(self, spec: TableSpec, *, whole: bool) -> bool:
+        """Rows may come in any order, since the version of a row decides. Only a load table can convert them, or look up the
+        columns that a record leaves out."""
+        if not whole:
+            return False
+        with self.connection() as connection:
+            table = self._reflected(connection, spec)
+        own = {item.name: self.column_type(item, in_key=item.name in spec.key) for item in spec.columns}
+        return all(str(table.c[name].type) == str(kind) for name, kind in own.items())
+
+    def append(self, merge: Merge, rows: Iterator[pa.RecordBatch]) -> int:
+        counts: list[int] = []
+        with self.connection() as connection, ThreadPoolExecutor(1) as pool:
+            emptied = self._claim(connection, merge)
+            table = self._reflected(connection, merge.spec)
+            # Spark makes the next rows while these are inserted.
+            insert: Future[None] | None = None
+            for batch in gathered(counted(rows, counts), APPEND_BYTES):
+                if insert is not None:
+                    insert.result()
+                insert = pool.submit(insert_records, connection, table, merge, batch)
+            if insert is not None:
+                insert.result()
+            crash_point("sink:merging")
+            self._advance(connection, merge, emptied)
+        crash_point("sink:merged")
+        return sum(counts)
+
+    def _claim(self, connection: Connection, merge: Merge) -> int:
+        """CommitConflict unless the positions are the expected ones; returns when the table was emptied, 0 for never."""
         if merge.clear:
-            return
+            return 0
         found = {row["partition"]: row for row in _rows(connection, POSITIONS, merge.place)}
         is_changed = _CLEARING in found or any(
             (row["next"] if (row := found.get(partition)) else None) != expected
@@ -248,31 +285,46 @@ class ClickhouseTarget(SqlTarget):
         )
         if is_changed:
             raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+        return int(found[_EMPTIED]["next"]) if _EMPTIED in found else 0
 
     def _clear(self, connection: Connection, merge: Merge) -> None:
         """Empty the table. A kill on the way leaves a mark, and the sink then asks for another --reset."""
-        mark = {**place_values(merge.place), "partition": _CLEARING, "next": 0, "origin": merge.origin}
-        connection.execute(sa.insert(POSITIONS), [mark])
+        client_of(connection).set_client_setting(TOKEN, own_token())
+        marks = [
+            {**place_values(place), "partition": partition, "next": time.time_ns(), "origin": merge.origin}
+            for place in merge.cleared
+            for partition in (_CLEARING, _EMPTIED)
+        ]
+        connection.execute(sa.insert(POSITIONS), marks)
         name, schema = named(merge.spec)
         full = ".".join(quote_identifier(item) for item in (schema, name) if item)
         connection.exec_driver_sql(f"TRUNCATE TABLE {full}")
-        for table in (QUARANTINE, POSITIONS):
-            connection.execute(sa.delete(table).where(*_at(table, merge.place)))
+        for table, place in [(table, place) for table in (QUARANTINE, POSITIONS) for place in merge.cleared]:
+            connection.execute(sa.delete(table).where(*at_place(table, place), table.c.partition != _EMPTIED))
 
     def _insert(self, connection: Connection, table: sa.Table, merge: Merge, load: LoadTable) -> None:
         """Insert the changes of a load table."""
         spec = merge.spec
         rows = self.load_table(table, spec, load.name, None)
-        marks = sa.func.sum(sa.func.cityHash64(*(rows.c[name] for name in (*spec.key, OFFSET))))
-        held, content = connection.execute(sa.select(sa.func.count(), marks).select_from(rows)).one()
+        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
         if held != load.rows:
             raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
-        _check_parsed(connection, rows, table)
-        token = _token(merge, held, content)
+        check_parsed(connection, rows, table)
         others = [column.name for column in spec.others]
+        if spec.mode == "insert":
+            # The text of a row also covers nulls, of which a hash would be null.
+            marks = sa.func.sum(sa.func.sipHash64(sa.func.formatRow("TSV", *rows.c)))
+            content = connection.execute(sa.select(marks).select_from(rows)).scalar_one()
+            # In one order and one thread, the same rows make the same blocks: a token counts block by block.
+            names = [*spec.key, *others]
+            whole = sa.select(*(cast_column(rows, table, name) for name in names), rows.c[OFFSET], sa.literal(0))
+            ordered = whole.order_by(*(rows.c[name] for name in _order(spec)))
+            statement = self.upsert(table, ordered, spec.key, [*others, OFFSET, DELETED])
+            insert_changes(connection, statement, load_token(merge, held, content), max_threads=1, max_insert_threads=1)
+            return
         gone = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))
         gone = gone.where(rows.c[OP] == DELETE)
-        _insert(connection, self.upsert(table, gone, spec.key, [OFFSET, DELETED]), f"{token}-deletes")
+        insert_changes(connection, self.upsert(table, gone, spec.key, [OFFSET, DELETED]), own_token())
         is_partial = rows.c[SET].is_not(None)
         partial = sa.select(sa.literal(1)).select_from(rows).where(is_partial, rows.c[OP] != DELETE).limit(1)
         if connection.execute(partial).first() is None:
@@ -281,11 +333,24 @@ class ClickhouseTarget(SqlTarget):
         else:
             kept = merged_rows(rows, table, spec)
         kept = kept.where(rows.c[OP] != DELETE)
-        _insert(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), token)
+        insert_changes(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), own_token())
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
         """An insert: ClickHouse keeps the row of the highest offset."""
         return sa.insert(table).from_select([*key, *others], rows)
+
+    def _advance(self, connection: Connection, merge: Merge, emptied: int) -> None:
+        if self._claim(connection, merge) != emptied:
+            raise CommitConflict(f"{merge.place}: another run has emptied the table; run again")
+        # Positions that come again, after a reset, are not skipped.
+        client_of(connection).set_client_setting(TOKEN, own_token())
+        self._note(connection, merge)
+        rows = [
+            {**place_values(merge.place), "partition": partition, "next": upcoming, "origin": merge.origin}
+            for partition, upcoming in merge.upcoming.items()
+        ]
+        if rows:
+            connection.execute(sa.insert(POSITIONS), rows)
 
     def _note(self, connection: Connection, merge: Merge) -> None:
         """Note refused records, and remove those that leave quarantine, or that an unfinished batch noted."""
@@ -310,8 +375,8 @@ class ClickhouseTarget(SqlTarget):
         with self.connection() as connection:
             table = self._reflected(connection, spec)
             query = final(sa.select(*(read_column(table.c[item.name], item) for item in spec.columns)), table)
-            text = _sql_text(connection, query)
-            with _client(connection).query_arrow_stream(text, use_strings=False) as batches:
+            text = sql_text(connection, query)
+            with client_of(connection).query_arrow_stream(text, use_strings=False) as batches:
                 for batch in batches:
                     yield as_source(batch, spec)
 
@@ -366,61 +431,12 @@ def _order(spec: TableSpec) -> list[str]:
     return [*spec.key, *(name for name in places.values() if name not in spec.key)]
 
 
-def _gathered(rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Batches of some INSERT_BYTES."""
-    held: list[pa.RecordBatch] = []
-    for batch in rows:
-        held.append(batch)
-        if sum(item.nbytes for item in held) >= INSERT_BYTES:
-            yield pa.concat_batches(held)
-            held = []
-    if held:
-        yield pa.concat_batches(held)
-
-
-def _check_parsed(connection: Connection, rows: sa.Table, table: sa.Table) -> None:
-    """TargetRefused for a text that ClickHouse can't parse: its cast to a Nullable type makes such a text null."""
-    for column in table.c:
-        if isinstance(column.type, (ch.UUID, ch.IPv4, ch.IPv6, ch.JSON)) and column.name in rows.c:
-            own = rows.c[column.name]
-            bad = sa.and_(own.is_not(None), cast_column(rows, table, column.name).is_(None))
-            row = connection.execute(sa.select(own).where(bad).limit(1)).first()
-            if row is not None:
-                raise TargetRefused(f"the column {column.name} is {row[0]!r}, which is no {inner_name(column.type)}")
-
-
-def _insert(connection: Connection, statement: sa.Executable, token: str) -> None:
-    settings = {"insert_deduplication_token": token, "join_use_nulls": 1, "final": 1}
-    _client(connection).command(_sql_text(connection, statement), settings=settings)
-
-
-def _token(merge: Merge, *load: int) -> str:
-    """The token of a load table's insert: source, ranges, and the load table's rows, since another run shares them out in
-    another way."""
-    ranges = [f"{p}:{merge.expected.get(p)}-{upcoming}" for p, upcoming in sorted(merge.upcoming.items())]
-    parts = [*place_values(merge.place).values(), merge.origin, *ranges, *map(str, (*merge.cured, *load))]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def _sql_text(connection: Connection, statement: Any) -> str:
-    return str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
-
-
-def _client(connection: Connection) -> Any:
-    driver: Any = connection.connection.driver_connection
-    return driver.client
-
-
 def _drop(connection: Connection, name: str) -> None:
     connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
 
 
-def _at(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
-    return [table.c[name] == value for name, value in place_values(place).items()]
-
-
 def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping[str, Any]]:
-    query = final(sa.select(*table.c), table).where(*_at(table, place))
+    query = final(sa.select(*table.c), table).where(*at_place(table, place))
     return [dict(row) for row in connection.execute(query).mappings()]
 
 

@@ -1,4 +1,4 @@
-"""The types of the lake in ClickHouse, the values as Arrow has them on the way in and out, and ClickHouse's errors.
+"""The types of the lake in ClickHouse, the values as Arrow has them on the way in and out, inserts, and errors.
 
 | the lake | ClickHouse |
 | --- | --- |
@@ -11,11 +11,16 @@
 | array, struct, map | String, JSON: none of ClickHouse's own can be null |
 
 Each column outside the key is Nullable.
+
+ClickHouse skips an insert whose token it knows. That is right for rows that a killed run has written. But the same offsets
+may come with other values, after an edit of the pipeline file, and a position may come again, after a reset.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 from datetime import date, datetime, time
 from typing import Any
 
@@ -23,12 +28,19 @@ import pyarrow as pa
 import sqlalchemy as sa
 from clickhouse_connect.cc_sqlalchemy import types as ch
 from clickhouse_connect.driver.exceptions import OperationalError
+from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.fold import OFFSET, OP, SET, UPSERT
+from zync_assets.sinks.book import place_values
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT
 from zync_assets.sinks.sql_types import DIGITS, SqlType, type_text
-from zync_assets.sinks.target import Column, TableSpec
+from zync_assets.sinks.target import Column, Merge, TableSpec
+
+DELETED = "zync_deleted"
+"""The column of a table that marks deleted rows. The version column is OFFSET."""
+
+TOKEN = "insert_deduplication_token"
 
 DAYS = (date(1900, 1, 1), date(2299, 12, 31))
 """The days of Date32 and DateTime64."""
@@ -185,6 +197,17 @@ def cast_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[
     return sa.cast(rows.c[name], table.c[name].type)
 
 
+def check_parsed(connection: Connection, rows: sa.Table, table: sa.Table) -> None:
+    """TargetRefused for a text that ClickHouse can't parse: its cast to a Nullable type makes such a text null."""
+    for column in table.c:
+        if isinstance(column.type, (ch.UUID, ch.IPv4, ch.IPv6, ch.JSON)) and column.name in rows.c:
+            own = rows.c[column.name]
+            bad = sa.and_(own.is_not(None), cast_column(rows, table, column.name).is_(None))
+            row = connection.execute(sa.select(own).where(bad).limit(1)).first()
+            if row is not None:
+                raise TargetRefused(f"the column {column.name} is {row[0]!r}, which is no {inner_name(column.type)}")
+
+
 def _bits(existing: SqlType) -> int:
     return next((bits for of, bits in _INTEGERS if isinstance(existing, of)), 0)
 
@@ -217,3 +240,45 @@ def error_text(error: object) -> str:
     text = " ".join(str(error).split())
     text = re.split(r":? (?:In scope|While executing|while executing) ", text)[0].strip()
     return text if error_class(error) is not SinkError else f"the target says: {text}"
+
+
+def insert_records(connection: Connection, table: sa.Table, merge: Merge, batch: pa.RecordBatch) -> None:
+    """Insert records into the table itself. With mode insert, ClickHouse skips a block that it has."""
+    names = [column.name for column in merge.spec.columns]
+    offsets, deleted = batch.column(OFFSET).cast(pa.uint64()), pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
+    columns = [*(stored(batch.column(name), name) for name in names), offsets, deleted]
+    made = pa.Table.from_arrays(columns, names=[*names, OFFSET, DELETED])
+    settings = {TOKEN: own_token()} if merge.spec.mode == "upsert" else None
+    client_of(connection).insert_arrow(table.name, made, database=table.schema, settings=settings)
+
+
+def insert_changes(connection: Connection, statement: sa.Executable, token: str, **others: int) -> None:
+    """Insert what a statement selects."""
+    settings = {TOKEN: token, "join_use_nulls": 1, "final": 1, **others}
+    client_of(connection).command(sql_text(connection, statement), settings=settings)
+
+
+def own_token() -> str:
+    """The token of an insert that ClickHouse must not skip, whatever settings it has."""
+    return secrets.token_hex(16)
+
+
+def load_token(merge: Merge, *load: int) -> str:
+    """The token of a load table's insert: source, ranges and rows.
+
+    Another run shares the rows out in another way, and an edit of the pipeline file gives them other values.
+    """
+    ranges = [f"{p}:{merge.expected.get(p)}-{upcoming}" for p, upcoming in sorted(merge.upcoming.items())]
+    parts = [*place_values(merge.place).values(), merge.origin, *ranges, *map(str, (*merge.cured, *load))]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def sql_text(connection: Connection, statement: Any) -> str:
+    """A statement as text, with its values."""
+    return str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+
+
+def client_of(connection: Connection) -> Any:
+    """The client of clickhouse-connect below a connection."""
+    driver: Any = connection.connection.driver_connection
+    return driver.client

@@ -29,7 +29,7 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.pipeline import Sink, SinkTable
-from zync_assets.sinks.fold import OFFSET, OP, SET, UPSERT, Mask, Records
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
 from zync_assets.sinks.target import Column, TableSpec, Target
 from zync_assets.spark.sql import name_sql
 
@@ -91,7 +91,7 @@ class Layout:
         rows = pa.RecordBatch.from_arrays(arrays, names=[item.column.name for item in self.columns])
         is_set = self._is_set(batch, arrays)
         if self.function is not None:
-            rows = changed(self.function, rows)
+            rows = self._as_told(changed(self.function, rows), rows)
         for name in self.spec.key:
             if rows.column(name).null_count:
                 raise TargetRefused(f"the key column {name} is null")
@@ -99,11 +99,36 @@ class Layout:
         is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
         return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no record leaves a column as it is."""
+        return self.spec.mode == "insert" or (not self.schemas and self.placeholder is None)
+
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
         rows = self.records(batch).rows
-        marks = [pa.repeat(pa.scalar(UPSERT), len(rows)), pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
+        op = pc.if_else(batch.column(IS_DELETE), DELETE, UPSERT)
+        marks = [op, pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
         return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
+
+    def _as_told(self, rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of the user's function, which must have the columns that it gave for no rows, and the keys that it got."""
+        for column in self.spec.columns:
+            wanted = pa.string() if column.as_json else column.type
+            found = rows.schema.field(column.name).type if column.name in rows.schema.names else None
+            if found != wanted:
+                raise SinkError(
+                    f"before: function {self.function} returns column {column.name} as {found or 'nothing'}, and of an empty"
+                    f" batch as {wanted}. Let it return the same columns and types for every batch."
+                )
+        # Records are shared out, and folded, in the order of their keys before the function.
+        for name in self.spec.key if self.spec.mode == "upsert" else ():
+            if not rows.column(name).equals(before.column(name)):
+                raise SinkError(
+                    f"before: function {self.function} changes the key column {name}. Let it keep the key columns, and change"
+                    " the key with before: {set: ...}."
+                )
+        return rows
 
     def _is_set(self, batch: pa.RecordBatch, arrays: Sequence[pa.Array]) -> Mask:
         """By row and by column outside the key: whether the record has the column."""
@@ -143,17 +168,25 @@ class Layout:
 
 
 def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows after the user's function. SinkError if the function can't be imported or returns something else."""
+    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else."""
     module, _, name = function.partition(":")
     try:
-        made = getattr(import_module(module), name)(rows)
-    except (ImportError, AttributeError) as error:
+        call = getattr(import_module(module), name)
+    except Exception as error:
         raise SinkError(
-            f"before: function {function}: {error}. Put its module on the path of Spark's workers."
+            f"before: function {function}: {_told(error)}. Put its module on the path of Spark's workers."
         ) from None
+    try:
+        made = call(rows)
+    except Exception as error:
+        raise SinkError(f"before: function {function} failed: {_told(error)}. Correct it, and run again.") from error
     if not isinstance(made, pa.RecordBatch) or made.num_rows != rows.num_rows:
         raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
     return made
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 def make_layout(
@@ -210,22 +243,49 @@ def make_layout(
         for name, item in columns.items()
         if not pa.types.is_null(item.column.type)
     ]
+    names = [item.column.name for item in made]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SinkError(
+            f"sink {sink.name}, {table.source}: two columns would be called {twice[0]}. Give one another name with columns:"
+            " {rename: ...}."
+        )
     key = tuple(sink.rename.get(name, name) for name in chosen)
     spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
     if sink.before is not None:
         spec = replace(spec, columns=_after(sink.before, spec))
-    where = [sink.where] if sink.where is not None else []
-    if sink.mode == "upsert" and not sink.delete:
-        where.append(f"NOT coalesce({deletes}, false)")
     return Layout(
         spec,
         tuple(made),
         deletes if sink.mode == "upsert" else "false",
-        tuple(where),
+        tuple(_conditions(sink, deletes)),
         {name: _fields(text) for name, text in schemas.items()},
         placeholder if envelope else None,
         sink.before,
     )
+
+
+def _conditions(sink: Sink, deletes: str) -> Iterator[str]:
+    """The conditions that a record meets. A delete has no value: a condition on the value lets it through."""
+    deleted = f"coalesce({deletes}, false)"
+    if sink.where is not None:
+        holds_back = sink.mode == "insert" or not sink.delete or is_of_key(sink.where)
+        yield sink.where if holds_back else f"{deleted} OR ({sink.where})"
+    if sink.mode == "upsert" and not sink.delete:
+        yield f"NOT {deleted}"
+
+
+def is_of_key(where: str) -> bool:
+    """Whether a condition depends on the key and its partition only, so that it is the same for all records of a key.
+
+    >>> is_of_key("key.id < 3 AND kafka.partition = 0"), is_of_key("key.id < 3 AND value.country = 'DE'")
+    (True, False)
+    """
+    # Spark's workers load no parser.
+    from zync_assets.pipeline_file.expressions import columns, parse
+
+    places = {("kafka", "topic"), ("kafka", "partition")}
+    names = [tuple(part.lower() for part in parts) for parts in columns(parse(where).tree)]
+    return all(parts[0] == "key" or parts[:2] in places for parts in names)
 
 
 def whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
@@ -244,6 +304,8 @@ def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:
     known = {item.name: item for item in spec.columns}
     if lost := [name for name in spec.key if name not in made.names]:
         raise SinkError(f"before: function {function} must keep the key column {lost[0]}.")
+    if untyped := [item.name for item in made if pa.types.is_null(item.type)]:
+        raise SinkError(f"before: function {function} must give column {untyped[0]} a type, for an empty batch too.")
     return tuple(
         known[item.name] if item.name in known and known[item.name].as_json else Column(item.name, item.type)
         for item in made

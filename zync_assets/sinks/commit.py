@@ -1,5 +1,7 @@
 """The commit half of a sink: Spark tasks load a batch in parallel, and one short transaction merges it.
 
+A target may append records without load tables (``Target.append``): then one task does all in one transaction.
+
 The transaction has the data, the next offsets, and what the target refused. It first compares the offsets with the plan's.
 A run that was overtaken by another run therefore changes nothing, and a killed run leaves load tables only.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -18,14 +21,14 @@ import pyarrow as pa
 from zync_assets.audit.guard import refuse_blocks, refuse_disorder, refuse_unsound
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
-from zync_assets.errors import BadRecords, SinkError, TargetRefused
+from zync_assets.errors import BadRecords, SinkError, TableUnfit, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import fold_all
-from zync_assets.sinks.plan import SinkBatch, SinkPlan
-from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, open_target
-from zync_assets.spark.tasks import frame_results, slots
+from zync_assets.sinks.plan import SinkBatch, SinkPlan, reset_command
+from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, open_target
+from zync_assets.spark.tasks import frame_results, planned_once, slots
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -41,9 +44,14 @@ SEARCH_OFFSETS = 4_000
 """The most offsets in which one Spark task looks for refused records. It holds their records in memory."""
 
 
+TEXT_LENGTH = 2_000
+"""The most characters of a refused record's key, and of the target's message, in the sink's quarantine."""
+
+
 @dataclass(frozen=True)
 class SinkCommit:
-    """The result of one batch. ``records``: rows that were loaded, after the fold; ``quarantined``: refused records."""
+    """The result of one batch. ``records``: rows that were loaded, after the fold; ``quarantined``: refused records; ``left``:
+    the offsets that the source had beyond the batch when the batch was planned."""
 
     sink: str
     table: str
@@ -52,6 +60,7 @@ class SinkCommit:
     records: int
     quarantined: int
     seconds: float
+    left: int = 0
 
 
 def commit_sink(batch: SinkBatch) -> SinkCommit:
@@ -64,24 +73,53 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     target, layout = plan.target(), batch.layout()
     # 1. Stop at a failed check, as publishing and ETL do. Then the table is made, or changed.
     _refuse_failures(plan)
-    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
+    _prepare(target, plan, layout.spec)
     crash_point("sink:prepared")
     bad: Sequence[BadRecord] = ()
     with target.run(plan.place) as run:
         try:
-            # 2. Tasks load the folded records. No key is in two load tables.
-            loads = _load(batch, layout, run, target.tasks)
-            # 3. One transaction merges them and moves the positions.
-            target.merge(Merge(plan.place, layout.spec, plan.origin, plan.expected, plan.upcoming, tuple(loads)))
-            count = sum(load.rows for load in loads)
+            if target.appends(layout.spec, whole=layout.is_whole):
+                # 2. One task appends the records and moves the positions, in one transaction.
+                count = _append(batch, layout)
+            else:
+                # 2. Tasks load the folded records. No key is in two load tables.
+                loads = _load(batch, layout, run, target.tasks)
+                # 3. One transaction merges them and moves the positions.
+                target.merge(replace(_merge_of(plan, layout), loads=tuple(loads)))
+                count = sum(load.rows for load in loads)
         except TargetRefused:
-            if sum(item.end - item.first for item in plan.ranges) > SEARCH_OFFSETS:
+            if plan.offsets > SEARCH_OFFSETS:
                 raise
             # 4. A record is refused: one task applies ever smaller parts, and notes the record.
+            target.drop_loads(run)
             count, bad = _search(batch, layout, run)
-    ranges = plan.ranges
-    seconds = time.monotonic() - start
-    return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, ranges, count, len(bad), seconds)
+            target.drop_loads(run)
+    left, seconds = plan.lag - plan.offsets, time.monotonic() - start
+    return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, left)
+
+
+def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
+    """Make the table, or let it fit. SinkError if the records before the position are not in it, or those after it are."""
+    is_begun = plan.progress.origin is not None
+    try:
+        target.prepare(spec, create=plan.sink.create and not is_begun, evolve=plan.sink.evolve)
+    except TableUnfit:
+        if not is_begun or target.has_table(spec):
+            raise
+        # A new table would lack the records that the position has passed.
+        raise TableUnfit(
+            f"table {spec.name} is not there, and sink {plan.sink.name} has written {plan.table.source} to its table before."
+            f" Move that table here, or load this one from the start: {reset_command(plan)}"
+        ) from None
+    if is_begun or spec.mode == "upsert":
+        return
+    if found := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
+        past = found[0].sink if found[0].pipeline == plan.place.pipeline else f"{found[0].sink} of {found[0].pipeline}"
+        raise SinkError(
+            f"sink {plan.sink.name}, table {spec.name}: the table has rows, and a sink that the pipeline file does not have"
+            f" ({past}) has written {plan.table.source} to this target. Records would be in the table twice. Give the sink, and"
+            f" the pipeline, the old name; or load the table again: {reset_command(plan)}"
+        )
 
 
 def _refuse_failures(plan: SinkPlan) -> None:
@@ -94,19 +132,40 @@ def _refuse_failures(plan: SinkPlan) -> None:
     refuse_disorder(plan.snapshot, str(plan.place), {topic: plan.ranges}, WRITE_OUTCOME)
 
 
-def reset_table(plan: SinkPlan, layout: Layout) -> None:
-    """Empty a table and forget its position, in one transaction: the next batch begins at the start."""
+def reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...] = ()) -> None:
+    """Empty a table and forget its position, in one transaction: the next batch begins at the start. ``sharers``: as in
+    ``Merge``."""
     target = plan.target()
     target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
-    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True))
+    if layout.spec.mode == "insert":
+        past = target.past_places(plan.place, layout.spec, plan.origin, plan.pipeline.sink_names)
+        # Another pipeline that writes the source to a table of its own keeps its position.
+        is_new = plan.progress.origin is None
+        sharers = (*sharers, *(place for place in past if is_new or place.pipeline == plan.place.pipeline))
+    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
+
+
+def _append(batch: SinkBatch, layout: Layout) -> int:
+    """Append the records of a batch in one Spark task, which ends in the commit."""
+    merge = _merge_of(batch.plan, layout)
+    work = partial(_append_task, batch.plan.sink, layout, merge)
+    with _plan_settings(batch):
+        counts = in_tasks(batch.dataframe(layout).coalesce(1), work)
+    if not counts:
+        batch.plan.target().merge(merge)
+    return sum(counts)
+
+
+def _append_task(sink: Sink, layout: Layout, merge: Merge, batches: Iterator[pa.RecordBatch]) -> int:
+    """The Spark task of ``_append``. If Spark runs it again after the commit, it finds that the positions have moved."""
+    return open_target(sink).append(merge, (layout.appended(batch) for batch in batches))
 
 
 def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTable]:
     """Load the records of a batch in Spark tasks."""
     plan = batch.plan
-    offsets = sum(item.end - item.first for item in plan.ranges)
     frame = batch.dataframe(layout)
-    count = max(1, min(most, offsets // TASK_ROWS))
+    count = max(1, min(most, plan.offsets // TASK_ROWS))
     count = min(count, slots(batch.spark)) if count > 1 else 1
     # Rows are appended by the tasks that read them: a shuffle costs more than tasks of equal size save.
     is_spread = layout.spec.mode == "upsert" and count > 1
@@ -115,8 +174,14 @@ def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTab
         frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
     elif plan.target().whole_records:
         frame = frame.sortWithinPartitions(PARTITION, OFFSET)
-    results = in_tasks(frame, partial(_load_task, plan.sink, layout, run))
+    with _plan_settings(batch):
+        results = in_tasks(frame, partial(_load_task, plan.sink, layout, run))
     return [load for load in results if load is not None and load.rows]
+
+
+def _plan_settings(batch: SinkBatch) -> AbstractContextManager[None]:
+    """A small batch is planned once: to plan it again takes longer than its records."""
+    return planned_once(batch.spark) if batch.plan.offsets < TASK_ROWS else nullcontext()
 
 
 def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.RecordBatch]) -> LoadTable | None:
@@ -149,7 +214,8 @@ def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) ->
     """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were."""
 
     def failure(text: str) -> SinkError:
-        return SinkError(f"a Spark task of a sink failed: {text}. Run it again.")
+        cure = "Correct the expressions of before: in the pipeline file" if "SQLSTATE: 22" in text else "Run it again"
+        return SinkError(f"a Spark task of a sink failed: {text.rstrip('.')}. {cure}.")
 
     # A refused record is looked for only if nothing else is wrong.
     return frame_results(frame, work, failure, last=TargetRefused)
@@ -168,6 +234,16 @@ def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[B
 
 def _merge_of(plan: SinkPlan, layout: Layout) -> Merge:
     return Merge(plan.place, layout.spec, plan.origin, plan.expected, plan.upcoming)
+
+
+def kept_text(text: str) -> str:
+    """A text as any target takes it into its quarantine: not too long, and without the character NUL.
+
+    >>> kept_text("id=a\\0b")
+    'id=a\\\\0b'
+    """
+    plain = text.replace("\0", "\\0")
+    return plain if len(plain) <= TEXT_LENGTH else f"{plain[:TEXT_LENGTH]}…"
 
 
 @dataclass(frozen=True)
@@ -255,7 +331,7 @@ class Search:
             )
         numbers = [number for number, item in enumerate(layout.columns) if item.column.name in layout.spec.key]
         key = ", ".join(f"{layout.columns[at].column.name}={row.column(at)[0].as_py()}" for at in numbers)
-        bad = BadRecord(*place, key, error)
+        bad = BadRecord(*place, kept_text(key), kept_text(error))
         self._merge(self._after(index + 1), (), (bad,))
         self.bad.append(bad)
 

@@ -9,7 +9,7 @@ the records these names.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
@@ -33,8 +33,7 @@ from zync_assets.sinks.target import (
     Progress,
     TableSpec,
     Target,
-    is_alive,
-    process_mark,
+    run_name,
 )
 
 MANIFEST = "load.json"
@@ -75,15 +74,29 @@ class FilesTarget(Target):
         with _lake_errors():
             storage.make_folder(self.root)
 
+    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
+        # The state of a place does not tell the sink's name.
+        with _lake_errors():
+            found = archive.list_objects(self.root, spec.name)
+        return [replace(place, sink="of an unknown name")] if found else []
+
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
+        # A run that is dead now promises nothing more. What it has promised is made of its loads, and comes before they go.
+        dead = self.dead_loads(place)
         with _lake_errors():
-            # What a killed run has promised comes first: it is made of that run's loads.
             archive.complete(self.root, archive.open_state(self.root, _name(place)))
-            for name in archive.list_loads(self.root):
-                if name.startswith(place.load_prefix) and not is_alive(name.removeprefix(place.load_prefix)):
-                    archive.remove_load(self.root, name)
-        yield f"{place.load_prefix}{process_mark()}_"
+        self.drop(dead)
+        yield run_name(place)
+
+    def tables(self) -> Sequence[str]:
+        with _lake_errors():
+            return archive.list_loads(self.root)
+
+    def drop(self, names: Sequence[str]) -> None:
+        with _lake_errors():
+            for name in names:
+                archive.remove_load(self.root, name)
 
     # ---- a load
 
@@ -181,7 +194,8 @@ class FilesTarget(Target):
 
     def _cleared(self, before: ArchiveState, merge: Merge) -> ArchiveState:
         objects = archive.list_objects(self.root, merge.spec.name)
-        return ArchiveState(before.table, before.number, removals=tuple(item.path for item in objects))
+        removals = archive.write_times(self.root, [item.path for item in objects])
+        return ArchiveState(before.table, before.number, removals=removals)
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         if self.format != archive.PARQUET:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import secrets
 import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, timedelta
 from typing import Any
@@ -32,10 +32,11 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.sql import BOOK, SqlTarget, load_names
+from zync_assets.sinks.book import BOOK
+from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import DIGITS, SqlType
 from zync_assets.sinks.sql_types import holds as standard_holds
-from zync_assets.sinks.target import LOCAL_HOSTS, Column, Place, TableSpec
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Place, TableSpec, load_names
 
 CONNECT_SECONDS = 10
 KEY_LENGTH = 255
@@ -207,16 +208,17 @@ class MysqlTarget(SqlTarget):
 
     # ---- values
 
-    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
-        columns = [_stored(rows.column(name), name, self.days) for name in rows.schema.names]
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         quote = connection.dialect.identifier_preparer
-        names = ", ".join(quote.quote(name) for name in rows.schema.names)
-        marks = ", ".join(["%s"] * len(columns))
-        # PyMySQL joins the rows of such a statement into statements of many rows.
-        statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})".replace("%", "%%")
-        statement = statement.replace("%%s", "%s")
-        if rows.num_rows:
-            connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
+        for batch in rows:
+            columns = [_stored(batch.column(name), name, self.days) for name in batch.schema.names]
+            names = ", ".join(quote.quote(name) for name in batch.schema.names)
+            marks = ", ".join(["%s"] * len(columns))
+            # PyMySQL joins the rows of such a statement into statements of many rows.
+            statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})".replace("%", "%%")
+            statement = statement.replace("%%s", "%s")
+            if batch.num_rows:
+                connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
         statement = insert(table).from_select([*key, *others], rows)

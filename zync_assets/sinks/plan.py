@@ -22,8 +22,8 @@ from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import Layout, added_sql, make_layout, whole_layout
 from zync_assets.sinks.target import Place, Progress, Target, open_target
 from zync_assets.spark import frames
+from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session, lazy_session
-from zync_assets.spark.tasks import spark_failures
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -73,6 +73,11 @@ class SinkPlan:
     def lag(self) -> int:
         """The number of offsets that the target lacks."""
         return sum(part.end - part.first for part in self.missing)
+
+    @property
+    def offsets(self) -> int:
+        """The number of offsets of the batch."""
+        return sum(part.end - part.first for part in self.ranges)
 
     @property
     def expected(self) -> dict[int, int | None]:

@@ -1,7 +1,8 @@
 """The target PostgreSQL, through psycopg 3.
 
 A Spark task fills a load table by COPY from CSV text, which Arrow writes. Load tables are not logged: they are gone soon.
-The merge counts their rows, since a server that crashed has emptied them.
+The merge counts their rows, since a server that crashed has emptied them. Records to append go into the table itself by one
+COPY, in the transaction of the position: a load table would be written twice.
 
 A run holds an advisory lock for its whole time. A load table whose run holds no lock is what a killed run left behind.
 
@@ -18,21 +19,25 @@ import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import sqlalchemy as sa
 from pyarrow import csv
-from sqlalchemy import exc
+from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, dialect, insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.sql import POSITIONS, QUARANTINE, SqlTarget, load_names, on_conflict
+from zync_assets.sinks.book import POSITIONS, QUARANTINE
+from zync_assets.sinks.sql import SqlTarget, on_conflict
 from zync_assets.sinks.sql_types import SqlType, standard_type
-from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec
+from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names
 
 OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
 """Options of a connection that the URL may set otherwise."""
@@ -67,7 +72,13 @@ class PostgresTarget(SqlTarget):
 
     def make_engine(self) -> Engine:
         url = sa.make_url(self.url.replace("postgres://", "postgresql://", 1)).set(drivername="postgresql+psycopg")
-        return sa.create_engine(url, poolclass=sa.pool.NullPool, connect_args=connect_options(url, os.environ))
+        engine = sa.create_engine(url, poolclass=sa.pool.NullPool)
+
+        @event.listens_for(engine, "do_connect")
+        def connect(dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
+            options |= connect_options(url, os.environ)
+
+        return engine
 
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
         self._table = spec.name
@@ -128,18 +139,66 @@ class PostgresTarget(SqlTarget):
             return ENUM(name=existing.name, schema=existing.schema, create_type=False)
         return existing
 
-    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
-        quote = connection.dialect.identifier_preparer
-        columns = ", ".join(quote.quote(name) for name in rows.schema.names)
-        texts = [_text(rows.column(name)) for name in rows.schema.names]
-        buffer = BytesIO()
-        options = csv.WriteOptions(include_header=False, quoting_style="needed")
-        csv.write_csv(pa.RecordBatch.from_arrays(texts, names=rows.schema.names), buffer, options)
+    def reflect(self, connection: Connection, name: str, schema: str | None) -> sa.Table:
+        """Without keys, indexes and comments, whose queries take longer than a small batch."""
+        found = sa.inspect(connection).get_columns(name, schema)
+        columns = [sa.Column(item["name"], item["type"], nullable=item["nullable"]) for item in found]
+        return sa.Table(name, sa.MetaData(), *columns, schema=schema)
+
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
+        first = next(rows, None)
+        if first is None:
+            return
+        names, quote = first.schema.names, connection.dialect.identifier_preparer
+        columns = ", ".join(quote.quote(name) for name in names)
         driver: Any = connection.connection.driver_connection
-        with _dbapi_errors(connection), driver.cursor() as cursor:
-            statement = f"COPY {quote.format_table(table)} ({columns}) FROM STDIN (FORMAT csv)"
-            with cursor.copy(statement) as copy:
+        options = csv.WriteOptions(include_header=False, quoting_style="needed")
+        statement = f"COPY {quote.format_table(table)} ({columns}) FROM STDIN (FORMAT csv)"
+        # One COPY for all rows: the server reads a batch while the next one is made.
+        with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
+            for batch in chain((first,), rows):
+                texts = [_text(batch.column(name)) for name in names]
+                buffer = BytesIO()
+                csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
                 copy.write(buffer.getbuffer())
+
+    # ---- a batch without load tables
+
+    def appends(self, spec: TableSpec, *, whole: bool) -> bool:
+        """COPY goes into tables that have neither rules nor policies of rows."""
+        if spec.mode != "insert":
+            return False
+        schema, _, name = spec.name.rpartition(".")
+        table = self.engine().dialect.identifier_preparer.format_table(
+            sa.Table(name, sa.MetaData(), schema=schema or None)
+        )
+        classes = sa.table("pg_class", *map(sa.column, ("oid", "relkind", "relrowsecurity", "relhasrules")))
+        query = sa.select(classes.c.oid).where(
+            classes.c.oid == sa.func.to_regclass(table),
+            classes.c.relkind.in_(["r", "p"]),
+            ~classes.c.relrowsecurity,
+            ~classes.c.relhasrules,
+        )
+        with self.connection() as connection:
+            return connection.execute(query).first() is not None
+
+    def append(self, merge: Merge, rows: Iterator[pa.RecordBatch]) -> int:
+        self._table = merge.spec.name
+        with self.connection() as connection:
+            # Another run of the same place waits here, and finds then that the positions have moved.
+            self._lock_positions(connection, merge)
+            self._advance_positions(connection, merge)
+            counts: list[int] = []
+            names = [column.name for column in merge.spec.columns]
+            self.write(
+                connection,
+                self._reflected(connection, merge.spec),
+                (batch.select(names) for batch in counted(rows, counts)),
+            )
+            crash_point("sink:loaded")
+            crash_point("sink:merging")
+        crash_point("sink:merged")
+        return sum(counts)
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
         return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
@@ -238,8 +297,6 @@ def missing_rights(connection: Connection, table: str | None) -> str | None:
 @contextmanager
 def _dbapi_errors(connection: Connection) -> Generator[None]:
     """Errors of psycopg as SQLAlchemy raises them."""
-    import psycopg
-
     try:
         yield
     except psycopg.Error as error:

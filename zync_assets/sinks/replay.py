@@ -23,6 +23,8 @@ from zync_assets.spark.session import Session
 
 OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
 
+LEFT_OUT = "the sink leaves it out now, by before: {where: ...} or delete: false, and nothing was changed; drop it"
+
 Spot = tuple[int, int]
 """Partition and offset."""
 
@@ -99,8 +101,8 @@ def _replay(plan: SinkPlan, session: Session, bad: Sequence[BadRecord]) -> dict[
     with plan.target().run(plan.place) as run:
         merge = _merge(plan, made.spec, ())
         task = ReplayTask(plan.sink, made, run, merge, frozenset(overtaken))
-        (reasons,) = in_tasks(frame, partial(_replay_task, task))
-    return reasons
+        found = {spot: reason for part in in_tasks(frame, partial(_replay_task, task)) for spot, reason in part.items()}
+    return {spot: reason for spot in spots if (reason := found.get(spot, LEFT_OUT)) is not None}
 
 
 def _overtaken(plan: SinkPlan, session: Session, made: Layout, bad: Sequence[BadRecord]) -> set[Spot]:
@@ -138,8 +140,9 @@ class ReplayTask:
     overtaken: frozenset[Spot]
 
 
-def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str]:
-    target, reasons = open_target(task.sink), dict[Spot, str]()
+def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str | None]:
+    """Place → why the record stays; None: it was written."""
+    target, reasons = open_target(task.sink), dict[Spot, str | None]()
     for batch in batches:
         for index in range(batch.num_rows):
             row = batch.slice(index, 1)
@@ -151,6 +154,7 @@ def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Sp
                 name = f"{task.run}r{spot[0]}_{spot[1]}"
                 load = target.load(task.layout.spec, name, loaded(task.layout, [row]))
                 target.merge(replace(task.merge, loads=(load,), cured=(spot,)))
+                reasons[spot] = None
             except TargetRefused as error:
                 reasons[spot] = str(error)
     return reasons

@@ -1,4 +1,4 @@
-"""A target that is an SQL database, through SQLAlchemy: its tables, its positions and the merge of a batch.
+"""A target that is an SQL database, through SQLAlchemy: its tables and the merge of a batch.
 
 A database differs in its types and in the way into a load table. These are methods of the classes in ``sinks.sqlite`` and
 ``sinks.postgres``. Names are quoted by SQLAlchemy, and values are parameters.
@@ -7,7 +7,7 @@ A database differs in its types and in the way into a load table. These are meth
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,37 +20,10 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.pipeline import Evolve
+from zync_assets.sinks.book import BOOK, POSITIONS, QUARANTINE, at_place, place_values
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT
 from zync_assets.sinks.sql_types import SqlType, holds, standard_type, type_text, wider
-from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target
-
-BOOK = sa.MetaData()
-"""The tables that zync keeps in a target."""
-
-_NAME = sa.String(255)
-
-
-def _place_columns() -> list[sa.Column[Any]]:
-    """The columns of a source's partition, the begin of a primary key."""
-    names = [sa.Column(name, _NAME, primary_key=True) for name in ("pipeline", "sink", "source")]
-    return [*names, sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False)]
-
-
-POSITIONS = sa.Table(
-    "zync_positions",
-    BOOK,
-    *_place_columns(),
-    sa.Column("next", sa.BigInteger, nullable=False),
-    sa.Column("origin", _NAME, nullable=False),
-)
-QUARANTINE = sa.Table(
-    "zync_quarantine",
-    BOOK,
-    *_place_columns(),
-    sa.Column("offset", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("key", sa.Text),
-    sa.Column("error", sa.Text),
-)
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target, named
 
 
 def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
@@ -61,21 +34,26 @@ def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Ex
     return insert.on_conflict_do_update(index_elements=list(key), set_=new)
 
 
+_ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
+"""Class and URL → the process's engine."""
+
+
 class SqlTarget(Target):
     """An SQL database with transactions."""
 
     def engine(self) -> Engine:
-        """An engine without a pool: a run is short, and a task's process serves other runs too."""
-        if self._engine is None:
+        """The process's engine of the URL. It keeps what it knows of the server, and compiled statements, but no connection: a
+        run is short, and a task's process serves other runs too."""
+        place = type(self), self.url
+        if place not in _ENGINES:
             try:
-                self._engine = self.make_engine()
-            except (exc.ArgumentError, ValueError, ImportError) as error:
+                _ENGINES[place] = self.make_engine()
+            except ImportError as error:
+                raise SinkError(f"{error}. Install it: pip install {error.name}.") from None
+            except (exc.ArgumentError, ValueError):
                 # Not the library's words on the URL, which may repeat a password.
-                what = str(error) if isinstance(error, ImportError) else "it can't be read"
-                raise SinkError(f"the sink's url: {what}. Write it as the README says.") from None
-        return self._engine
-
-    _engine: Engine | None = None
+                raise SinkError("the sink's url can't be read. Write it as the README says.") from None
+        return _ENGINES[place]
 
     # ---- what a database does in its own way
 
@@ -88,8 +66,8 @@ class SqlTarget(Target):
         """Whether an error is an outage (TargetUnavailable), a refused record (TargetRefused) or neither (SinkError)."""
 
     @abstractmethod
-    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
-        """Append rows to a load table."""
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
+        """Append rows to a table. They have all its columns."""
 
     @abstractmethod
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
@@ -139,11 +117,41 @@ class SqlTarget(Target):
         """The schema in which the merge sees the load table of that number."""
         return None
 
+    def tables(self) -> Sequence[str]:
+        with self.connection() as connection:
+            return sa.inspect(connection).get_table_names()
+
     def drop(self, names: Sequence[str]) -> None:
-        """Remove load tables."""
         with self.connection() as connection:
             for name in names:
                 sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+
+    def has_table(self, spec: TableSpec) -> bool:
+        with self.connection() as connection:
+            return sa.inspect(connection).has_table(*named(spec))
+
+    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
+        positions = POSITIONS.c
+        # A pipeline that was renamed has the same sinks. Other pipelines of the lake may write to this target too.
+        is_same = sa.and_(positions.sink == place.sink, positions.origin == origin)
+        is_past = sa.or_(positions.pipeline == place.pipeline, is_same)
+        query = sa.select(positions.pipeline, positions.sink).where(positions.source == place.source, is_past)
+        # The partitions of a source begin at 0. Others are marks.
+        query = query.where(positions.partition >= 0).distinct()
+        with self.connection() as connection:
+            rows = connection.execute(query).all()
+            found = [
+                Place(row[0], row[1], place.source) for row in rows if row[0] != place.pipeline or row[1] not in sinks
+            ]
+            return sorted(found, key=str) if found and self._has_records(connection, place, spec) else []
+
+    def _has_records(self, connection: Connection, place: Place, spec: TableSpec) -> bool:
+        """Whether the table has a record of a source. A table without a column for the topic: whether it has a row."""
+        table = self._reflected(connection, spec)
+        topic = place.source.partition(".")[2]
+        own = [table.c[item.name] == topic for item in spec.columns if item.field == "kafka.topic"]
+        query = sa.select(sa.literal(1)).select_from(table).where(*own).limit(1)
+        return connection.execute(query).first() is not None
 
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
         """A query of positions that lets no other run go on until the transaction ends."""
@@ -159,8 +167,8 @@ class SqlTarget(Target):
         with self.connection() as connection:
             if not sa.inspect(connection).has_table(QUARANTINE.name):
                 return Progress()
-            rows = connection.execute(sa.select(POSITIONS).where(*_at(POSITIONS, place))).mappings().all()
-            bad = connection.execute(sa.select(QUARANTINE).where(*_at(QUARANTINE, place))).mappings().all()
+            rows = connection.execute(sa.select(POSITIONS).where(*at_place(POSITIONS, place))).mappings().all()
+            bad = connection.execute(sa.select(QUARANTINE).where(*at_place(QUARANTINE, place))).mappings().all()
         return Progress(
             {row["partition"]: row["next"] for row in rows},
             rows[0]["origin"] if rows else None,
@@ -187,14 +195,12 @@ class SqlTarget(Target):
                 connection.execute(ddl)
 
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        made = LoadTable(name, 0, removes=False, partial=False)
+        loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
             names = [column.name for column in table.columns]
-            for batch in rows:
-                self.write(connection, table, batch.select(names))
-                made = made.plus(batch)
+            self.write(connection, table, _counted(rows, names, loads))
         crash_point("sink:loaded")
-        return made
+        return loads[0]
 
     def merge(self, merge: Merge) -> None:
         with self.merging(merge.loads) as connection:
@@ -204,7 +210,8 @@ class SqlTarget(Target):
             table = self._reflected(connection, merge.spec) if merge.loads or merge.clear else None
             if merge.clear and table is not None:
                 connection.execute(sa.delete(table))
-                connection.execute(sa.delete(QUARANTINE).where(*_at(QUARANTINE, merge.place)))
+                for place in merge.cleared:
+                    connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, place)))
             for number, load in enumerate(merge.loads):
                 assert table is not None
                 self._apply(connection, table, merge.spec, load, number)
@@ -262,9 +269,13 @@ class SqlTarget(Target):
         """The table as it is. TableUnfit if it is gone."""
         name, schema = named(spec)
         try:
-            return sa.Table(name, sa.MetaData(), schema=schema, autoload_with=connection, resolve_fks=False)
+            return self.reflect(connection, name, schema)
         except exc.NoSuchTableError:
-            raise TableUnfit(f"table {spec.name} is not there any more. Run the sink again, to make it.") from None
+            raise TableUnfit(f"table {spec.name} is not there any more. Run the sink again.") from None
+
+    def reflect(self, connection: Connection, name: str, schema: str | None) -> sa.Table:
+        """A table with the columns that it has."""
+        return sa.Table(name, sa.MetaData(), schema=schema, autoload_with=connection, resolve_fks=False)
 
     def new_table(self, spec: TableSpec) -> sa.Table:
         """The definition of a new table."""
@@ -311,12 +322,13 @@ class SqlTarget(Target):
         """Why a table can't take rows by their key; None if it can."""
         if spec.mode == "insert":
             return None
-        inspector = sa.inspect(connection)
-        found = [{column.name for column in table.primary_key}]
-        found += [set(item["column_names"]) for item in inspector.get_unique_constraints(table.name, table.schema)]
+        inspector, place = sa.inspect(connection), (table.name, table.schema)
+        if set(spec.key) == set(inspector.get_pk_constraint(*place)["constrained_columns"]):
+            return None
+        found = [set(item["column_names"]) for item in inspector.get_unique_constraints(*place)]
         found += [
             set(item["column_names"])
-            for item in inspector.get_indexes(table.name, table.schema)
+            for item in inspector.get_indexes(*place)
             if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
         ]
         if set(spec.key) in found:
@@ -357,10 +369,11 @@ class SqlTarget(Target):
 
     def _lock_positions(self, connection: Connection, merge: Merge) -> None:
         """Lock the positions, and raise CommitConflict unless they are the expected ones."""
-        at = _at(POSITIONS, merge.place)
         if merge.clear:
-            connection.execute(sa.delete(POSITIONS).where(*at))
+            for place in merge.cleared:
+                connection.execute(sa.delete(POSITIONS).where(*at_place(POSITIONS, place)))
             return
+        at = at_place(POSITIONS, merge.place)
         query = self.lock(sa.select(POSITIONS).where(*at))
         found = {row["partition"]: row for row in connection.execute(query).mappings()}
         for partition, expected in merge.expected.items():
@@ -369,7 +382,7 @@ class SqlTarget(Target):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
 
     def _advance_positions(self, connection: Connection, merge: Merge) -> None:
-        at, names = _at(POSITIONS, merge.place), place_values(merge.place)
+        at, names = at_place(POSITIONS, merge.place), place_values(merge.place)
         for partition, upcoming in merge.upcoming.items():
             values = {"next": upcoming, "origin": merge.origin}
             if merge.expected.get(partition) is None:
@@ -381,7 +394,7 @@ class SqlTarget(Target):
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
         for partition, offset in merge.cured:
             where = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
-            connection.execute(sa.delete(QUARANTINE).where(*_at(QUARANTINE, merge.place), *where))
+            connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, merge.place), *where))
         for bad in merge.bad:
             values = {"partition": bad.partition, "offset": bad.offset, "key": bad.key, "error": bad.error}
             connection.execute(sa.insert(QUARANTINE).values(**names, **values))
@@ -423,19 +436,11 @@ class SqlTarget(Target):
         connection.execute(self.upsert(table, whole.where(rows.c[OP] != DELETE, ~is_partial), spec.key, others))
 
 
-def place_values(place: Place) -> dict[str, str]:
-    """A place as values of the columns of the book."""
-    return {"pipeline": place.pipeline, "sink": place.sink, "source": place.source}
-
-
-def _at(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
-    return [table.c[name] == value for name, value in place_values(place).items()]
-
-
-def named(spec: TableSpec) -> tuple[str, str | None]:
-    """Name and schema of a table."""
-    schema, _, name = spec.name.rpartition(".")
-    return name, schema or None
+def _counted(rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]) -> Iterator[pa.RecordBatch]:
+    """Columns of rows. The load table, which is alone in ``loads``, counts the rows."""
+    for batch in rows:
+        loads[0] = loads[0].plus(batch)
+        yield batch.select(names)
 
 
 def _sql(kind: SqlType, connection: Connection) -> str:
@@ -443,8 +448,3 @@ def _sql(kind: SqlType, connection: Connection) -> str:
         return kind.compile(connection.dialect)
     except exc.CompileError:
         return "of another type"
-
-
-def load_names(names: Sequence[str], place: Place) -> list[str]:
-    """The load tables of a place among the names of tables."""
-    return [name for name in names if name.startswith(place.load_prefix)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from datetime import time as time_of_day
@@ -28,7 +28,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget, on_conflict
 from zync_assets.sinks.sql_types import SqlType
-from zync_assets.sinks.target import Column, LoadTable, Place, Progress, TableSpec, is_alive, process_mark
+from zync_assets.sinks.target import LOAD_PREFIX, Column, LoadTable, Place, Progress, TableSpec
 
 TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another writer of the file."""
@@ -79,16 +79,15 @@ class SqliteTarget(SqlTarget):
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
-        """The names of load files have the process that began the run, so that the files of a killed run are known."""
-        for item in self._files(place.load_prefix):
-            if not is_alive(item.name.partition(place.load_prefix)[2]):
-                _remove(item)
-        run = f"{place.load_prefix}{process_mark()}_"
-        try:
-            yield run
-        finally:
-            for item in self._files(run):
-                _remove(item)
+        with super().run(place) as run:
+            try:
+                yield run
+            finally:
+                for item in self._files(run):
+                    _remove(item)
+
+    def tables(self) -> Sequence[str]:
+        return [item.name.removeprefix(f"{self.path.name}-") for item in self._files(LOAD_PREFIX)]
 
     def _files(self, prefix: str) -> list[Path]:
         return [item for item in self.path.parent.glob(f"{self.path.name}-{prefix}*") if item.is_file()]
@@ -131,11 +130,12 @@ class SqliteTarget(SqlTarget):
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
         return query
 
-    def write(self, connection: Connection, table: sa.Table, rows: pa.RecordBatch) -> None:
-        columns = [_stored(rows.column(name)) for name in rows.schema.names]
-        statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=rows.schema.names))
-        # The columns' own types would convert each value again.
-        connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if rows.num_rows else None
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
+        for batch in rows:
+            columns = [_stored(batch.column(name)) for name in batch.schema.names]
+            statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=batch.schema.names))
+            # The columns' own types would convert each value again.
+            connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if batch.num_rows else None
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
         return on_conflict(insert(table).from_select([*key, *others], rows), key, others)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from zync_assets import upkeep
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
-from zync_assets.errors import TargetRefused, TargetUnavailable, ZyncError
+from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, TargetUnavailable, ZyncError
 from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, SinkTable
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
@@ -18,7 +19,10 @@ from zync_assets.sinks.target import Place, open_target
 from zync_assets.spark.session import Session
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds to wait before a sink tries again, outage by outage. Then the step ends, and `run` waits on."""
+"""Seconds to wait before a sink tries again, outage by outage. Then the step ends."""
+
+FIRST_REST, MOST_REST = 0.5, 30.0
+"""The first and the longest rest of a table after an error, in seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,36 +44,91 @@ def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) ->
     raise_first(troubles)
 
 
+@dataclass
+class Rest:
+    """The pause of a table after an error. ``until``: when it is tried again, by the monotonic clock."""
+
+    until: float
+    seconds: float
+    error: ZyncError
+
+
+def sink_awake(pipeline: Pipeline, session: Session, rests: dict[Place, Rest]) -> Iterator[SinkCommit]:
+    """As ``sink_all``, for a caller that comes again and again: an error of a table is a warning, and the table rests for a
+    while. Neither another table nor another step waits for it. ``rests``: kept from call to call, empty at first."""
+    for sink in pipeline.sinks:
+        is_away = False
+        for table in sink.tables:
+            place = place_of(pipeline, sink, table)
+            rest = rests.get(place)
+            if is_away or (rest is not None and time.monotonic() < rest.until):
+                continue
+            try:
+                yield from sink_table(pipeline, session, sink.name, table.name, patience=())
+                rests.pop(place, None)
+            except (SinkError, BadRecords, DataLoss) as error:
+                seconds = FIRST_REST if rest is None else min(rest.seconds * 2, MOST_REST)
+                rests[place] = Rest(time.monotonic() + seconds, seconds, error)
+                _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
+                # Each further table of the target would wait for an answer, too.
+                is_away = isinstance(error, TargetUnavailable)
+
+
 def sink_table(
-    pipeline: Pipeline, session: Session, sink: str, table: str, first: SinkBatch | None = None
+    pipeline: Pipeline,
+    session: Session,
+    sink: str,
+    table: str,
+    first: SinkBatch | None = None,
+    patience: Sequence[float] = OUTAGES,
 ) -> Iterator[SinkCommit]:
     """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while.
 
-    ``first``: a batch that was read already.
+    ``first``: a batch that was read already; ``patience``: seconds to wait, outage by outage.
     """
     limit, outages, commits = BATCH_OFFSETS, 0, 0
     while True:
         try:
             batch, first = first, None
             made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
-        except TargetRefused:
+        except TargetRefused as error:
+            if limit == SEARCH_OFFSETS:
+                raise SinkError(_with_place(str(error), sink, table)) from error
             # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
             limit = max(SEARCH_OFFSETS, limit // 8)
             continue
         except TargetUnavailable as error:
-            if outages == len(OUTAGES):
-                raise
-            _log.warning("sink %s, table %s: %s; trying again in %s s", sink, table, error, OUTAGES[outages])
-            time.sleep(OUTAGES[outages])
+            if outages == len(patience):
+                cure = "Check the url, and that the target is up."
+                raise TargetUnavailable(f"sink {sink}, table {table}: {str(error).rstrip('.')}. {cure}") from error
+            _log.warning("sink %s, table %s: %s; trying again in %s s", sink, table, error, patience[outages])
+            time.sleep(patience[outages])
             outages += 1
             continue
-        if made is None:
-            _remove_leftovers(pipeline, sink, table)
-            if commits:
-                _apply_retention(pipeline, pipeline.sink(sink).table(table))
-            return
-        limit, outages, commits = min(BATCH_OFFSETS, limit * 8), 0, commits + 1
-        yield made
+        except SinkError as error:
+            raise type(error)(_with_place(str(error), sink, table)) from error
+        if made is not None:
+            limit, outages, commits = min(BATCH_OFFSETS, limit * 8), 0, commits + 1
+            yield made
+        if made is None or not made.left:
+            break
+    try:
+        _remove_leftovers(pipeline, sink, table)
+    except SinkError as error:
+        raise type(error)(_with_place(str(error), sink, table)) from error
+    if commits:
+        _apply_retention(pipeline, pipeline.sink(sink).table(table))
+
+
+def _with_place(text: str, sink: str, table: str) -> str:
+    """An error's text with the names of the sink and the table.
+
+    >>> _with_place("table t: column a is missing", "s", "t")
+    'sink s, table t: column a is missing'
+    """
+    if text.startswith(f"sink {sink}"):
+        return text
+    return f"sink {sink}, {text}" if text.startswith(f"table {table}") else f"sink {sink}, table {table}: {text}"
 
 
 _cleaned: set[Place] = set()
@@ -122,9 +181,17 @@ def sink_once(
     return retried(read, commit, first=first, log=log)
 
 
-def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> None:
-    """Empty a table of a sink and forget its position."""
+def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:
+    """Empty a table of a sink and forget its position. Other sinks may write the table too: their positions, which are
+    returned, are forgotten as well, since their rows are gone."""
     found = pipeline.sink(sink)
     plan = plan_sink(pipeline, found, found.table(table), check=False)
+    sharers = tuple(
+        place_of(pipeline, other, item)
+        for other in pipeline.sinks
+        for item in other.tables
+        if (other.kind, other.url, item.name) == (found.kind, found.url, table) and other.name != sink
+    )
     if plan.ends:
-        reset_table(plan, layout(plan, session))
+        reset_table(plan, layout(plan, session), sharers)
+    return sharers

@@ -19,8 +19,8 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import import_module
@@ -129,8 +129,8 @@ class Merge:
     """What one transaction does.
 
     ``expected`` and ``upcoming``: partition → next offset before and after; before the first batch, ``expected`` is None.
-    ``origin``: as in Progress. ``clear``: empties the table and forgets the place first. ``cured``: (partition, offset) of the
-    records that leave quarantine.
+    ``origin``: as in Progress. ``clear``: empties the table and forgets the place first, and the places ``sharers``, which are of
+    other sinks of the table. ``cured``: (partition, offset) of the records that leave quarantine.
     """
 
     place: Place
@@ -142,6 +142,12 @@ class Merge:
     bad: tuple[BadRecord, ...] = ()
     clear: bool = False
     cured: tuple[tuple[int, int], ...] = ()
+    sharers: tuple[Place, ...] = ()
+
+    @property
+    def cleared(self) -> tuple[Place, ...]:
+        """The places that are forgotten."""
+        return (self.place, *self.sharers) if self.clear else ()
 
 
 class Target(ABC):
@@ -173,8 +179,48 @@ class Target(ABC):
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
-        """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables."""
-        yield f"{place.load_prefix}{secrets.token_hex(4)}_"
+        """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables. Those
+        of a batch that fails are removed.
+
+        The names tell the process of their run. A target that can hold a lock for the time of a run does so instead.
+        """
+        if dead := self.dead_loads(place):
+            self.drop(dead)
+        run = run_name(place)
+        try:
+            yield run
+        except Exception:
+            # The process lives on, so that no later run would take them for a killed run's.
+            self.drop_loads(run)
+            raise
+
+    def drop_loads(self, run: str) -> None:
+        """Remove the load tables of a run, if the target can be reached."""
+        with suppress(SinkError):
+            if own := [name for name in self.tables() if name.startswith(run)]:
+                self.drop(own)
+
+    def dead_loads(self, place: Place) -> list[str]:
+        """The load tables of killed runs."""
+        names = load_names(self.tables(), place)
+        return [name for name in names if not is_alive(name.removeprefix(place.load_prefix))]
+
+    def tables(self) -> Sequence[str]:
+        """The names of the target's tables, load tables among them."""
+        return ()
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Remove load tables, those that ``tables`` names."""
+        raise NotImplementedError
+
+    def has_table(self, spec: TableSpec) -> bool:
+        """Whether the table is there. A target that can't tell says yes."""
+        return True
+
+    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
+        """The places that wrote the source to this target before, if the table has records of the source. ``sinks``: those of the
+        pipeline file, which do not count. A sink, or its pipeline, may have been renamed. ``origin``: as in Progress."""
+        return ()
 
     @abstractmethod
     def progress(self, place: Place) -> Progress:
@@ -189,6 +235,16 @@ class Target(ABC):
         """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, and OP, SET and OFFSET of
         ``fold``."""
 
+    def appends(self, spec: TableSpec, *, whole: bool) -> bool:
+        """Whether the table takes rows by ``append``, in place of ``load`` and ``merge``. ``whole``: whether no record leaves a
+        column out."""
+        return False
+
+    def append(self, merge: Merge, rows: Iterator[pa.RecordBatch]) -> int:
+        """Append rows, one for each record in any order, and move the positions, in a Spark task; returns the number of rows.
+        Raises as ``merge``."""
+        raise NotImplementedError
+
     @abstractmethod
     def merge(self, merge: Merge) -> None:
         """Apply a batch in a single transaction. Raises CommitConflict if the positions are not the expected ones."""
@@ -196,6 +252,41 @@ class Target(ABC):
     @abstractmethod
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         """The rows of the table, with values as ``load`` gets them."""
+
+
+def gathered(rows: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:
+    """Batches of some ``size`` bytes."""
+    held: list[pa.RecordBatch] = []
+    for batch in rows:
+        held.append(batch)
+        if sum(item.nbytes for item in held) >= size:
+            yield pa.concat_batches(held)
+            held = []
+    if held:
+        yield pa.concat_batches(held)
+
+
+def named(spec: TableSpec) -> tuple[str, str | None]:
+    """Name and schema of a table."""
+    schema, _, name = spec.name.rpartition(".")
+    return name, schema or None
+
+
+def load_names(names: Sequence[str], place: Place) -> list[str]:
+    """The load tables of a place among the names of tables."""
+    return [name for name in names if name.startswith(place.load_prefix)]
+
+
+def run_name(place: Place) -> str:
+    """A prefix for the names of a run's load tables."""
+    return f"{place.load_prefix}{process_mark()}_"
+
+
+def counted(rows: Iterator[pa.RecordBatch], counts: list[int]) -> Iterator[pa.RecordBatch]:
+    """The batches. Their numbers of rows go into ``counts``."""
+    for batch in rows:
+        counts.append(batch.num_rows)
+        yield batch
 
 
 def process_mark() -> str:
@@ -228,6 +319,7 @@ CLASSES: Mapping[str, str] = {
     "clickhouse": "zync_assets.sinks.clickhouse:ClickhouseTarget",
     "files": "zync_assets.sinks.files:FilesTarget",
     "mysql": "zync_assets.sinks.mysql:MysqlTarget",
+    "databend": "zync_assets.sinks.databend:DatabendTarget",
 }
 """Type of a sink → its class."""
 

@@ -11,3 +11,35 @@ def upper(rows: pa.RecordBatch) -> pa.RecordBatch:
     if "v" not in rows.schema.names:
         return rows
     return rows.append_column("upper", pc.utf8_upper(rows.column("v")))
+
+
+def failing(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Fails on rows."""
+    if rows.num_rows:
+        raise ValueError("no such\ncountry.")
+    return rows
+
+
+def absent(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Has a defect of its own: an attribute that does not exist."""
+    return rows.no_such_attribute
+
+
+def shifting(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Adds a column whose type depends on the rows."""
+    return rows.append_column("size", pa.array([2] * len(rows), pa.int64() if rows.num_rows else pa.int32()))
+
+
+def lossy(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Loses a column where there are rows."""
+    return rows.select(["id"]) if rows.num_rows else rows
+
+
+def untyped(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Adds a column that has no type if there are no rows."""
+    return rows.append_column("size", pa.array([None] * len(rows)))
+
+
+def rekeying(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Changes the key."""
+    return rows.set_column(0, "id", pa.array([0] * len(rows), pa.int64()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +19,12 @@ from click.testing import CliRunner
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.cli.main import main
-from zync_assets.errors import BadRecords
+from zync_assets.errors import BadRecords, SinkError, TableUnfit
 from zync_assets.lake.quarantine import Selection
 from zync_assets.local.services import Services
-from zync_assets.sinks.replay import OVERTAKEN, drop_refused, refused_records, replay_refused
-from zync_assets.sinks.steps import reset_sink, sink_all
+from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
+from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.target import Place
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -84,6 +87,30 @@ def test_a_batch_is_folded_and_written_once(
     assert rows(it) == []
     assert write(it) == [4]
     assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None)]
+    # Another sink of the table begins at the start again, too: its rows are gone.
+    other = edited(
+        it,
+        "".join(
+            f"  - {{name: {name}, type: sqlite, url: shop.db, from: [Staging.$out], table: rows, before: {{where: {where}}}}}\n"
+            for name, where in (("shop", "key.id < 3"), ("more", "key.id > 2"))
+        ),
+    )
+    write(other)
+    (sharer,) = reset_sink(other.pipeline, lambda: spark, "shop", "rows")
+    assert sharer.sink == "more"
+    assert rows(other) == []
+    assert write(other) == [2, 2]
+    assert rows(other) == [(1, "n", None), (2, "B", "bb"), (4, "d", None)]
+    # A table that is gone is not made again without the records that the position has passed.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TABLE rows")
+    it.send(it.left, row(5, "e"))
+    it.step()
+    with pytest.raises(TableUnfit, match=r"table rows is not there, and sink shop has written .* --reset rows"):
+        write(it)
+    reset_sink(it.pipeline, lambda: spark, "shop", "rows")
+    assert write(it) == [5]
+    assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None), (5, "e", "ee")]
 
 
 def edited(it: Mini, sinks: str) -> Mini:
@@ -160,6 +187,13 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     ((place, reason),) = left.items()
     assert "offset 1" in place and reason == OVERTAKEN
     assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(1, "bad1"), (3, "bad4")]
+    # A record that the sink leaves out now was not written, and stays in quarantine.
+    chosen = edited(
+        it,
+        "  - {name: shop, type: sqlite, url: shop.db, from: [Staging.$out], table: rows, before: {where: key.id > 2}}\n",
+    )
+    count, left = replay_refused(chosen.pipeline, session, everything)
+    assert (count, [*left.values()]) == (0, [LEFT_OUT])
     assert drop_refused(it.pipeline, everything) == 1
     assert list(refused_records(it.pipeline, everything)) == []
     assert rows(it, "SELECT next FROM zync_positions") == [(5,)]
@@ -226,6 +260,7 @@ inputs:
   - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
 sinks:
   - {name: rows, type: sqlite, url: shop.db, from: [Raw.$left], table: rows}
+  - {name: some, type: sqlite, url: shop.db, from: [Raw.$left], table: some, before: {where: value.after.v >= 'b'}}
   - {name: all, type: sqlite, url: shop.db, from: [Raw.$right], table: log, mode: insert,
      columns: {rename: {v: name}}, before: {where: value.id > 1, set: {twice: value.id * 2}}}
   - {name: made, type: sqlite, url: shop.db, from: [Raw.$right], table: made, key: [value.id], delete: false,
@@ -234,7 +269,7 @@ sinks:
 
 
 def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     it = mini(services, spark, tmp_path, unique, ENVELOPE, partitions=2)
 
@@ -248,6 +283,8 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     it.ingest()
     write(it)
     assert rows(it) == [(1, "a", '{"a":1}'), (2, "b", '{"a":2}')]
+    # A delete has no value, and passes a condition on the value.
+    assert rows(it, "SELECT id FROM some") == [(2,)]
     coordinates = "kafka_topic, kafka_partition, kafka_offset"
     assert rows(it, f"SELECT {coordinates}, id, name, twice FROM log") == [
         (it.right, 0, 2, 2, "n2", 4),
@@ -255,6 +292,56 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     ]
     assert rows(it, "SELECT id, upper FROM made ORDER BY id") == [(number, f"N{number}") for number in range(4)]
     assert write(it) == []
+    # Under another name, a sink would append the records again; but another table takes them.
+    moved = it.edited(ENVELOPE.replace("name: all,", "name: other,").replace("table: log", "table: log2"))
+    assert write(moved) == [2]
+    renamed = it.edited(ENVELOPE.replace("name: all,", "name: every,"))
+    with pytest.raises(SinkError, match=r"the table has rows, and a sink .* \(all\) has written .* twice\."):
+        write(renamed)
+    reset_sink(renamed.pipeline, lambda: spark, "every", "log")
+    assert write(renamed) == [2]
+    assert rows(renamed, "SELECT kafka_offset FROM log") == [(2,), (3,)]
+    # So would a pipeline with another name, but for a table of its own.
+    moved = Mini(replace(renamed.pipeline, name="moved"), spark, *it.topics)
+    with pytest.raises(
+        SinkError, match=rf"does not have \(every of {it.pipeline.name}\) .* the pipeline, the old name"
+    ):
+        list(sink_all(moved.pipeline, lambda: spark, ["every"]))
+    own = it.edited(ENVELOPE.replace("name: all,", "name: every,").replace("table: log", "table: other"))
+    list(sink_all(replace(own.pipeline, name="own"), lambda: spark, ["every"]))
+    assert rows(own, "SELECT kafka_offset FROM other") == [(2,), (3,)]
+    reset_sink(moved.pipeline, lambda: spark, "every", "log")
+    assert [made.records for made in sink_all(moved.pipeline, lambda: spark, ["every"])] == [2]
+    assert rows(moved, "SELECT kafka_offset FROM log") == [(2,), (3,)]
+    reset_sink(renamed.pipeline, lambda: spark, "every", "log")
+    assert write(renamed) == [2]
+    reset_sink(renamed.pipeline, lambda: spark, "every", "log")
+    assert write(renamed) == [2]
+
+    # In `zync run`, a target that is away and a table that does not fit hold up nothing else, and rest for a while.
+    broken = it.edited(
+        ENVELOPE.replace("name: all,", "name: every,").replace(
+            "sinks:",
+            "sinks:\n  - {name: away, type: postgres, url: 'postgresql://me:secret@127.0.0.1:1/shop',\n"
+            "     from: [Raw.*], table: '{whole-topic}'}\n"
+            "  - {name: unfit, type: sqlite, url: shop.db, from: [Raw.$right], table: absent, create: false}",
+        )
+    )
+    it.send(it.right, {"id": 9, "v": "n9"})
+    it.ingest()
+    rests: dict[Place, Rest] = {}
+    assert [made.table for made in sink_awake(broken.pipeline, lambda: spark, rests)] == ["log", "made"]
+    assert [(place.sink, rest.seconds) for place, rest in rests.items()] == [("away", 0.5), ("unfit", 0.5)]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "zync_assets.sinks.steps"]
+    assert warnings[-2].startswith("sink away, table ") and "secret" not in warnings[-2]
+    assert warnings[-1].startswith("sink unfit, table absent is not there. Set create: true, or run:")
+    for rest in rests.values():
+        rest.until = 0.0
+    assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
+    assert [rest.seconds for rest in rests.values()] == [1.0, 1.0]
+    for rest in rests.values():
+        rest.until = math.inf
+    assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
 
 
 POINTS = ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged")
@@ -283,9 +370,25 @@ def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
         assert {found[0]: found[1:] for found in rows(it)} == wanted, point
         assert not list(tmp_path.glob("shop.db-*"))
     assert rows(it, "SELECT next FROM zync_positions") == [(it.head.outputs[it.out, 0].next,)]
+    # `zync run` goes on without a table that does not fit, and ends with its error.
+    sinks = "".join(
+        f"  - {{name: {name}, type: sqlite, url: shop.db, from: [Staging.$out], table: {table}, create: {create}}}\n"
+        for name, table, create in (("unfit", "absent", "false"), ("shop", "rows", "true"))
+    )
+    both = edited(it, sinks)
+    both.send(it.left, row(100, "last"))
+    ended = subprocess.run(
+        [*ZYNC, "run", str(both.pipeline.path), "--exit-after", "20s"], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "error: sink unfit, table absent is not there. Set create: true, or run:" in ended.stderr
+    assert rows(it, "SELECT v FROM rows WHERE id = 100") == [("last",)]
+
+
+ZYNC = (sys.executable, "-c", "from zync_assets.cli.main import main; main()")
 
 
 def command(it: Mini, point: str | None = None) -> int:
-    line = [sys.executable, "-c", "from zync_assets.cli.main import main; main()", "sink", str(it.pipeline.path)]
+    line = [*ZYNC, "sink", str(it.pipeline.path)]
     env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
     return subprocess.run(line, env=env, check=False, capture_output=point is not None, timeout=280).returncode

@@ -8,7 +8,9 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from hashlib import blake2b
@@ -22,14 +24,14 @@ import pytest
 from zync_assets import load_pipeline
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, PipelineFileError
-from zync_assets.lake import archive, storage
+from zync_assets.lake import archive, storage, stores
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
 from zync_assets.publish.restore import open_archive
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.steps import reset_sink, sink_all
-from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec, process_mark
 from zync_assets_tests.mini import mini
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE
@@ -133,6 +135,58 @@ def test_records_are_kept_whole_in_objects_of_their_time(tmp_path: Path) -> None
     assert len(names) == len(set(names)) == len(digests(tmp_path))
 
 
+def test_a_run_that_dies_after_its_commit_keeps_its_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run is killed after its commit, while this run looks which runs are alive."""
+    target = FilesTarget(str(tmp_path))
+    loads = load(target, f"{PLACE.load_prefix}{process_mark()}_0", rows(1, 20))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(point: str) -> None:
+        if point == "sink:merged":
+            raise Killed
+
+    def dies(mark: str) -> bool:
+        with suppress(Killed):
+            target.merge(Merge(PLACE, SPEC, ORIGIN, {0: None, 1: None}, {0: 100, 1: 100}, loads))
+        return False
+
+    monkeypatch.setattr("zync_assets.sinks.files.crash_point", killed)
+    monkeypatch.setattr("zync_assets.sinks.target.is_alive", dies)
+    with target.run(PLACE):
+        assert target.progress(PLACE).next == {0: 100, 1: 100}
+    assert kept(target) == rows(1, 20)
+    assert target.tables() == []
+
+
+def test_a_run_that_completes_a_reset_late_removes_no_new_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = FilesTarget(str(tmp_path))
+    apply(target, 1, 20)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(point: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(
+            "zync_assets.sinks.files.crash_point", lambda point: killed(point) if point == "sink:merged" else None
+        )
+        target.merge(Merge(PLACE, SPEC, ORIGIN, {}, {}, clear=True))
+    late = archive.open_state(str(tmp_path), PLACE.load_prefix.strip("_"))
+    assert late.removals and kept(target) == rows(1, 20)
+    # Another run completes the reset, and writes the objects again.
+    with target.run(PLACE):
+        assert kept(target) == []
+    apply(target, 1, 20)
+    archive.complete(str(tmp_path), late)
+    assert kept(target) == rows(1, 20)
+
+
 def test_the_same_range_makes_the_same_object_however_it_was_cut(tmp_path: Path) -> None:
     whole = [row for row in rows(1, 60) if row["kafka"]["partition"] == 0]
     for folder, cuts in (("a", [0, 60]), ("b", [0, 13, 14, 40, 60])):
@@ -161,9 +215,9 @@ def test_a_large_object_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 def test_json_lines_keep_bytes_nulls_and_digits(tmp_path: Path) -> None:
     apply(FilesTarget(f"{tmp_path}?format=jsonl&interval=1d"), 2, 30)
     lines = [
-        line
+        json.loads(line)
         for item in archive.list_objects(str(tmp_path), "shop.orders")
-        for line in archive.read_lines(str(tmp_path), item)
+        for line in gzip.decompress((tmp_path / item.path).read_bytes()).splitlines()
     ]
     assert lines == [json.loads(archive.json_line(row)) for row in rows(2, 30)]
     name = next(iter(digests(tmp_path)))
@@ -255,6 +309,44 @@ def test_a_killed_sink_changes_nothing_when_it_is_repeated(tmp_path: Path, form:
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
     assert archive.list_loads(str(tmp_path / "killed")) == []
     assert list((tmp_path / "killed" / "_zync" / "drafts").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_killed_sink_of_a_bucket_changes_nothing_when_it_is_repeated(tmp_path: Path, s3: S3, unique: str) -> None:
+    """At each crash point, and at random moments. The objects are those of a folder that no kill has met."""
+    names = zip(("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), s3.settings.values(), strict=True)
+    own = {**os.environ, **{f"AWS_{name}": value for name, value in names}}
+    url, chance = f"s3://lakes/{unique}", random.Random(20)
+
+    def start(**environment: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-c",
+            f"from zync_assets_tests.sinks.test_files import of_bucket; of_bucket({url!r})",
+        ]
+        return subprocess.Popen(command, env={**own, **environment}, stderr=subprocess.DEVNULL)
+
+    apply(FilesTarget(str(tmp_path)), 5, 80)
+    for number, point in enumerate(POINTS):
+        assert start(ZYNC_CRASH=f"{point}@{number + 1}").wait(60) == -9
+    bucket = FilesTarget(LakeUri(url, s3.settings))
+    for _ in range(6):
+        process, before = start(), len(digests(s3.bucket("lakes") / unique))
+        while process.poll() is None and len(digests(s3.bucket("lakes") / unique)) == before:
+            time.sleep(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0, 0.5))
+        process.kill()
+        process.wait()
+    assert start().wait(60) == 0
+    assert digests(s3.bucket("lakes") / unique) == digests(tmp_path)
+    assert kept(bucket) == rows(5, 80)
+    assert archive.list_loads(bucket.root) == []
+
+
+def of_bucket(url: str) -> None:
+    """Write the batches to a bucket whose keys are in the environment."""
+    apply(FilesTarget(LakeUri(url, stores.with_environment(url, {}, os.environ))), 5, 80)
 
 
 @pytest.mark.slow

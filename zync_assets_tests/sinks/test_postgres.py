@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import psycopg
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
+from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
+from zync_assets.local.services import Services
 from zync_assets.sinks.postgres import PostgresTarget
-from zync_assets.sinks.target import Column, TableSpec
+from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
+from zync_assets_tests.mini import mini
 from zync_assets_tests.network.certificates import Authority
 from zync_assets_tests.sinks.batches import apply, one, spec
-from zync_assets_tests.sinks.conformance import PLACE, Change, assert_conforms
+from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +58,27 @@ def test_postgres_conforms(server: Postgres, database: str, seed: int) -> None:
         ]
 
     assert_conforms("postgres", url(server, database), load_tables, seed=seed)
+
+
+TEXTS = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id string, v string"}
+sinks:
+  - {name: house, type: postgres, url: "URL", from: [Raw.$left], table: rows, key: [value.id], delete: false}
+"""
+
+
+def test_a_key_with_a_character_that_postgres_lacks_is_put_aside(
+    server: Postgres, database: str, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXTS.replace("URL", url(server, database)))
+    it.send(it.left, {"id": "a\0b", "v": "x"}, {"id": "c", "v": "y"})
+    it.ingest()
+    (made,) = sink_all(it.pipeline, lambda: spark)
+    assert (made.records, made.quarantined) == (1, 1)
+    assert server.run(database, "SELECT * FROM rows") == [("c", "y")]
+    ((key, error),) = server.run(database, "SELECT key, error FROM zync_quarantine")
+    assert (key, "0x00" in error) == ("id=a\\0b", True)
 
 
 def test_a_partial_update_of_a_row_needs_no_column_that_may_be_null(server: Postgres, database: str) -> None:
@@ -110,6 +142,50 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Postgres, database
     # A decimal with fewer digits would be rounded without a word.
     with pytest.raises(TableUnfit, match="column p is NUMERIC"):
         target.prepare(spec(id=pa.int64(), p=pa.decimal128(9, 6)), create=True, evolve="none")
+
+
+LOG = TableSpec("log", (Column("place", pa.int64()), Column("text", pa.string())), ("place",), "insert")
+
+
+def append(target: PostgresTarget, first: int, end: int, *, expected: int | None) -> int:
+    """Append the records of some offsets, as the Spark task of a batch does."""
+    rows = pa.RecordBatch.from_pydict({"place": list(range(first, end)), "text": ["a,b\n"] * (end - first)})
+    merge = Merge(PLACE, LOG, ORIGIN, {0: expected}, {0: end})
+    return target.append(merge, iter([rows.slice(0, 1), rows.slice(1)]))
+
+
+def test_an_appended_batch_is_there_whole_and_once_wherever_it_is_killed(server: Postgres, database: str) -> None:
+    target = PostgresTarget(url(server, database))
+    target.prepare(LOG, create=True, evolve="none")
+    assert target.appends(LOG, whole=True)
+    code = (
+        "from zync_assets.sinks.postgres import PostgresTarget\n"
+        "from zync_assets_tests.sinks.test_postgres import append\n"
+        f"append(PostgresTarget({url(server, database)!r}), 0, 3, expected=None)"
+    )
+    for point, count in (("sink:loaded", 0), ("sink:merging", 0), ("sink:merged", 3)):
+        ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, "ZYNC_CRASH": point}, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert server.run(database, "SELECT count(*) FROM log") == [(count,)]
+        assert target.progress(PLACE).next == ({0: 3} if count else {})
+    for expected in (None, 2):
+        with pytest.raises(CommitConflict):
+            append(target, 0, 3, expected=expected)
+    assert append(target, 3, 5, expected=3) == 2
+    assert server.run(database, "SELECT count(*), count(DISTINCT place), min(text) FROM log") == [(5, 5, "a,b\n")]
+
+
+def test_copy_does_not_go_into_what_it_would_pass_by(server: Postgres, database: str) -> None:
+    """COPY refuses policies of rows and views, and passes rules by. INSERT obeys all three."""
+    target = PostgresTarget(url(server, database))
+    target.prepare(LOG, create=True, evolve="none")
+    server.run(database, "ALTER TABLE log ENABLE ROW LEVEL SECURITY")
+    assert not target.appends(LOG, whole=True)
+    server.run(database, "ALTER TABLE log DISABLE ROW LEVEL SECURITY", "CREATE VIEW seen AS SELECT * FROM log")
+    assert not target.appends(replace(LOG, name="seen"), whole=True)
+    assert not target.appends(replace(LOG, mode="upsert"), whole=True)
+    server.run(database, "CREATE RULE no_negatives AS ON INSERT TO log WHERE new.place < 0 DO INSTEAD NOTHING")
+    assert not target.appends(LOG, whole=True)
 
 
 @pytest.fixture

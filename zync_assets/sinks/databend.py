@@ -1,0 +1,415 @@
+"""The target Databend, through its dialect of SQLAlchemy and the connections of ``sinks.databend_engine``.
+
+A transaction of Databend spans tables and is atomic. It pins a table when it first writes to the table, and its COMMIT fails
+if another one has committed a change of a pinned table in the meantime. The merge therefore begins with a mark in the table of
+positions, and compares the positions after that. DDL commits implicitly, and is never part of a merge. A statement that fails
+does not end the transaction: the merge rolls back.
+
+There are no unique keys. Only MERGE on the key keeps a key in one row, and two merges of a table can't both commit.
+
+A dead run's load tables are known by their names (``process_mark``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from databend_sqlalchemy import connector
+from databend_sqlalchemy import types as databend_types
+from databend_sqlalchemy.databend_dialect import DatabendDialect, DatabendExecutionContext, DatabendIdentifierPreparer
+from databend_sqlalchemy.dml import Merge as MergeInto
+from pyarrow import parquet
+from sqlalchemy import exc
+from sqlalchemy.dialects import registry
+from sqlalchemy.engine import Connection, Engine
+
+from zync_assets.errors import CommitConflict, SinkError, TargetRefused, TargetUnavailable
+from zync_assets.sinks.book import BOOK, POSITIONS, place_values
+from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
+from zync_assets.sinks.databend_engine import Connection as DatabendConnection
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
+from zync_assets.sinks.sql import SqlTarget
+from zync_assets.sinks.sql_types import SqlType, holds, wider
+from zync_assets.sinks.target import (
+    LOCAL_HOSTS,
+    Column,
+    LoadTable,
+    Merge,
+    TableSpec,
+    gathered,
+)
+
+SCHEME = "databend://"
+
+LOAD_BYTES = 64 << 20
+"""The rows of one COPY into a load table: each makes a snapshot of the table."""
+
+_MARK = -1
+"""The partition of the row that pins the positions."""
+
+# https://github.com/databendlabs/databend/blob/main/src/common/exception/src/exception_code.rs
+_CODE = re.compile(r"Code: (\d+)|\[(\d{4})\]")
+_CONFLICTS = {2009, 2011, 2014}
+_PASSING = {1035, 1036, 1037, 1038, 1041, 1042, 1043, 1044, 1053, 1122, 1127, 2001, 2003, 2015, 2016, 2317, 2404, 2411}
+"""Connections, sessions and queries that ended, timeouts, the meta service, locks, memory."""
+_REFUSALS = {1006, 1007, 1010, 1046, 1049, 1060, 1079, 1080, 1133, 1202, 2513}
+"""Values that can't be converted, nulls, constraints."""
+_OUTAGES = re.compile(
+    rf"error sending request|connect|timed out|timeout|embedded engine has ended|{BUSY}", re.IGNORECASE
+)
+_LOGINS = re.compile(r"unauthori|authenti|password|certificate", re.IGNORECASE)
+
+
+class Variant(sa.types.UserDefinedType[str]):
+    """A column of the type VARIANT, read as a text."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **kw: Any) -> str:
+        return "VARIANT"
+
+    def column_expression(self, colexpr: Any) -> Any:
+        return sa.func.to_string(colexpr, type_=self)
+
+
+class Other(sa.types.UserDefinedType[Any]):
+    """A column of a type that holds no value of ours, such as ARRAY."""
+
+    cache_ok = True
+
+    def __init__(self, name: str = "NULL") -> None:
+        self.name = name
+
+    def get_col_spec(self, **kw: Any) -> str:
+        return self.name
+
+
+_TYPES: dict[str, SqlType] = {
+    "boolean": sa.BOOLEAN(),
+    "int8": databend_types.TINYINT(),
+    "int16": sa.SMALLINT(),
+    "int32": sa.INTEGER(),
+    "int64": sa.BIGINT(),
+    "float32": databend_types.FLOAT(),
+    "float64": databend_types.DOUBLE(),
+    "string": sa.VARCHAR(),
+    "binary": sa.BINARY(),
+    "date": sa.DATE(),
+    "timestamp": sa.TIMESTAMP(),
+    "variant": Variant(),
+}
+"""The name of a type in ``information_schema`` → the type."""
+_DECIMAL = re.compile(r"decimal\((\d+), ?(\d+)\)")
+_BITS: tuple[tuple[type[SqlType], int], ...] = (
+    (databend_types.TINYINT, 8),
+    (sa.SMALLINT, 16),
+    (sa.BIGINT, 64),
+    (sa.INTEGER, 32),
+)
+
+
+class _Context(DatabendExecutionContext):
+    """The dialect's, which asks for a number of rows that nobody uses here."""
+
+    def post_exec(self) -> None:
+        pass
+
+
+class _Preparer(DatabendIdentifierPreparer):
+    """Quotes every name: the dialect does not know all reserved words."""
+
+    def _requires_quotes(self, value: str) -> bool:
+        return True
+
+
+class Dialect(DatabendDialect):
+    """The dialect, with types that tell FLOAT from DOUBLE, and decimals with all digits."""
+
+    preparer = _Preparer
+    execution_ctx_cls = _Context
+    supports_native_decimal = True
+    supports_comments = True
+    inline_comments = True
+    supports_statement_cache = False
+
+    @classmethod
+    def import_dbapi(cls) -> Any:
+        return connector
+
+    def get_pk_constraint(self, connection: Any, table_name: str, schema: str | None = None, **kw: Any) -> Any:
+        return {"constrained_columns": [], "name": None}
+
+    def get_table_options(self, connection: Any, table_name: str, schema: str | None = None, **kw: Any) -> Any:
+        return {}
+
+    def get_table_comment(self, connection: Any, table_name: str, schema: str | None = None, **kw: Any) -> Any:
+        return {"text": None}
+
+    def get_multi_table_comment(
+        self, connection: Any, schema: Any, filter_names: Any, scope: Any, kind: Any, **kw: Any
+    ) -> Any:
+        return {}
+
+    def _get_column_type(self, column_type: Any) -> Any:
+        name = column_type.lower()
+        if name.startswith("nullable("):
+            name = name.removeprefix("nullable(")[:-1]
+        digits = _DECIMAL.fullmatch(name)
+        return sa.DECIMAL(int(digits[1]), int(digits[2])) if digits else _TYPES.get(name) or Other(name.upper())
+
+
+registry.register("zyncdatabend", __name__, "Dialect")
+
+
+class DatabendTarget(SqlTarget):
+    """A database of a server, ``databend://user:password@host/database``, or a folder of the embedded engine,
+    ``databend:///folder``."""
+
+    load_prefixes = ("TRANSIENT",)
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.is_embedded = url.startswith(f"{SCHEME}/")
+        self.tasks = 1 if self.is_embedded else super().tasks
+
+    def make_engine(self) -> Engine:
+        return sa.create_engine("zyncdatabend://", poolclass=sa.pool.NullPool, creator=self._connect)
+
+    def _connect(self) -> DatabendConnection:
+        from databend_sqlalchemy.errors import Error
+
+        try:
+            if self.is_embedded:
+                return DatabendConnection(EngineSession(Path(self.url.removeprefix(SCHEME))))
+            session = ServerSession(_dsn(self.url))
+            session.run("SET timezone = 'UTC'")
+            return DatabendConnection(session)
+        except ImportError:
+            raise
+        except Exception as error:  # the driver and the engine have no class of errors in common
+            raise Error(str(error)) from error
+
+    def drop(self, names: Sequence[str]) -> None:
+        with self.connection() as connection:
+            for name in names:
+                _drop(connection, name)
+
+    def create_book(self, connection: Connection) -> None:
+        for table in BOOK.sorted_tables:
+            connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+
+    # ---- errors
+
+    def sort(self, error: exc.DBAPIError) -> type[SinkError]:
+        text = str(error.orig)
+        code = _code(text)
+        if code in _REFUSALS or "unable to cast `NULL`" in text:
+            return TargetRefused
+        if code in _PASSING:
+            return TargetUnavailable
+        is_outage = not code and _OUTAGES.search(text) and not _LOGINS.search(text)
+        return TargetUnavailable if is_outage else SinkError
+
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        made = super().error(error)
+        # The dialect's class of errors says that it has no code.
+        return type(made)(str(made).replace("Code: None. ", ""))
+
+    # ---- load tables
+
+    def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
+        """Its columns have the source's types. The merge converts them, and refuses what it can't convert."""
+        columns = [sa.Column(item.name, self.column_type(item, in_key=False)) for item in spec.columns]
+        marks = [sa.Column(OP, sa.VARCHAR()), sa.Column(SET, sa.VARCHAR())] if spec.mode == "upsert" else []
+        return sa.Table(name, sa.MetaData(), *columns, *marks, prefixes=list(self.load_prefixes))
+
+    def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
+        quote = connection.dialect.identifier_preparer
+        driver: Any = connection.connection.driver_connection
+        with TemporaryDirectory() as folder:
+            for number, batch in enumerate(gathered(rows, LOAD_BYTES)):
+                names = batch.schema.names
+                path = Path(folder) / f"{table.name}-{number}.parquet"
+                parquet.write_table(pa.Table.from_arrays([_stored(batch.column(name)) for name in names], names), path)
+                columns = ", ".join(quote.quote_identifier(name) for name in names)
+                try:
+                    driver.session.load(quote.quote_identifier(table.name), columns, path)
+                except Exception as error:  # as in _connect
+                    raise exc.DBAPIError(None, None, error) from error
+                path.unlink()
+
+    # ---- the merge
+
+    @contextmanager
+    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
+        with self.errors(), self.engine().connect() as connection:
+            connection.exec_driver_sql("BEGIN")
+            try:
+                yield connection
+                connection.exec_driver_sql("COMMIT")
+            except BaseException as error:
+                with suppress(exc.DBAPIError):
+                    connection.exec_driver_sql("ROLLBACK")
+                if isinstance(error, exc.DBAPIError) and _code(str(error.orig)) in _CONFLICTS:
+                    raise CommitConflict("another transaction changed the same tables of Databend; run again") from None
+                raise
+
+    def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        return query
+
+    def _lock_positions(self, connection: Connection, merge: Merge) -> None:
+        mark = {"partition": _MARK, "next": 0, "origin": merge.origin}
+        connection.execute(sa.insert(POSITIONS).values(**place_values(merge.place), **mark))
+        super()._lock_positions(connection, merge)
+
+    def _advance_positions(self, connection: Connection, merge: Merge) -> None:
+        super()._advance_positions(connection, merge)
+        connection.execute(sa.delete(POSITIONS).where(POSITIONS.c.partition == _MARK))
+
+    def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
+        rows = self.load_table(table, spec, load.name, None)
+        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+        if held != load.rows:
+            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        names = [column.name for column in spec.columns]
+        if spec.mode == "insert":
+            chosen = sa.select(*(_converted(rows, table, name) for name in names))
+            connection.execute(sa.insert(table).from_select(names, chosen))
+            return
+        if load.removes:
+            gone = sa.select(*(rows.c[name] for name in spec.key)).where(rows.c[OP].in_([DELETE, REPLACE]))
+            statement, _ = self._merge_into(table, gone, spec.key)
+            statement.when_matched_then_delete()
+            connection.execute(statement)
+        others = [column.name for column in spec.others]
+        shapes: list[tuple[str | None]] = [(None,)]
+        if load.partial:
+            partial = sa.select(rows.c[SET]).where(rows.c[SET].is_not(None), rows.c[OP] != DELETE)
+            shapes += [(row[0],) for row in connection.execute(partial.distinct())]
+        for (shape,) in shapes:
+            # A record that leaves columns out is written by the columns that it has. A new row gets the others' defaults.
+            own = [name for name, mark in zip(others, shape or "1" * len(others), strict=True) if mark == "1"]
+            chosen = sa.select(*(_converted(rows, table, name) for name in (*spec.key, *own)))
+            of_shape = rows.c[SET].is_(None) if shape is None else rows.c[SET] == shape
+            connection.execute(self.upsert(table, chosen.where(rows.c[OP] != DELETE, of_shape), spec.key, own))
+
+    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        statement, changes = self._merge_into(table, rows, key)
+        if others:
+            statement.when_matched_then_update().set = {name: changes.c[name] for name in others}
+        quote = self.engine().dialect.identifier_preparer.quote_identifier
+        statement.when_not_matched_then_insert().set = {quote(name): changes.c[name] for name in (*key, *others)}
+        return statement
+
+    def _merge_into(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str]) -> tuple[Any, sa.Subquery]:
+        """A MERGE of rows, without its clauses, and the rows."""
+        changes = rows.subquery("changes")
+        return MergeInto(table, changes, sa.and_(*(table.c[name] == changes.c[name] for name in key))), changes
+
+    # ---- tables
+
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        """Databend has no unique keys."""
+        return None
+
+    def column_type(self, column: Column, *, in_key: bool) -> SqlType:
+        kinds, kind = pa.types, column.type
+        if column.as_json or kinds.is_time(kind):
+            return sa.VARCHAR()
+        if kinds.is_decimal(kind):
+            return sa.DECIMAL(kind.precision, kind.scale)
+        if kinds.is_timestamp(kind):
+            return sa.TIMESTAMP()
+        if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+            return sa.BINARY()
+        if kinds.is_floating(kind):
+            return databend_types.DOUBLE() if kinds.is_float64(kind) else databend_types.FLOAT()
+        if kinds.is_integer(kind):
+            return next(of for of, bits in _BITS if bits == kind.bit_width)()
+        if kinds.is_boolean(kind):
+            return sa.BOOLEAN()
+        return sa.DATE() if kinds.is_date(kind) else sa.VARCHAR()
+
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        kinds, kind = pa.types, column.type
+        if kinds.is_time(kind):
+            return isinstance(existing, sa.VARCHAR)
+        if column.as_json or kinds.is_string(kind) or kinds.is_large_string(kind):
+            return isinstance(existing, (sa.VARCHAR, Variant))
+        if kinds.is_integer(kind) and (bits := _bits(existing)):
+            return kind.bit_width <= bits
+        if kinds.is_floating(kind):
+            single = kinds.is_float32(kind) and isinstance(existing, databend_types.FLOAT)
+            return single or isinstance(existing, databend_types.DOUBLE)
+        if kinds.is_timestamp(kind):
+            # A time without zone is kept as if it were in UTC.
+            return isinstance(existing, sa.TIMESTAMP)
+        if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+            return isinstance(existing, sa.BINARY)
+        return holds(existing, kind)
+
+    def wider(self, existing: SqlType, column: Column) -> SqlType | None:
+        kinds, kind = pa.types, column.type
+        if _bits(existing) and kinds.is_integer(kind):
+            return self.column_type(column, in_key=False)
+        if isinstance(existing, databend_types.FLOAT) and kinds.is_floating(kind):
+            return databend_types.DOUBLE()
+        larger = wider(existing, kind) if isinstance(existing, sa.DECIMAL) else None
+        if not isinstance(larger, sa.Numeric) or (larger.precision or 0) > 76:
+            return None
+        return sa.DECIMAL(larger.precision, larger.scale)
+
+    def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
+        quote, column = self.engine().dialect.identifier_preparer, table.c[name]
+        kind = larger.compile(self.engine().dialect)
+        null = "NULL" if column.nullable else "NOT NULL"
+        text = f"ALTER TABLE {quote.format_table(table)} MODIFY COLUMN {quote.quote(name)} {kind} {null}"
+        return sa.DDL(text.replace("%", "%%"))
+
+    def value(self, column: Column, value: Any) -> Any:
+        if pa.types.is_time(column.type) and value is not None:
+            return time.fromisoformat(value)
+        return super().value(column, value)
+
+
+def _dsn(url: str) -> str:
+    """The URL as the driver takes it: a server on another host is asked over TLS."""
+    made = sa.make_url(url)
+    if "sslmode" not in made.query and (made.host or "") in LOCAL_HOSTS:
+        made = made.update_query_dict({"sslmode": "disable"})
+    return made.render_as_string(hide_password=False)
+
+
+def _code(text: str) -> int:
+    found = _CODE.search(text)
+    return int(found[1] or found[2]) if found else 0
+
+
+def _bits(existing: SqlType) -> int:
+    return next((bits for of, bits in _BITS if isinstance(existing, of)), 0)
+
+
+def _drop(connection: Connection, name: str) -> None:
+    connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
+
+
+def _stored(column: pa.Array) -> pa.Array:
+    """The values of a column as Databend reads them from Parquet."""
+    kinds, kind = pa.types, column.type
+    if kinds.is_time(kind):
+        return pa.array([None if value is None else value.isoformat() for value in column.to_pylist()], pa.string())
+    return column.cast(pa.timestamp("us", kind.tz)) if kinds.is_timestamp(kind) else column
+
+
+def _converted(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
+    """A column of a load table for a column of the table."""
+    column = rows.c[name]
+    return sa.func.parse_json(column).label(name) if isinstance(table.c[name].type, Variant) else column
